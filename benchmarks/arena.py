@@ -153,7 +153,7 @@ class Worker:
         begins = {row.number: row.token for row in rows}
         for slab in self.room.slabs(rows, table_of(rows, CPU)):
             for i, number in enumerate(slab.rows.block_table[:, 0].tolist()):
-                chunk = slab.rows.tokens[i] - begins[number], slab.rows.query_lens[i]
+                chunk = slab.rows.query_starts[i] - begins[number], slab.rows.query_lens[i]
                 runs = [
                     run_cuts(slab.rows, i, self.heads[0], tile_bytes)
                     for tile_bytes in (hopper.tile_bytes(ALL_SCORED), portable.tile_bytes(ALL_SCORED))

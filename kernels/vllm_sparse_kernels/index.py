@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, to_device
-from vllm_sparse_kernels.share_counts import FIELDS
+from vllm_sparse_kernels.share_counts import SHARE_FIELDS
 from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
 
@@ -188,7 +188,7 @@ class IndexLayout:
         if stripe_counts is None:
             stripe_counts = empty(self.num_heads, self.rows.num_tiles).zero_()
         kept_shares, variance_shares = (
-            workspace.empty(self.rows.num_rows, FIELDS.value, dtype=torch.int64).zero_() if is_counted else None
+            workspace.empty(self.rows.num_rows, SHARE_FIELDS.value, dtype=torch.int64).zero_() if is_counted else None
             for is_counted in (self.counts_shares, self.counts_variance)
         )
         return SparseIndex(
@@ -216,8 +216,8 @@ class IndexArgs(NamedTuple):
 
     Attributes:
         tiles: [num_tiles, 4] int32, see ``Rows.tiles``.
-        order: [num_tiles] int32, tiles in the order in which to process them (``Rows.heaviest_first``).
-        row_ends: [num_rows] int32, tokens of each row.
+        order: [num_tiles] int32, tiles in the order in which to process them (``Rows.tile_order``).
+        seq_lens: [num_rows] int32, keys of each row.
         block_counts: [num_heads, num_tiles] int32.
         block_ids: [num_heads, block_capacity] int32.
         block_offsets: [num_tiles] int64.
@@ -229,7 +229,7 @@ class IndexArgs(NamedTuple):
 
     tiles: Any
     order: Any
-    row_ends: Any
+    seq_lens: Any
     block_counts: Any
     block_ids: Any
     block_offsets: Any
@@ -267,10 +267,10 @@ class SparseIndex:
         stripe_offsets: [num_heads, num_tiles] int64, offset of a list in ``stripe_positions``.
         longest_stripes: Capacity of the longest list of stripes, in positions, known on the host.
         workspace: Memory for selection and attention with this index.
-        kept_shares: [num_rows, FIELDS] int64, counts of the shares that queries keep (``share_counts.py``), to which
-            selection adds; None if no method of a head counts them.
-        variance_shares: [num_rows, FIELDS] int64, the same for the shares of the score variance that maps of queries
-            and keys to few channels hold, one for each row and kv head.
+        kept_shares: [num_rows, SHARE_FIELDS] int64, counts of the shares that queries keep (``share_counts.py``), to
+            which selection adds; None if no method of a head counts them.
+        variance_shares: [num_rows, SHARE_FIELDS] int64, the same for the shares of the score variance that maps of
+            queries and keys to few channels hold, one for each row and kv head.
     """
 
     rows: Rows
@@ -340,7 +340,7 @@ class SparseIndex:
         int32_bytes = partial(padded_bytes, dtype=torch.int32)
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
         counts = (2 if stripe_capacity else 1) * int32_bytes(num_heads, rows.num_tiles)
-        shares = (counts_shares + counts_variance) * padded_bytes(rows.num_rows, FIELDS.value, dtype=torch.int64)
+        shares = (counts_shares + counts_variance) * padded_bytes(rows.num_rows, SHARE_FIELDS.value, dtype=torch.int64)
         return counts + int32_bytes(num_heads, block_capacity) + int32_bytes(stripe_capacity) + shares
 
     @property
@@ -348,7 +348,7 @@ class SparseIndex:
         """Arguments of kernels that read or write the index."""
         rows = self.rows
         return IndexArgs(
-            rows.tiles, rows.heaviest_first, rows.row_ends,
+            rows.tiles, rows.device_tile_order, rows.device_seq_lens,
             self.block_counts, self.block_ids, self.block_offsets, self.block_ids.stride(0),
             self.stripe_counts, self.stripe_positions, self.stripe_offsets,
         )  # fmt: skip

@@ -98,7 +98,7 @@ class Rows:
     split into several objects, each of which runs through all layers with its own state.
 
     Attributes:
-        tokens: Per row, the index of its first query in q.
+        query_starts: Per row, the index of its first query in q.
         query_lens: Per row, its new tokens, at least 1.
         context_lens: Per row, its cached tokens.
         block_table: [num_rows, max_pages] int32 on the device. Page p of row i holds the keys at positions
@@ -108,7 +108,7 @@ class Rows:
         state: Values that a method keeps from layer to layer of this pass, under its own key.
     """
 
-    tokens: tuple[int, ...]
+    query_starts: tuple[int, ...]
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_table: torch.Tensor
@@ -122,10 +122,10 @@ class Rows:
         Raises:
             ValueError: Sequences differ in length, or a number of tokens is out of range.
         """
-        lengths = {len(self.tokens), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
+        lengths = {len(self.query_starts), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
         if len(lengths) != 1:
             raise ValueError(
-                f"Rows: given tokens, query_lens, context_lens and block_table of different lengths "
+                f"Rows: given query_starts, query_lens, context_lens and block_table of different lengths "
                 f"{sorted(lengths)}, expected one entry per row in each"
             )
         if self.prompt_lens is not None and len(self.prompt_lens) != self.num_rows:
@@ -141,7 +141,7 @@ class Rows:
     @property
     def num_rows(self) -> int:
         """Number of rows."""
-        return len(self.tokens)
+        return len(self.query_starts)
 
     @property
     def device(self) -> torch.device:
@@ -151,7 +151,7 @@ class Rows:
     @cached_property
     def end_token(self) -> int:
         """Index in q after the last query of all rows."""
-        return max((token + query_len for token, query_len in zip(self.tokens, self.query_lens)), default=0)
+        return max((start + query_len for start, query_len in zip(self.query_starts, self.query_lens)), default=0)
 
     def check_tokens(self, name: str, x: torch.Tensor) -> None:
         """Check that kernels can read or write the tokens of all rows in a tensor.
@@ -178,7 +178,12 @@ class Rows:
     def tile_list(self) -> tuple[Tile, ...]:
         """All tiles on the host, row after row."""
         return tuple(
-            Tile(row, self.tokens[row] + start, min(TILE_TOKENS, self.query_lens[row] - start), context_len + start)
+            Tile(
+                row=row,
+                token=self.query_starts[row] + start,
+                length_tokens=min(TILE_TOKENS, self.query_lens[row] - start),
+                position=context_len + start,
+            )
             for row, context_len in enumerate(self.context_lens)
             for start in range(0, self.query_lens[row], TILE_TOKENS)
         )
@@ -213,7 +218,7 @@ class Rows:
         return range(self.tile_starts[row], self.tile_starts[row + 1])
 
     @cached_property
-    def tile_bounds(self) -> torch.Tensor:
+    def device_tile_starts(self) -> torch.Tensor:
         """[num_rows + 1] int32 on the device: ``tile_starts``."""
         return to_device(self.tile_starts, torch.int32, self.device)
 
@@ -286,14 +291,19 @@ class Rows:
         return self.tiles[:, 2].clone(memory_format=torch.contiguous_format)
 
     @cached_property
-    def row_ends(self) -> torch.Tensor:
+    def device_seq_lens(self) -> torch.Tensor:
         """[num_rows] int32 on the device: ``seq_lens``."""
         return to_device(self.seq_lens, torch.int32, self.device)
 
     @cached_property
-    def heaviest_order(self) -> tuple[int, ...]:
+    def tile_order(self) -> tuple[int, ...]:
         """Numbers of tiles in descending order of keys in reach: long tiles start first, so that none finishes late."""
         return tuple(sorted(range(self.num_tiles), key=lambda i: -self.tile_list[i].last_position))
+
+    @cached_property
+    def device_tile_order(self) -> torch.Tensor:
+        """[num_tiles] int32 on the device: ``tile_order``."""
+        return to_device(self.tile_order, torch.int32, self.device)
 
     @cached_property
     def key_starts(self) -> tuple[int, ...]:
@@ -309,10 +319,5 @@ class Rows:
 
         The last row is 0 in all columns but the last.
         """
-        lengths = zip((*self.tokens, 0), (*self.query_lens, 0), (*self.seq_lens, 0), self.key_starts, strict=True)
+        lengths = zip((*self.query_starts, 0), (*self.query_lens, 0), (*self.seq_lens, 0), self.key_starts, strict=True)
         return to_device([v for row in lengths for v in row], torch.int32, self.device).view(-1, ROW_FIELDS)
-
-    @cached_property
-    def heaviest_first(self) -> torch.Tensor:
-        """[num_tiles] int32 on the device: ``heaviest_order``."""
-        return to_device(self.heaviest_order, torch.int32, self.device)

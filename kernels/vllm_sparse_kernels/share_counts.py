@@ -8,8 +8,8 @@ Two kinds of shares are counted. Selection adds them to tensors with a line of i
 * ``SparseIndex.variance_shares``: the shares of the score variance that maps to few channels hold. Only methods with
   such maps count them (``Method.counts_variance_shares``): one share for each row, kv head and layer of a step.
 
-All fields are integers, so the counts depend neither on the order of programs nor on other rows. A line has ``FIELDS``
-numbers:
+All fields are integers, so the counts depend neither on the order of programs nor on other rows. A line has
+``SHARE_FIELDS`` numbers:
 
 * from 0 on, the number of shares in each bucket; ``EDGES`` are the buckets' upper ends, and the last bucket ends at 1;
 * at ``SUM``, the sum of the shares, in units of 1 / ``UNIT``;
@@ -30,7 +30,7 @@ EDGES = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 UNIT = Constant(1 << 16)
 """Number of units in a share of 1."""
 
-FIELDS = Constant(16)
+SHARE_FIELDS = Constant(16)
 """Numbers in the line of a row; numbers after ``LOST`` are 0."""
 
 SUM, LIFTED, LOST = Constant(len(EDGES) + 1), Constant(len(EDGES) + 2), Constant(len(EDGES) + 3)
@@ -66,7 +66,7 @@ def count_shares(counts: torch.Tensor, shares: torch.Tensor, lifted: int) -> Non
     """Add shares to a line of counts, in plain torch.
 
     Args:
-        counts: [FIELDS] int64; written.
+        counts: [SHARE_FIELDS] int64; written.
         shares: [queries] float32. Shares that are not numbers are left out; a share above 1 counts as 1.
         lifted: Number of these queries that added blocks.
     """
@@ -85,11 +85,11 @@ def merge_counts(counts: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Combine pairs of lines of counts. Does not wait for the device.
 
     Args:
-        counts: [..., FIELDS] int64.
-        others: [..., FIELDS] int64, of the same shape.
+        counts: [..., SHARE_FIELDS] int64.
+        others: [..., SHARE_FIELDS] int64, of the same shape.
 
     Returns:
-        [..., FIELDS] int64.
+        [..., SHARE_FIELDS] int64.
     """
     merged = counts + others
     lost = LOST.value
@@ -116,10 +116,10 @@ def count_share(share, edges, line):
     Args:
         share: float32. A share that is not a number is left out; a share outside of [0, 1] counts as 0 or 1.
         edges: [NUM_EDGES] float32, ``EDGES``.
-        line: Pointer to FIELDS int64.
+        line: Pointer to SHARE_FIELDS int64.
     """
-    o_f = tl.arange(0, FIELDS)
-    b_share = tl.zeros([FIELDS], tl.float32) + share
+    o_f = tl.arange(0, SHARE_FIELDS)
+    b_share = tl.zeros([SHARE_FIELDS], tl.float32) + share
     is_number = b_share == b_share
     b_share = tl.where(is_number, tl.minimum(tl.maximum(b_share, 0.0), 1.0), 0.0)
     b_edges = tl.load(edges + o_f, mask=o_f < NUM_EDGES, other=2.0)
@@ -134,8 +134,8 @@ def add_share_counts(row_counts: torch.Tensor, totals: torch.Tensor, i_total: in
     """Add the counts of all rows to a line of totals, in one launch and without synchronisation.
 
     Args:
-        row_counts: [num_rows, FIELDS] int64 on the device, a tensor of ``SparseIndex``.
-        totals: [n, FIELDS] int64 on the same device; line ``i_total`` is written.
+        row_counts: [num_rows, SHARE_FIELDS] int64 on the device, a tensor of ``SparseIndex``.
+        totals: [n, SHARE_FIELDS] int64 on the same device; line ``i_total`` is written.
         i_total: Number of the line.
     """
     num_rows = row_counts.shape[0]
@@ -149,15 +149,15 @@ def _add_share_counts_kernel(row_counts, totals, i_total, num_rows, CHUNK: tl.co
     Grid: (⌈num_rows / CHUNK⌉,). Bound by launch latency.
 
     Args:
-        row_counts: [num_rows, FIELDS] int64.
-        totals: [n, FIELDS] int64; written.
+        row_counts: [num_rows, SHARE_FIELDS] int64.
+        totals: [n, SHARE_FIELDS] int64; written.
         i_total: Line of ``totals``.
         num_rows: Number of rows.
         CHUNK: Rows of a program.
     """
     o_r = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    o_f = tl.arange(0, FIELDS)
-    b_rows = tl.load(row_counts + o_r[:, None] * FIELDS + o_f[None, :], mask=(o_r < num_rows)[:, None], other=0)
-    target = totals + i_total * FIELDS + o_f
+    o_f = tl.arange(0, SHARE_FIELDS)
+    b_rows = tl.load(row_counts + o_r[:, None] * SHARE_FIELDS + o_f[None, :], mask=(o_r < num_rows)[:, None], other=0)
+    target = totals + i_total * SHARE_FIELDS + o_f
     tl.atomic_add(target, tl.sum(b_rows, 0), mask=o_f != LOST, sem="relaxed")
     tl.atomic_max(target, tl.max(b_rows, 0), mask=o_f == LOST, sem="relaxed")

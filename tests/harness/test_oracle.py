@@ -24,7 +24,7 @@ def shares(batch: Batch, index: SparseIndex) -> torch.Tensor:
     """Return the recalled share by definition [num_heads, num_tokens]: the softmax of all causal scores of a row, and
     the index as a mask."""
     rows, group, parts = batch.rows, batch.num_heads // batch.cache.num_kv_heads, []
-    for row, (token, query_len) in enumerate(zip(rows.tokens, rows.query_lens, strict=True)):
+    for row, (token, query_len) in enumerate(zip(rows.query_starts, rows.query_lens, strict=True)):
         keys = batch.cache.gather(rows.block_table[row], rows.seq_lens[row])[0].double()
         q = batch.q[token : token + query_len].double()
         scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1)) * batch.scale

@@ -95,5 +95,5 @@ def independent(
     together, lse = run(engine, batch, index, options)
     for row in chosen:
         out, single_lse = run(engine, *part_of(batch, index, row), options)
-        tokens = slice(batch.rows.tokens[row], batch.rows.tokens[row] + batch.rows.query_lens[row])
+        tokens = slice(batch.rows.query_starts[row], batch.rows.query_starts[row] + batch.rows.query_lens[row])
         assert same((out[tokens], single_lse[:, tokens]), (together[tokens], lse[:, tokens]))

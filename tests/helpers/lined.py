@@ -24,7 +24,7 @@ def lined_batch(
     direction = torch.nn.functional.normalize(torch.randn(head_dim - 8, generator=generator), dim=0).to(DEVICE)
     frequencies = torch.tensor([0.01, 0.037, 0.11, 0.29], device=DEVICE)
     rows = batch.rows
-    for row, (token, query_len, seq_len) in enumerate(zip(rows.tokens, rows.query_lens, rows.seq_lens)):
+    for row, (token, query_len, seq_len) in enumerate(zip(rows.query_starts, rows.query_lens, rows.seq_lens)):
         positions = torch.arange(seq_len, device=DEVICE)
         keys, _ = batch.cache.gather(rows.block_table[row], seq_len)
         turned = waves(positions + 40, frequencies)

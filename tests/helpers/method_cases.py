@@ -92,7 +92,7 @@ def row_alone(batch: Batch, row: int) -> Batch:
     """Return a row of a batch as a separate batch, with its own pass."""
     rows, only_row = batch.rows, slice(row, row + 1)
     alone = Rows(
-        rows.tokens[only_row],
+        rows.query_starts[only_row],
         rows.query_lens[only_row],
         rows.context_lens[only_row],
         rows.block_table[only_row],
@@ -103,7 +103,7 @@ def row_alone(batch: Batch, row: int) -> Batch:
 
 def row_parts(batch: Batch, row: int, head: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
     """Return a row's queries and keys of one head: [query_len, d], [seq_len, d]."""
-    token, query_len = batch.rows.tokens[row], batch.rows.query_lens[row]
+    token, query_len = batch.rows.query_starts[row], batch.rows.query_lens[row]
     keys, _ = batch.cache.gather(batch.rows.block_table[row], batch.rows.seq_lens[row])
     i_kv = head // (batch.num_heads // batch.cache.num_kv_heads)
     return batch.q[token : token + query_len, head].to(dtype), keys[:, i_kv].to(dtype)

@@ -41,7 +41,7 @@ def lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype,
         return torch.randint(-90, 91, (length, heads, head_dim), generator=generator, device=device)
 
     rows = batch.rows
-    for row, (token, query_len, seq_len) in enumerate(zip(rows.tokens, rows.query_lens, rows.seq_lens)):
+    for row, (token, query_len, seq_len) in enumerate(zip(rows.query_starts, rows.query_lens, rows.seq_lens)):
         keys = whole(seq_len, num_kv_heads) + lean
         keys[::INT8_STEP, :, 0] = 127
         paired = seq_len // (2 * RUN) * (2 * RUN)

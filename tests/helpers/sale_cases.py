@@ -67,7 +67,9 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
     head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
     if method.channels == "all" or head_dim <= 32:
         return list(range(head_dim))
-    q = batch.q[batch.rows.tokens[row] :][: batch.rows.query_lens[row], head // group * group :][:, :group].double()
+    q = batch.q[batch.rows.query_starts[row] :][: batch.rows.query_lens[row], head // group * group :][
+        :, :group
+    ].double()
     k = row_parts(batch, row, head)[1]
     energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
     heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
@@ -76,8 +78,8 @@ def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
 
 def compared_as(fits: bool = True) -> torch.dtype:
     """Return the dtype in which the kernel compares scores that fit (or do not fit) half precision."""
-    by_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
-    return torch.float16 if fits and by_half else torch.float32
+    in_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
+    return torch.float16 if fits and in_half else torch.float32
 
 
 def definition(batch: Batch, method: Sale, row: int, head: int):
@@ -100,7 +102,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
         blocks = regions(method, tile.position, tile.length_tokens)
         kept = torch.ones(2, len(blocks), blocks[-1][2], dtype=torch.bool, device=DEVICE)
         for i, (queries, local, num_blocks) in enumerate(blocks):
-            first = tile.token - rows.tokens[row]
+            first = tile.token - rows.query_starts[row]
             mine, end = slice(first + queries.start, first + queries.stop), tile.position + queries.stop
             exact = q[mine] @ k[:end].T * scale
             exact.masked_fill_(j[:end] > j[end - len(exact) : end, None], -torch.inf)
@@ -160,6 +162,6 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     integers = IntegerFormat(kept_d, module.integer_dtype(q.device))
     queries = sale_rounding.round_queries(inputs, means, selected, regions, integers, room)
     (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
-    keys = sale_rounding.room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
+    keys = sale_rounding.allocate_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
     sale_rounding.round_keys(inputs, means, selected, slab, keys)
     return queries, keys

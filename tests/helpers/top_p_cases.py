@@ -94,4 +94,4 @@ class Bytes:
         scratch = hopper.Scratch(
             None, *(x.to(DEVICE) for x in (self.diagonal, self.parts, self.codes.view(torch.int32)))
         )
-        return hopper.stored(scratch)._replace(span_tokens=self.SPAN)
+        return hopper.stored_shares(scratch)._replace(span_tokens=self.SPAN)

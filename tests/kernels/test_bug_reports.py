@@ -129,7 +129,7 @@ def far_batch(lengths: Sequence[tuple[int, int]], dtype: torch.dtype, element_of
     pages = storage.view(first_page + num_pages, cache.page_size, 1, 2 * cache.head_dim)
     keys, values = pages.split(cache.head_dim, -1)
     keys[first_page:], values[first_page:] = cache.keys, cache.values
-    far_rows = Rows(rows.tokens, rows.query_lens, rows.context_lens, rows.block_table + first_page)
+    far_rows = Rows(rows.query_starts, rows.query_lens, rows.context_lens, rows.block_table + first_page)
     return batch, replace(batch, cache=PagedCache(keys, values), rows=far_rows)
 
 

@@ -48,9 +48,9 @@ class TestRows:
         assert rows.tiles.tolist() == [[t.row, t.token, t.length_tokens, t.position] for t in rows.tile_list]
         assert [t.last_position for t in rows.tile_list] == [164, 292, 336, 0, 132]
 
-    def test_heaviest_first_orders_all_tiles_by_reach(self):
+    def test_tiles_with_the_longest_reach_come_first(self):
         rows = make_rows([(37, 300), (0, 1), (400, 128)])
-        assert rows.heaviest_first.tolist() == [4, 2, 1, 0, 3]
+        assert rows.device_tile_order.tolist() == [4, 2, 1, 0, 3]
 
     @pytest.mark.parametrize(
         ("queries", "contexts", "num_rows", "says"),

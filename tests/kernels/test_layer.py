@@ -21,7 +21,7 @@ from vllm_sparse_kernels.layer import HeadGroup, Layer, run, stripes_of
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.share_counts import FIELDS
+from vllm_sparse_kernels.share_counts import SHARE_FIELDS
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_an_index_has_room_for_the_shares_that_a_head_counts(
     for counts, is_counted in zip((index.kept_shares, index.variance_shares), counted, strict=True):
         assert (counts is not None) is is_counted
         if counts is not None:
-            assert counts.shape == (2, FIELDS.value)
+            assert counts.shape == (2, SHARE_FIELDS.value)
             assert not counts.any()
 
 

@@ -19,7 +19,7 @@ import torch
 
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.engine import STRIPE_STEP
-from vllm_sparse_kernels.attention.smooth_keys import STEP_TOKENS
+from vllm_sparse_kernels.attention.smooth_keys import SCALE_TOKENS
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import FP8, PagedCache
 
@@ -82,8 +82,8 @@ class ReferenceAttend:
                     kept, steps = walk(index, head, i_tile)
                     b_q, i_kv = q[tokens, head].to(self.dtype), head // group
                     if int8_heads[head] and smooth is not None:
-                        integers, steps_of_keys, means = (x[i_kv] for x in smooth)
-                        scores = scores_int8(b_q, integers[kept], steps_of_keys[kept]) * scale
+                        integers, key_scales, means = (x[i_kv] for x in smooth)
+                        scores = scores_int8(b_q, integers[kept], key_scales[kept]) * scale
                         shift = b_q @ means * scale
                     else:
                         scores, shift = (b_q @ keys[kept, i_kv].T) * scale, b_q.new_zeros(())
@@ -179,24 +179,24 @@ def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
         the subtracted mean [num_kv_heads, head_dim] (equation 6), which shifts all scores of a query equally.
     """
     means = keys.mean(0)
-    parts = [quantize(part, (0, 2)) for part in (keys - means).split(STEP_TOKENS.value)]
-    integers, steps = (torch.cat(x) for x in zip(*((i, step.expand(len(i), -1, -1)) for i, step in parts)))
-    return integers.transpose(0, 1), steps[..., 0].T, means
+    parts = [quantize(part, (0, 2)) for part in (keys - means).split(SCALE_TOKENS.value)]
+    integers, scales = (torch.cat(x) for x in zip(*((i, scale.expand(len(i), -1, -1)) for i, scale in parts)))
+    return integers.transpose(0, 1), scales[..., 0].T, means
 
 
-def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, key_scales: torch.Tensor) -> torch.Tensor:
     """Compute unscaled scores S of one tile. Its queries share a scale, and sums of integer products are exact.
 
     Args:
         b_q: [queries, head_dim].
         integers: [keys, head_dim].
-        steps: [keys], scale of each key's integers.
+        key_scales: [keys], scale of each key's integers.
 
     Returns:
         [queries, keys].
     """
-    q_integers, q_step = quantize(b_q, (0, 1))
-    return (q_integers @ integers.T) * (q_step * steps)
+    q_integers, q_scale = quantize(b_q, (0, 1))
+    return (q_integers @ integers.T) * (q_scale * key_scales)
 
 
 def quantize(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,5 +209,5 @@ def quantize(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torc
     Returns:
         (x̂, δ) with x ≈ δ x̂, whole −127 ≤ x̂ ≤ 127, δ = max |x| / 127 over ``dims``.
     """
-    step = (x.abs().amax(dims, keepdim=True) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
-    return (x / step + 0.5).floor(), step
+    scale = (x.abs().amax(dims, keepdim=True) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x / scale + 0.5).floor(), scale

@@ -23,7 +23,7 @@ from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, key_sums_
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
-STEP_TOKENS = Constant(64)
+SCALE_TOKENS = Constant(64)
 """Keys that share a scale."""
 
 ALIGN_TOKENS = 128
@@ -40,7 +40,7 @@ class SmoothKeys(NamedTuple):
     """8-bit keys of all rows. Parts of kv heads that no 8-bit head reads are undefined."""
 
     integers: torch.Tensor  # [num_kv_heads, num_keys, head_dim padded to a power of two] int8; 0 past a row's end
-    steps: torch.Tensor  # [num_kv_heads, num_keys / 64] float32
+    scales: torch.Tensor  # [num_kv_heads, num_keys / 64] float32
     means: torch.Tensor  # [num_rows, num_kv_heads, padded head_dim] float32: k̄, which scores do not include
     starts: torch.Tensor  # [num_rows] int32: a row's first key
 
@@ -65,7 +65,7 @@ def smooth_keys(
     starts = [*accumulate((ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens), initial=0)]
     smooth = SmoothKeys(
         workspace.empty(num_kv_heads, starts[-1], block_d, dtype=torch.int8),
-        workspace.empty(num_kv_heads, starts[-1] // STEP_TOKENS.value),
+        workspace.empty(num_kv_heads, starts[-1] // SCALE_TOKENS.value),
         workspace.empty(rows.num_rows, num_kv_heads, block_d),
         rows.once(smooth_keys, lambda: to_device(starts[:-1], torch.int32, rows.device)),
     )
@@ -73,8 +73,8 @@ def smooth_keys(
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "GROUP": group, "HEADS": triton.next_power_of_2(group)}
     for row, seq_len in enumerate(rows.seq_lens):
         key_means(cache, rows.block_table, row, seq_len, smooth.means[row], workspace)
-        _round_keys_kernel[((starts[row + 1] - starts[row]) // STEP_TOKENS.value, num_kv_heads)](
-            keys, int8_heads, smooth.means[row], smooth.integers, smooth.steps, row, seq_len, starts[row], starts[-1],
+        _round_keys_kernel[((starts[row + 1] - starts[row]) // SCALE_TOKENS.value, num_kv_heads)](
+            keys, int8_heads, smooth.means[row], smooth.integers, smooth.scales, row, seq_len, starts[row], starts[-1],
             **shape,
         )  # fmt: skip
     return smooth
@@ -95,7 +95,7 @@ def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
     num_keys = sum(ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens)
     return (
         padded_bytes(num_kv_heads, num_keys, block_d, dtype=torch.int8)
-        + padded_bytes(num_kv_heads, num_keys // STEP_TOKENS.value)
+        + padded_bytes(num_kv_heads, num_keys // SCALE_TOKENS.value)
         + padded_bytes(rows.num_rows, num_kv_heads, block_d)
         + key_sums_bytes(max(rows.seq_lens), num_kv_heads, head_dim)
     )
@@ -111,8 +111,8 @@ def quantize(b_x):
     Returns:
         (int8 of the same shape, scale).
     """
-    step = tl.maximum(tl.max(tl.abs(b_x)), TINY) / INT8_MAX
-    return tl.floor(b_x / step + 0.5).to(tl.int8), step
+    scale = tl.maximum(tl.max(tl.abs(b_x)), TINY) / INT8_MAX
+    return tl.floor(b_x / scale + 0.5).to(tl.int8), scale
 
 
 @triton.jit
@@ -128,10 +128,10 @@ def _is_read(int8_heads, i_kv, GROUP: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _round_keys_kernel(
-    keys, int8_heads, means, integers, steps, i_row, seq_len, start, num_keys,
+    keys, int8_heads, means, integers, scales, i_row, seq_len, start, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Round up to STEP_TOKENS keys of one kv head to 8 bits, with zeros past the row's end.
+    """Round up to SCALE_TOKENS keys of one kv head to 8 bits, with zeros past the row's end.
 
     Grid: (blocks of 64 keys of one row, kv heads). Bound by memory: it reads each key once and writes half as many
     bytes.
@@ -141,7 +141,7 @@ def _round_keys_kernel(
         int8_heads: [num_heads] uint8, heads that read the result; None: all.
         means: [kv heads, BLOCK_D] float32, the row's mean key.
         integers: [kv heads, num_keys, BLOCK_D] int8; written.
-        steps: [kv heads, num_keys / 64] float32; written.
+        scales: [kv heads, num_keys / 64] float32; written.
         i_row: Number of the row.
         seq_len: Keys of the row.
         start: Place of the row's first key in ``integers``.
@@ -153,11 +153,11 @@ def _round_keys_kernel(
     """
     i_n, i_kv = tl.program_id(0), tl.program_id(1)
     if _is_read(int8_heads, i_kv, GROUP, HEADS):
-        o_n = i_n * STEP_TOKENS + tl.arange(0, STEP_TOKENS)
+        o_n = i_n * SCALE_TOKENS + tl.arange(0, SCALE_TOKENS)
         o_d = tl.arange(0, BLOCK_D)
         b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
         b_mean = tl.load(means + i_kv * BLOCK_D + o_d)
-        b_int, step = quantize(tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0))
+        b_int, scale = quantize(tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0))
         first = i_kv.to(tl.int64) * num_keys + start
         tl.store(integers + (first + o_n)[:, None] * BLOCK_D + o_d[None, :], b_int)
-        tl.store(steps + first // STEP_TOKENS + i_n, step)
+        tl.store(scales + first // SCALE_TOKENS + i_n, scale)

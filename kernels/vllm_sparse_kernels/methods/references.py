@@ -23,7 +23,7 @@ def rows_of(q: torch.Tensor, cache: PagedCache, rows: Rows) -> Iterator[tuple[in
         The row's number, its new queries [query_len, num_heads, head_dim] and its keys
         [seq_len, num_kv_heads, head_dim], both float32.
     """
-    for row, (token, query_len) in enumerate(zip(rows.tokens, rows.query_lens, strict=True)):
+    for row, (token, query_len) in enumerate(zip(rows.query_starts, rows.query_lens, strict=True)):
         keys, _ = cache.gather(rows.block_table[row], rows.seq_lens[row])
         yield row, q[token : token + query_len].float(), keys.float()
 

@@ -268,7 +268,7 @@ def _walk(b_q, b_extra, begin, end, tile, softmax, MASKED: tl.constexpr, SHAPE):
             if tile.blocks is None:
                 is_kept &= (o_n < tile.sink_tokens) | (o_n > o_m - tile.local_tokens)
             b_s = tl.where(is_kept, b_s, float("-inf"))
-        softmax = _fold(b_s, b_v, tile.scale, softmax, MASKED, SHAPE)
+        softmax = _softmax_step(b_s, b_v, tile.scale, softmax, MASKED, SHAPE)
     return softmax
 
 
@@ -298,7 +298,7 @@ def _load_step(first, tile, MASKED: tl.constexpr, SHAPE):
 
 
 @triton.jit
-def _fold(b_s, b_v, scale, softmax, MASKED: tl.constexpr, SHAPE):
+def _softmax_step(b_s, b_v, scale, softmax, MASKED: tl.constexpr, SHAPE):
     """Process a step of the online softmax, with unscaled scores. If MASKED, a query may not have kept any key yet."""
     b_max = tl.maximum(softmax.b_max, tl.max(b_s, 1) * scale)
     b_finite = b_max

@@ -43,7 +43,7 @@ class RoundedVectors(NamedTuple):
     """Queries or keys of some heads in e4m3, at the same tokens as in the call. Only scored queries are written."""
 
     data: Any  # [heads, num_places, channels]
-    steps: Any  # [heads, num_places] float32, factors of products; of keys, at the first key of each block
+    scales: Any  # [heads, num_places] float32; those of keys at the first key of each block
     shifts: Any  # [heads, num_places] float32, addends of queries' scores, 0 with all channels; None for keys
     num_places: int
 
@@ -51,7 +51,7 @@ class RoundedVectors(NamedTuple):
 class Rounded(NamedTuple):
     """Queries and keys of some heads in e4m3.
 
-    A score, as a logarithm to base 2, is the product times the query's and the key's step, plus the query's shift.
+    A score, as a logarithm to base 2, is the product times the query's and the key's scale, plus the query's shift.
     """
 
     queries: RoundedVectors
@@ -127,7 +127,7 @@ def _sums(x, stride_token, num_tokens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit(do_not_specialize=["first_head", "num_heads"])
 def round_kept_kernel(
-    vectors, rows, first_head, num_heads, factor, moments, target,
+    vectors, rows, first_head, num_heads, softmax_scale, moments, target,
     FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, SCORED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     KEPT_D: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +140,7 @@ def round_kept_kernel(
         rows: [num_rows, 4] int32, ``Call.rows``.
         first_head: First head of the part.
         num_heads: Heads of ``moments``.
-        factor: Factor of the stored steps and shifts.
+        softmax_scale: Factor of the stored scales and shifts: the softmax's scale in base 2 for queries, 1 for keys.
         moments: ``Moments``.
         target: ``RoundedVectors``; written, with the products with the mean key as shifts.
         FIELD: Place in ``rows`` of the row's first vector, before their number.
@@ -168,17 +168,17 @@ def round_kept_kernel(
         if BY_BLOCK:
             b_mean = tl.load(moments.means + i_moments * BLOCK_D + b_channels)
             b_x = tl.where(in_row, b_x - b_mean[None, :], 0.0)
-            step = tl.maximum(tl.max(tl.max(tl.abs(b_x), 1), 0), TINY) / LARGEST
-            tl.store(target.steps + i_head * target.num_places + start + first, step * factor)
-            b_x *= 1.0 / step
+            scale = tl.maximum(tl.max(tl.max(tl.abs(b_x), 1), 0), TINY) / LARGEST
+            tl.store(target.scales + i_head * target.num_places + start + first, scale * softmax_scale)
+            b_x *= 1.0 / scale
         else:
             o_d = tl.arange(0, BLOCK_D)
             b_mean = tl.load(moments.means + i_moments * BLOCK_D + o_d)
             b_whole = tl.load(source + o_d[None, :], mask=in_row & (o_d < HEAD_DIM)[None, :], other=0.0)
-            b_shift = tl.sum(b_whole.to(tl.float32) * b_mean[None, :], 1) * factor
+            b_shift = tl.sum(b_whole.to(tl.float32) * b_mean[None, :], 1) * softmax_scale
             tl.store(target.shifts + o_place, b_shift, mask=o_n < num_vectors)
-            b_step = tl.maximum(tl.max(tl.abs(b_x), 1), TINY) / LARGEST
-            tl.store(target.steps + o_place, b_step * factor, mask=o_n < num_vectors)
-            b_x *= (1.0 / b_step)[:, None]
+            b_scale = tl.maximum(tl.max(tl.abs(b_x), 1), TINY) / LARGEST
+            tl.store(target.scales + o_place, b_scale * softmax_scale, mask=o_n < num_vectors)
+            b_x *= (1.0 / b_scale)[:, None]
         o_target = o_place[:, None] * KEPT_D + o_c[None, :]
         tl.store(target.data + o_target, in_e4m3(b_x, target.data.dtype.element_ty), mask=in_row)

@@ -109,28 +109,28 @@ class Selection:
         self.heads_at_once = ceil_div(num_heads, ceil_div(num_heads, most_heads))  # parts of similar size
         num = self.heads_at_once
 
-        def room(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(*sizes, dtype=dtype, device=device)
 
         self.rounded = Rounded(
             RoundedVectors(
-                room(num, max_query_tokens, head_dim, dtype=dtype), room(num, max_query_tokens),
-                room(num, max_query_tokens), max_query_tokens,
+                empty(num, max_query_tokens, head_dim, dtype=dtype), empty(num, max_query_tokens),
+                empty(num, max_query_tokens), max_query_tokens,
             ),
             RoundedVectors(
-                room(num, max_key_tokens, head_dim, dtype=dtype), room(num, max_key_tokens), None, max_key_tokens
+                empty(num, max_key_tokens, head_dim, dtype=dtype), empty(num, max_key_tokens), None, max_key_tokens
             ),
         )  # fmt: skip
         self.scratch = Scratch(
-            room(num * self.most_blocks * most_scored, dtype=torch.float16), room(num * self.most_blocks),
-            room(num * self.most_blocks, dtype=torch.uint8),
+            empty(num * self.most_blocks * most_scored, dtype=torch.float16), empty(num * self.most_blocks),
+            empty(num * self.most_blocks, dtype=torch.uint8),
         )  # fmt: skip
         block_d, most_kept = triton.next_power_of_2(head_dim), triton.next_power_of_2(head_dim) // 2
         self.moments = Moments(
-            room(MOST_ROWS, num_heads, block_d), room(MOST_ROWS * num_heads * most_kept, dtype=torch.int32)
+            empty(MOST_ROWS, num_heads, block_d), empty(MOST_ROWS * num_heads * most_kept, dtype=torch.int32)
         )
-        self.ids = room(num_heads * self.most_blocks, dtype=torch.int32)
-        self.counts = room(num_heads * self.most_tiles, dtype=torch.int32)
+        self.ids = empty(num_heads * self.most_blocks, dtype=torch.int32)
+        self.counts = empty(num_heads * self.most_tiles, dtype=torch.int32)
 
     def attend(
         self,
@@ -211,7 +211,7 @@ class Selection:
         channels, scored = method.channels, method.num_scored
         queries = Vectors(tensors.q, tensors.stride_q_token, tensors.stride_q_head)
         keys = Vectors(tensors.k, tensors.stride_k_token, tensors.stride_k_head)
-        factor, num_rows = scale * LOG2_E.value, len(call.rows)
+        softmax_scale, num_rows = scale * LOG2_E.value, len(call.rows)
         longest_scored = ceil_div(call.longest_queries, TILE_TOKENS // scored)
         query_grid = (ceil_div(longest_scored, BLOCK_TOKENS), num_rows, num_heads)
         key_grid = (ceil_div(call.longest_keys, BLOCK_TOKENS), num_rows, num_heads)
@@ -221,7 +221,7 @@ class Selection:
             block_d = triton.next_power_of_2(self.head_dim)
             kept_sizes = {"HEAD_DIM": self.head_dim, "BLOCK_D": block_d, "KEPT_D": channels, "num_warps": 4}
             round_kept_kernel[query_grid](
-                queries, call.rows, first, self.num_heads, factor, self.moments, self.rounded.queries,
+                queries, call.rows, first, self.num_heads, softmax_scale, self.moments, self.rounded.queries,
                 FIELD=0, BY_BLOCK=False, SCORED=scored, **kept_sizes,
             )  # fmt: skip
             round_kept_kernel[key_grid](
@@ -232,7 +232,7 @@ class Selection:
         main_d, extra_d = product_sizes(self.head_dim, channels)
         sizes = {"MAIN_D": main_d, "EXTRA_D": extra_d, "num_warps": 4}
         _round_kernel[query_grid](
-            queries, call.rows, first, factor, self.rounded.queries,
+            queries, call.rows, first, softmax_scale, self.rounded.queries,
             FIELD=0, BY_BLOCK=False, SCORED=scored, **sizes,
         )  # fmt: skip
         _round_kernel[key_grid](
@@ -254,7 +254,7 @@ def stored_dtype(device: torch.device) -> torch.dtype:
 
 @triton.jit(do_not_specialize=["first_head"])
 def _round_kernel(
-    vectors, rows, first_head, factor, target,
+    vectors, rows, first_head, softmax_scale, target,
     FIELD: tl.constexpr, BY_BLOCK: tl.constexpr, SCORED: tl.constexpr, MAIN_D: tl.constexpr, EXTRA_D: tl.constexpr,
 ):  # fmt: skip
     """Round 64 keys or scored queries of one row and head to e4m3. The largest magnitude becomes 15.
@@ -266,7 +266,7 @@ def _round_kernel(
         vectors: ``Vectors``.
         rows: [num_rows, 4] int32, ``Call.rows``.
         first_head: First head of the part.
-        factor: Factor of the stored steps.
+        softmax_scale: Factor of the stored scales: the softmax's scale in base 2 for queries, 1 for keys.
         target: ``RoundedVectors``; written, with 0 as shifts.
         FIELD: Place in ``rows`` of the row's first vector, before their number.
         BY_BLOCK: Whether these are keys: a block shares a scale.
@@ -291,14 +291,14 @@ def _round_kernel(
         b_largest = tl.maximum(tl.max(tl.abs(b_main), 1), tl.max(tl.abs(b_extra), 1))
         o_place = i_head * target.num_places + o_x
         if BY_BLOCK:
-            step = tl.maximum(tl.max(b_largest, 0), TINY) / LARGEST
-            tl.store(target.steps + i_head * target.num_places + start + first, step * factor)
-            b_main, b_extra = b_main * (1.0 / step), b_extra * (1.0 / step)
+            scale = tl.maximum(tl.max(b_largest, 0), TINY) / LARGEST
+            tl.store(target.scales + i_head * target.num_places + start + first, scale * softmax_scale)
+            b_main, b_extra = b_main * (1.0 / scale), b_extra * (1.0 / scale)
         else:
-            b_step = tl.maximum(b_largest, TINY) / LARGEST
-            tl.store(target.steps + o_place, b_step * factor, mask=o_n < num_vectors)
+            b_scale = tl.maximum(b_largest, TINY) / LARGEST
+            tl.store(target.scales + o_place, b_scale * softmax_scale, mask=o_n < num_vectors)
             tl.store(target.shifts + o_place, tl.zeros([BLOCK], tl.float32), mask=o_n < num_vectors)
-            b_main, b_extra = b_main * (1.0 / b_step)[:, None], b_extra * (1.0 / b_step)[:, None]
+            b_main, b_extra = b_main * (1.0 / b_scale)[:, None], b_extra * (1.0 / b_scale)[:, None]
         b_values = target.data + o_place[:, None] * (MAIN_D + EXTRA_D)
         tl.store(b_values + o_main, in_e4m3(b_main, target.data.dtype.element_ty), mask=in_row)
         tl.store(b_values + o_extra, in_e4m3(b_extra, target.data.dtype.element_ty), mask=in_row)
@@ -308,11 +308,11 @@ class ScoredTile(NamedTuple):
     """The scored queries of a tile and head, and the blocks in their reach."""
 
     products: Any  # pointer to [blocks, SCORED]
-    key_steps: Any  # pointer to the step of the first block; those of blocks are BLOCK apart
+    key_scales: Any  # pointer to the scale of the first block; those of blocks are BLOCK apart
     num_blocks: Any
     num_scored: Any
     o_sum: Any  # [SCORED], places of the queries in running sums
-    b_step: Any  # [SCORED] float32, factors of products; 0 past the tile
+    b_query_scale: Any  # [SCORED] float32, times the softmax's scale; 0 past the tile
     b_shift: Any  # [SCORED] float32, addends of scores; 0 past the tile
 
 
@@ -320,7 +320,7 @@ class ScoredTile(NamedTuple):
 def _load_tile(
     rounded, scratch, tiles, sums, i_tile, num_tiles, i_head, width, CAUSAL: tl.constexpr, SCORED: tl.constexpr
 ):
-    """Load a tile's factors, and locate its products."""
+    """Load the scales of a tile's queries, and locate its products."""
     fields = tiles + i_tile * TILE_FIELDS
     length = tl.load(fields + 1)
     o_s = tl.arange(0, SCORED)
@@ -329,11 +329,11 @@ def _load_tile(
     o_query = i_head * rounded.queries.num_places + tl.load(fields) + b_place
     return ScoredTile(
         scratch.products + (i_head * num_tiles + i_tile) * width * SCORED,
-        rounded.keys.steps + i_head * rounded.keys.num_places + tl.load(fields + 5),
+        rounded.keys.scales + i_head * rounded.keys.num_places + tl.load(fields + 5),
         (load_reach(fields, CAUSAL) + BLOCK - 1) // BLOCK,
         number,
         i_head * sums.stride_head + tl.load(fields + 4) + b_place,
-        tl.load(rounded.queries.steps + o_query, mask=o_s < number, other=0.0),
+        tl.load(rounded.queries.scales + o_query, mask=o_s < number, other=0.0),
         tl.load(rounded.queries.shifts + o_query, mask=o_s < number, other=0.0),
     )
 
@@ -344,12 +344,12 @@ def _load_scores(tile, o_b, should_load):
 
     They are -inf where not ``should_load``, or where the block has no key up to the query.
     """
-    o_s = tl.arange(0, tile.b_step.shape[0])
-    b_key_step = tl.load(tile.key_steps + o_b * BLOCK, mask=o_b < tile.num_blocks, other=0.0)
+    o_s = tl.arange(0, tile.b_query_scale.shape[0])
+    b_key_scale = tl.load(tile.key_scales + o_b * BLOCK, mask=o_b < tile.num_blocks, other=0.0)
     is_score = should_load[:, None] & (o_s < tile.num_scored)[None, :]
-    products = tile.products + o_b[:, None] * tile.b_step.shape[0] + o_s[None, :]
+    products = tile.products + o_b[:, None] * tile.b_query_scale.shape[0] + o_s[None, :]
     b_s = tl.load(products, mask=is_score, other=float("-inf")).to(tl.float32)
-    b_u = b_s * (b_key_step[:, None] * tile.b_step[None, :]) + tile.b_shift[None, :]
+    b_u = b_s * (b_key_scale[:, None] * tile.b_query_scale[None, :]) + tile.b_shift[None, :]
     return tl.where(b_s == float("-inf"), b_s, b_u)
 
 
@@ -477,26 +477,26 @@ def _choose_kernel(
     dropped = tl.sum(tl.where(b_total > 0, b_dropped / tl.where(b_total > 0, b_total, 1.0), 0.0), 0)
     dropped /= num_scored(length, SCORED)
     budget = tl.maximum(1 - kept_mass - dropped, 0.0)
-    row = scratch.masses + (i_head * tl.num_programs(0) + i_tile) * width
+    tile_masses = scratch.masses + (i_head * tl.num_programs(0) + i_tile) * width
     o_first = tl.arange(0, CHUNK)
-    b_first = tl.load(row + o_first, mask=(o_first >= begin) & (o_first < end), other=0.0)
-    inner = tl.sum(b_first, 0)
+    b_first = tl.load(tile_masses + o_first, mask=(o_first >= begin) & (o_first < end), other=0.0)
+    candidate_mass = tl.sum(b_first, 0)
     for i in range(CHUNK, end, CHUNK):
         o_n = i + o_first
-        inner += tl.sum(tl.load(row + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0), 0)
-    most = tl.ceil(most_share * num_blocks).to(tl.int32)
-    bits, num_equal = search_threshold(b_first, row, begin, end, inner - budget, most, CHUNK)
+        candidate_mass += tl.sum(tl.load(tile_masses + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0), 0)
+    max_blocks = tl.ceil(most_share * num_blocks).to(tl.int32)
+    bits, num_equal = search_threshold(b_first, tile_masses, begin, end, candidate_mass - budget, max_blocks, CHUNK)
 
     i_list = (first_head + i_head) * tl.num_programs(0) + i_tile
     ids, marks = lists.ids + i_list * width, scratch.marks + (i_head * tl.num_programs(0) + i_tile) * width
-    count, seen, num_keys = 0, 0, 0
+    count, num_seen, num_keys = 0, 0, 0
     for first in range(0, num_blocks, LISTED_BLOCKS):
         o_n = first + tl.arange(0, LISTED_BLOCKS)
-        b_mass = tl.load(row + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
+        b_mass = tl.load(tile_masses + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
         b_bits = b_mass.to(tl.int32, bitcast=True)
         b_equal = (b_bits == bits).to(tl.int32)
-        b_kept = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
-        seen += tl.sum(b_equal, 0)
+        b_kept = (b_bits > bits) | ((b_equal != 0) & (num_seen + tl.cumsum(b_equal, 0) <= num_equal))
+        num_seen += tl.sum(b_equal, 0)
         b_kept = (b_kept | (o_n < begin) | (o_n >= end)) & (o_n < num_blocks)
         tl.store(marks + o_n, b_kept.to(tl.uint8), mask=o_n < num_blocks)
         count = append(ids, count, o_n, b_kept)

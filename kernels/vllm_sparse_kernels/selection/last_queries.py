@@ -9,6 +9,7 @@ are stacked and share their reads. All sums have a fixed order. The split of a r
 its length and on the number of heads.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.last_query_kernels import (
-    LAST,
+    KEY_TILE,
     LastArgs,
     StackShape,
     SumArgs,
@@ -56,21 +57,19 @@ JOINED = 64
 class Sums(NamedTuple):
     """Sums of Â over the rows [first_row, end_row) of a step, for n heads. Kernels locate them by ``sums_of``.
 
-    ``values`` [n · (capacity + capacity / band)] float32: first the column sums [n, capacity], in which row i begins at
-    ``key_starts[i] - key_starts[first_row]``; then the sums of diagonals by offset, at the same places, or for ``band``
-    64 the sums of diagonals of blocks, at these places divided by 64.
-
-    ``by_block`` [n, capacity / 64, queries] float32, for ``band`` 64: the weight of each block for each query.
+    ``values`` begins with the column sums [n, capacity], in which row i begins at ``key_starts[i] -
+    key_starts[first_row]``. The sums of diagonals follow, by offset: at the same places or, for diagonals of blocks, at
+    these places divided by 64.
     """
 
-    values: torch.Tensor
-    patterns: torch.Tensor | None
-    capacity: int
-    num_selected: int
-    band: int
+    values: torch.Tensor  # [n · (capacity + capacity / band)] float32
+    patterns: torch.Tensor | None  # [n, num_rows] int32: entries other than 0 have no sums; None: all have sums
+    capacity: int  # keys of these rows, each row padded to a multiple of 64
+    num_selected: int  # n
+    band: int  # 1: diagonals of keys; 64: of blocks of 64 keys
     first_row: int
     end_row: int
-    by_block: torch.Tensor | None = None
+    by_block: torch.Tensor | None = None  # [n, capacity / 64, queries] float32, for ``band`` 64: weight of each block
 
     def args(self, rows: Rows) -> tuple[Any, ...]:
         """Return the arguments by which kernels locate sums (``sums_of``).
@@ -106,7 +105,7 @@ def last_query_sums(
     q: torch.Tensor,
     cache: PagedCache,
     index: SparseIndex,
-    rows: tuple[int, int],
+    row_range: tuple[int, int],
     heads: torch.Tensor,
     scale: float,
     estimate: Estimate,
@@ -118,7 +117,7 @@ def last_query_sums(
         q: [num_tokens, num_heads, head_dim], in the cache's dtype.
         cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
         index: The index, whose rows and workspace are used.
-        rows: The rows, as the number of the first row and that of the last row plus 1.
+        row_range: First row, and the row after the last row.
         heads: [n] int32 on the device, numbers of the selected query heads.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         estimate: The queries from which Â is computed.
@@ -127,29 +126,25 @@ def last_query_sums(
     Returns:
         The sums, in the index's workspace.
     """
-    step, room, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
-    first_row, end_row = rows
+    rows, empty, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
+    first_row, end_row = row_range
     num_rows, num_selected = end_row - first_row, len(heads)
-    capacity = step.key_starts[end_row] - step.key_starts[first_row]
+    capacity = rows.key_starts[end_row] - rows.key_starts[first_row]
     group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
-    num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
-    bytes_a_head = num_queries * block_d * q.element_size()
-    members = min(triton.next_power_of_2(group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // bytes_a_head))
-    stacks = cache.num_kv_heads * ceil_div(group, members)
-    # Use fewer programs if a program would otherwise be shorter than its start.
-    most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // stacks)), max(4, min(16, 2 * stacks))
-    num_tiles = [ceil_div(seq_len, LAST.value) for seq_len in step.seq_lens[first_row:end_row]]
-    # The longest row's splits may be longer, and therefore fewer, than those of a shorter row.
-    num_splits = max(ceil_div(n, max(least_tiles, ceil_div(n, most_splits))) for n in num_tiles)
+    vector_bytes = block_d * q.element_size()
+    num_tiles = [ceil_div(seq_len, KEY_TILE.value) for seq_len in rows.seq_lens[first_row:end_row]]
+    division = _divide(num_tiles, group, cache.num_kv_heads, last_queries, vector_bytes)
+    num_queries, members = division.num_queries, division.members
 
-    values = room(num_selected * (capacity + capacity // band))
-    partial = room(num_rows, num_selected, most_splits, num_queries)
-    by_block = room(num_selected, capacity // band, num_queries) if band > 1 else None
+    values = empty(num_selected * (capacity + capacity // band))
+    partial = empty(num_rows, num_selected, division.most_splits, num_queries)
+    by_block = empty(num_selected, capacity // band, num_queries) if band > 1 else None
     args = LastArgs(
-        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, step.block_table, step.row_table, heads,
-        num_selected, last_queries, patterns, partial, by_block, most_splits, least_tiles, scale * LOG2_E.value,
+        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, rows.block_table, rows.row_table, heads,
+        num_selected, last_queries, patterns, partial, by_block, division.most_splits, division.least_tiles,
+        scale * LOG2_E.value,
     )  # fmt: skip
-    step_args = (step.block_table.stride(0), step.num_rows, first_row)
+    step_args = (rows.block_table.stride(0), rows.num_rows, first_row)
     shape = compile_time(
         StackShape(
             GROUP=group,
@@ -165,14 +160,13 @@ def last_query_sums(
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         )
     )
-    grid = (num_splits, stacks, num_rows)
+    grid = (division.num_splits, division.num_stacks, num_rows)
     stacked = members * num_queries
-    tile_bytes = LAST.value * block_d * q.element_size()
-    num_stages = _num_stages(members * bytes_a_head, tile_bytes, shared_bytes(q.device))
+    num_stages = _num_stages(stacked * vector_bytes, KEY_TILE.value * vector_bytes, shared_bytes(q.device))
     # Two programs run on an SM at a time, so that the exponentials of one hide behind the products of the other. In the
     # first pass they have many warps with few registers. In the second they have one warp group, with a warp for each
     # of 4 stacked heads, and sum columns. Diagonals of keys are always summed within a warp.
-    lse_registers = 64 if stacked > LAST.value and q.dtype != torch.float32 else None
+    lse_registers = 64 if stacked > KEY_TILE.value and q.dtype != torch.float32 else None
     split_lse_kernel[grid](
         args, *step_args, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
     )
@@ -186,6 +180,30 @@ def last_query_sums(
     return sums
 
 
+class _Division(NamedTuple):
+    """Division of both passes among programs, which each take a stack of query heads and a split of the keys."""
+
+    num_queries: int  # rows of one head in a stack, a multiple of 64
+    members: int  # query heads of a stack, a power of two
+    num_stacks: int  # of all kv heads
+    most_splits: int  # maximum number of splits of a row's keys
+    least_tiles: int  # minimum number of key tiles of a split
+    num_splits: int  # largest number of splits among the rows
+
+
+def _divide(num_tiles: Sequence[int], group: int, num_kv_heads: int, last_queries: int, vector_bytes: int) -> _Division:
+    """Divide rows of ``num_tiles`` key tiles. A query or key has ``vector_bytes``."""
+    num_queries = max(KEY_TILE.value, triton.next_power_of_2(last_queries))
+    head_bytes = num_queries * vector_bytes
+    members = min(triton.next_power_of_2(group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // head_bytes))
+    num_stacks = num_kv_heads * ceil_div(group, members)
+    # Use fewer programs if a program would otherwise be shorter than its start.
+    most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // num_stacks)), max(4, min(16, 2 * num_stacks))
+    # The longest row's splits may be longer, and therefore fewer, than those of a shorter row.
+    num_splits = max(ceil_div(n, max(least_tiles, ceil_div(n, most_splits))) for n in num_tiles)
+    return _Division(num_queries, members, num_stacks, most_splits, least_tiles, num_splits)
+
+
 def least_shared_bytes(last_queries: int, head_dim: int) -> int:
     """Return the shared memory that the passes over the keys need, without buffers for keys.
 
@@ -196,7 +214,7 @@ def least_shared_bytes(last_queries: int, head_dim: int) -> int:
     Returns:
         Bytes.
     """
-    num_queries = max(LAST.value, triton.next_power_of_2(last_queries))
+    num_queries = max(KEY_TILE.value, triton.next_power_of_2(last_queries))
     return num_queries * triton.next_power_of_2(head_dim) * 2 + JOIN_BYTES
 
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_offsets
 
-LAST = Constant(64)
+KEY_TILE = Constant(64)
 """Keys of a tile of Â, and maximum number of queries for diagonals of single keys."""
 
 UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
@@ -32,29 +32,28 @@ UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
 
 
 class LastArgs(NamedTuple):
-    """Arguments of both passes over the keys, except those that change from step to step.
+    """Arguments of both passes over the keys, except those that change from step to step."""
 
-    ``patterns`` [n, num_rows] int32 or None: entries other than 0 get no sums.
-    """
-
-    q: Any
+    q: Any  # [num_tokens, num_heads, head_dim]
     stride_token: int
     stride_head: int
-    k: Any
+    k: Any  # [num_pages, page_size, num_kv_heads, head_dim]
     stride_page: int
     stride_key: int
     stride_kv_head: int
-    block_table: Any
-    rows: Any
-    heads: Any
-    num_selected: int
-    last_queries: int
-    patterns: Any
-    partial: Any
-    by_block: Any
-    most_splits: int
-    least_tiles: int
-    scale: float
+    block_table: Any  # [num_rows, max_pages] int32
+    rows: Any  # [num_rows + 1, FIELDS] int32: ``Rows.row_table``
+    heads: Any  # [n] int32, numbers of the selected query heads
+    num_selected: int  # n
+    last_queries: int  # queries from which Â is computed, if the chunk has so many
+    patterns: Any  # [n, num_rows] int32: entries other than 0 get no sums; or None
+    partial: Any  # [rows of the slab, n, most_splits, QUERIES] float32: log-sum-exp of each split, in base 2
+    by_block: (
+        Any  # [n, capacity / 64, QUERIES] float32: weight of each block for each query; None for diagonals of keys
+    )
+    most_splits: int  # maximum number of splits of a row's keys
+    least_tiles: int  # minimum number of key tiles of a split
+    scale: float  # factor from q·k to scores in base 2
 
 
 class StackShape(NamedTuple):
@@ -82,8 +81,8 @@ class SumArgs(NamedTuple):
 
 
 @triton.jit
-def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
-    """Return the places in the chunk of the estimating queries.
+def _query_offsets(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
+    """Return the offsets in the chunk of the queries from which Â is computed.
 
     They fill the last of QUERIES entries; negative entries are empty. The last entry is the chunk's last query.
     """
@@ -96,8 +95,8 @@ def _query_places(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREA
 
 
 @triton.jit
-def _stack(args, i_kv, i_part, i_row, num_rows, SHAPE):
-    """Return the places in ``heads`` of this program's query heads [MEMBERS], -1 for heads without work."""
+def _stacked_heads(args, i_kv, i_part, i_row, num_rows, SHAPE):
+    """Return the places in ``heads`` of the stacked query heads [MEMBERS], -1 for heads without work."""
     b_member = i_part * SHAPE.MEMBERS + tl.arange(0, SHAPE.MEMBERS)
     o_selected = tl.arange(0, SHAPE.SELECTED)
     listed = o_selected < args.num_selected
@@ -109,21 +108,21 @@ def _stack(args, i_kv, i_part, i_row, num_rows, SHAPE):
 
 
 @triton.jit
-def _of_rows(b_member, SHAPE):
+def _repeat_for_rows(b_member, SHAPE):
     """Repeat a value of each stacked head for each stacked row: [MEMBERS] → [MEMBERS · QUERIES]."""
     b_value = tl.broadcast_to(b_member[None, :, None], [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16])
     return tl.reshape(b_value, [SHAPE.MEMBERS * SHAPE.QUERIES])
 
 
 @triton.jit
-def _row_queries(SHAPE):
-    """Return the number of the estimating query of each stacked row: 16 queries of each head in turn."""
+def _queries_of_rows(SHAPE):
+    """Return the number of the query in each stacked row: 16 queries of each head in turn."""
     o = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
     return o // (SHAPE.MEMBERS * 16) * 16 + o % 16
 
 
 @triton.jit
-def _lengths(args, i_row, FIELDS: tl.constexpr):
+def _load_lengths(args, i_row, FIELDS: tl.constexpr):
     """Load the first three fields of a row: see ``rows.ROW_FIELDS``."""
     row = args.rows + i_row * FIELDS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -132,7 +131,7 @@ def _lengths(args, i_row, FIELDS: tl.constexpr):
 @triton.jit
 def _split_tiles(args, seq_len, i_split):
     """Return (first tile, end, number of tiles of the row, number of splits) of a split of a row's keys."""
-    num_tiles = (seq_len + LAST - 1) // LAST
+    num_tiles = (seq_len + KEY_TILE - 1) // KEY_TILE
     tiles = tl.maximum(args.least_tiles, (num_tiles + args.most_splits - 1) // args.most_splits)
     return (
         i_split * tiles, tl.minimum((i_split + 1) * tiles, num_tiles), num_tiles, (num_tiles + tiles - 1) // tiles
@@ -140,37 +139,40 @@ def _split_tiles(args, seq_len, i_split):
 
 
 @triton.jit
-def _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE):
+def _load_queries(args, b_selected, i_kv, i_part, token, query_len, seq_len, SHAPE):
     """Load stacked queries, with 0 in empty rows.
 
-    Also returns their places in the chunk and in the row (negative for empty rows), and the number of keys that all of
-    them attend to.
+    Also return their offsets in the chunk and positions in the row (negative for empty rows), and the number of keys
+    that all of them attend to.
     """
-    b_query = _query_places(_row_queries(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
+    b_query = _query_offsets(_queries_of_rows(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
     o_r = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
     b_head = i_kv * SHAPE.GROUP + i_part * SHAPE.MEMBERS + o_r // 16 % SHAPE.MEMBERS
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     o_q = (token + b_query).to(tl.int64) * args.stride_token + b_head * args.stride_head
-    is_query = (b_query >= 0) & (_of_rows(b_place, SHAPE) >= 0)
+    is_query = (b_query >= 0) & (_repeat_for_rows(b_selected, SHAPE) >= 0)
     in_q = is_query[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
     b_q = tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
     b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
-    all_see = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
-    return b_q, b_query, b_position, all_see
+    num_common = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
+    return b_q, b_query, b_position, num_common
 
 
 @triton.jit
-def _parts(first, end, tiles_end, all_see, seq_len, BAND: tl.constexpr):
-    """Return the range of the tiles within [first, end) that need no mask: most of them."""
-    begin = tl.minimum(tl.maximum((tiles_end - all_see + LAST - 1) // LAST, first), end)
+def _unmasked_tiles(first, end, tiles_end, num_common, seq_len, BAND: tl.constexpr):
+    """Return the range of the tiles within [first, end) that need no mask: most of them.
+
+    ``num_common`` keys are visible to all queries.
+    """
+    begin = tl.minimum(tl.maximum((tiles_end - num_common + KEY_TILE - 1) // KEY_TILE, first), end)
     if BAND > 1:
         return begin, end
     else:
-        return begin, tl.minimum(tl.maximum(seq_len // LAST, begin), end)  # a tile may begin before the row
+        return begin, tl.minimum(tl.maximum(seq_len // KEY_TILE, begin), end)  # a tile may begin before the row
 
 
 @triton.jit
-def _page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
+def _load_page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
     """Load the page of the key tile at ``start``, if tiles lie within a page; the first page before position 0.
 
     Loops look up the page one tile ahead and keep it in a register. Otherwise a tile's copy would wait for the lookup,
@@ -188,7 +190,7 @@ def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHA
 
     ``page`` is the tile's page, if tiles are counted from position 0 and lie within pages.
     """
-    o_t, o_d = tl.arange(0, LAST), tl.arange(0, SHAPE.BLOCK_D)
+    o_t, o_d = tl.arange(0, KEY_TILE), tl.arange(0, SHAPE.BLOCK_D)
     k = args.k + i_kv.to(tl.int64) * args.stride_kv_head
     in_row = (start + o_t >= 0) & (start + o_t < seq_len)
     if SHAPE.BAND > 1 and SHAPE.PAGE % SHAPE.BAND == 0:
@@ -214,7 +216,7 @@ def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.
     b_k = _load_tile(args, table, page, i_kv, start, seq_len, WHOLE, SHAPE)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
     if not WHOLE:
-        o_n = start + tl.arange(0, LAST)
+        o_n = start + tl.arange(0, KEY_TILE)
         b_seen = (o_n[None, :] <= b_position[:, None]) & (o_n >= 0)[None, :]
         b_s = tl.where(b_seen, b_s, float("-inf"))
     return b_s
@@ -241,45 +243,48 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
-    token, query_len, seq_len = _lengths(args, i_row, SHAPE.FIELDS)
-    b_place = _stack(args, i_kv, i_part, i_row, num_rows, SHAPE)
+    token, query_len, seq_len = _load_lengths(args, i_row, SHAPE.FIELDS)
+    b_selected = _stacked_heads(args, i_kv, i_part, i_row, num_rows, SHAPE)
     first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
-    if (tl.max(b_place, 0) < 0) | (first >= end):
+    if (tl.max(b_selected, 0) < 0) | (first >= end):
         return
-    b_q, _, b_position, all_see = _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE)
-    tiles_end = num_tiles * LAST if SHAPE.BAND > 1 else seq_len  # from where tiles are counted
+    b_q, _, b_position, num_common = _load_queries(args, b_selected, i_kv, i_part, token, query_len, seq_len, SHAPE)
+    tiles_end = num_tiles * KEY_TILE if SHAPE.BAND > 1 else seq_len  # from where tiles are counted
     table = args.block_table + i_row.to(tl.int64) * stride_table
     b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES, LANES], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES, LANES], tl.float32)
-    whole, whole_end = _parts(first, end, tiles_end, all_see, seq_len, SHAPE.BAND)
+    # Three loops: masked tiles, tiles without a mask and, for diagonals of keys, a masked tile that may begin before
+    # the row. Most tiles therefore need no mask.
+    unmasked, unmasked_end = _unmasked_tiles(first, end, tiles_end, num_common, seq_len, SHAPE.BAND)
     for i in tl.static_range(2 if SHAPE.BAND > 1 else 3):
-        part = first if i == 0 else (whole if i == 1 else whole_end)
-        page = _page(table, tiles_end - (part + 1) * LAST, SHAPE.BAND, SHAPE.PAGE)
-        for i_tile in range(part, whole if i == 0 else (whole_end if i == 1 else end)):
-            start = tiles_end - (i_tile + 1) * LAST
+        part = first if i == 0 else (unmasked if i == 1 else unmasked_end)
+        page = _load_page(table, tiles_end - (part + 1) * KEY_TILE, SHAPE.BAND, SHAPE.PAGE)
+        for i_tile in range(part, unmasked if i == 0 else (unmasked_end if i == 1 else end)):
+            start = tiles_end - (i_tile + 1) * KEY_TILE
             b_s = _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, SHAPE)
-            page = _page(table, start - LAST, SHAPE.BAND, SHAPE.PAGE)
-            b_s = tl.reshape(b_s, [SHAPE.MEMBERS * SHAPE.QUERIES, LAST // (2 * LANES), LANES, 2])
+            page = _load_page(table, start - KEY_TILE, SHAPE.BAND, SHAPE.PAGE)
+            b_s = tl.reshape(b_s, [SHAPE.MEMBERS * SHAPE.QUERIES, KEY_TILE // (2 * LANES), LANES, 2])
             b_new = tl.maximum(b_max, tl.max(tl.max(b_s, 3), 1) * args.scale)
             b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # for queries that have seen no key
             b_p = tl.exp2(b_s * args.scale - b_shift[:, None, :, None])
             b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.sum(b_p, 3), 1)
             b_max = b_new
-    b_place = _of_rows(b_place, SHAPE)
-    o_partial = (tl.program_id(2) * args.num_selected + b_place) * args.most_splits + i_split
-    target = args.partial + o_partial.to(tl.int64) * SHAPE.QUERIES + _row_queries(SHAPE)
+    b_selected = _repeat_for_rows(b_selected, SHAPE)
+    o_partial = (tl.program_id(2) * args.num_selected + b_selected) * args.most_splits + i_split
+    target = args.partial + o_partial.to(tl.int64) * SHAPE.QUERIES + _queries_of_rows(SHAPE)
+    # Merge the maxima and sums of the threads.
     b_most = tl.max(b_max, 1)
     b_shift = tl.where(b_most == float("-inf"), 0.0, b_most)
     b_total = tl.sum(b_sum * tl.exp2(b_max - b_shift[:, None]), 1)
-    tl.store(target, b_most + tl.log2(b_total), mask=b_place >= 0)
+    tl.store(target, b_most + tl.log2(b_total), mask=b_selected >= 0)
 
 
 @triton.jit
-def _joined_lse(args, b_place, b_query, num_splits, SPLITS: tl.constexpr, SHAPE):
+def _joined_lse(args, b_selected, b_query, num_splits, SPLITS: tl.constexpr, SHAPE):
     """Join the splits of each stacked row, in order. Empty rows get +inf, which makes all weights 0."""
-    b_place, o_r = _of_rows(b_place, SHAPE), _row_queries(SHAPE)
-    valid = (b_place >= 0) & (b_query >= 0)
-    o_first = (tl.program_id(2) * args.num_selected + b_place).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
+    b_selected, o_r = _repeat_for_rows(b_selected, SHAPE), _queries_of_rows(SHAPE)
+    valid = (b_selected >= 0) & (b_query >= 0)
+    o_first = (tl.program_id(2) * args.num_selected + b_selected).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
     b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES], tl.float32)
     for start in range(0, num_splits, SPLITS):
@@ -317,56 +322,59 @@ def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
-    token, query_len, seq_len = _lengths(args, i_row, SHAPE.FIELDS)
-    b_place = _stack(args, i_kv, i_part, i_row, num_rows, SHAPE)
+    token, query_len, seq_len = _load_lengths(args, i_row, SHAPE.FIELDS)
+    b_selected = _stacked_heads(args, i_kv, i_part, i_row, num_rows, SHAPE)
     first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
-    if (tl.max(b_place, 0) < 0) | (first >= end):
+    if (tl.max(b_selected, 0) < 0) | (first >= end):
         return
-    b_q, b_query, b_position, all_see = _load_queries(args, b_place, i_kv, i_part, token, query_len, seq_len, SHAPE)
-    tiles_end = num_tiles * LAST if SHAPE.BAND > 1 else seq_len  # from where tiles are counted
-    b_lse = _joined_lse(args, b_place, b_query, num_splits, JOINED, SHAPE)
+    b_q, b_query, b_position, num_common = _load_queries(
+        args, b_selected, i_kv, i_part, token, query_len, seq_len, SHAPE
+    )
+    tiles_end = num_tiles * KEY_TILE if SHAPE.BAND > 1 else seq_len  # from where tiles are counted
+    b_lse = _joined_lse(args, b_selected, b_query, num_splits, JOINED, SHAPE)
     table = args.block_table + i_row.to(tl.int64) * stride_table
 
     begin = tl.load(args.rows + i_row * SHAPE.FIELDS + 3) - tl.load(args.rows + first_row * SHAPE.FIELDS + 3)
-    b_selected = tl.maximum(b_place, 0).to(tl.int64)
-    columns = values + (b_selected * capacity + begin)
-    lines = columns + tl.cast(args.num_selected, tl.int64) * capacity
-    listed = b_place >= 0
+    b_readable = tl.maximum(b_selected, 0).to(tl.int64)  # addresses of heads without work must exist
+    columns = values + (b_readable * capacity + begin)
+    diagonals = columns + tl.cast(args.num_selected, tl.int64) * capacity
+    listed = b_selected >= 0
     if SHAPE.BAND > 1:
-        b_first = _of_rows((b_selected * capacity + begin) // SHAPE.BAND, SHAPE)
-        by_block = args.by_block + b_first * SHAPE.QUERIES + _row_queries(SHAPE)
-        b_listed = _of_rows(listed.to(tl.int32), SHAPE) != 0
+        b_first = _repeat_for_rows((b_readable * capacity + begin) // SHAPE.BAND, SHAPE)
+        by_block = args.by_block + b_first * SHAPE.QUERIES + _queries_of_rows(SHAPE)
+        b_listed = _repeat_for_rows(listed.to(tl.int32), SHAPE) != 0
     else:
         b_before = tl.zeros([SHAPE.MEMBERS, 8, 8, 2, 2, 2], tl.float32)
     stop = end if SHAPE.BAND > 1 else end + 1
-    whole, whole_end = _parts(first, stop, tiles_end, all_see, seq_len, SHAPE.BAND)
+    # The same loops as in ``split_lse_kernel``.
+    unmasked, unmasked_end = _unmasked_tiles(first, stop, tiles_end, num_common, seq_len, SHAPE.BAND)
     for i in tl.static_range(2 if SHAPE.BAND > 1 else 3):
-        part = first if i == 0 else (whole if i == 1 else whole_end)
-        page = _page(table, tiles_end - (part + 1) * LAST, SHAPE.BAND, SHAPE.PAGE)
-        for i_tile in range(part, whole if i == 0 else (whole_end if i == 1 else stop)):
-            start = tiles_end - (i_tile + 1) * LAST
+        part = first if i == 0 else (unmasked if i == 1 else unmasked_end)
+        page = _load_page(table, tiles_end - (part + 1) * KEY_TILE, SHAPE.BAND, SHAPE.PAGE)
+        for i_tile in range(part, unmasked if i == 0 else (unmasked_end if i == 1 else stop)):
+            start = tiles_end - (i_tile + 1) * KEY_TILE
             b_s = _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, SHAPE)
-            page = _page(table, start - LAST, SHAPE.BAND, SHAPE.PAGE)
+            page = _load_page(table, start - KEY_TILE, SHAPE.BAND, SHAPE.PAGE)
             b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
-            o_n = start + tl.arange(0, LAST)
-            b_column = tl.sum(tl.sum(tl.reshape(b_p, [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16, LAST]), 0), 1)
-            in_split = (o_n >= tl.maximum(tiles_end - end * LAST, 0)) & (o_n < seq_len)
+            o_n = start + tl.arange(0, KEY_TILE)
+            b_column = tl.sum(tl.sum(tl.reshape(b_p, [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16, KEY_TILE]), 0), 1)
+            in_split = (o_n >= tl.maximum(tiles_end - end * KEY_TILE, 0)) & (o_n < seq_len)
             tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & in_split[None, :])
             if SHAPE.BAND > 1:
                 tl.store(by_block + start // SHAPE.BAND * SHAPE.QUERIES, tl.sum(b_p, 1), mask=b_listed)
             else:
-                b_same, b_earlier = _diagonals(b_p, SHAPE.MEMBERS, 0), _diagonals(b_p, SHAPE.MEMBERS, -8)
-                b_done = _turned(b_before + b_earlier, SHAPE.MEMBERS)
-                o_slash = (i_tile - 1) * LAST + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
+                b_same, b_earlier = _diagonal_sums(b_p, SHAPE.MEMBERS, 0), _diagonal_sums(b_p, SHAPE.MEMBERS, -8)
+                b_slash = _sum_rotated(b_before + b_earlier, SHAPE.MEMBERS)
+                o_slash = (i_tile - 1) * KEY_TILE + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
                 tl.store(
-                    lines[:, None, None] + o_slash[None, :, :], b_done,
-                    mask=listed[:, None, None] & ((o_slash >= first * LAST) & (o_slash < seq_len))[None, :, :],
+                    diagonals[:, None, None] + o_slash[None, :, :], b_slash,
+                    mask=listed[:, None, None] & ((o_slash >= first * KEY_TILE) & (o_slash < seq_len))[None, :, :],
                 )  # fmt: skip
                 b_before = b_same
 
 
 @triton.jit
-def _diagonals(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
+def _diagonal_sums(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
     """Sum the diagonals [8 FIRST, 8 FIRST + 64) over A - J: [MEMBERS, g, c, 2, 2, 2].
 
     The last three axes are the binary digits of the number of a group of eight diagonals.
@@ -375,32 +383,32 @@ def _diagonals(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
     b_x = tl.reshape(tl.permute(b_x, (1, 3, 5, 0, 2, 4)), [MEMBERS, 8, 8, 64])
     return tl.join(
         tl.join(
-            tl.join(_eight(b_x, FIRST + 0), _eight(b_x, FIRST + 4)),
-            tl.join(_eight(b_x, FIRST + 2), _eight(b_x, FIRST + 6)),
+            tl.join(_sum_diagonal_group(b_x, FIRST + 0), _sum_diagonal_group(b_x, FIRST + 4)),
+            tl.join(_sum_diagonal_group(b_x, FIRST + 2), _sum_diagonal_group(b_x, FIRST + 6)),
         ),
         tl.join(
-            tl.join(_eight(b_x, FIRST + 1), _eight(b_x, FIRST + 5)),
-            tl.join(_eight(b_x, FIRST + 3), _eight(b_x, FIRST + 7)),
+            tl.join(_sum_diagonal_group(b_x, FIRST + 1), _sum_diagonal_group(b_x, FIRST + 5)),
+            tl.join(_sum_diagonal_group(b_x, FIRST + 3), _sum_diagonal_group(b_x, FIRST + 7)),
         ),
     )
 
 
 @triton.jit
-def _eight(b_x, i: tl.constexpr):
+def _sum_diagonal_group(b_x, i: tl.constexpr):
     """Sum entries (8 A + g, 8 J + c) of [.., g, c, 8 A + J] on the diagonals [8 i, 8 i + 8) over A - J."""
     o_g, o_c = tl.arange(0, 8)[None, :, None], tl.arange(0, 8)[None, None, :]
-    return tl.where(o_g >= o_c, _apart(b_x, i), _apart(b_x, i + 1))
+    return tl.where(o_g >= o_c, _sum_block_diagonal(b_x, i), _sum_block_diagonal(b_x, i + 1))
 
 
 @triton.jit
-def _apart(b_x, i: tl.constexpr):
+def _sum_block_diagonal(b_x, i: tl.constexpr):
     """Sum the entries of [.., 8 A + J] with A - J = i."""
     o = tl.arange(0, 64)
     return tl.sum(tl.where((o // 8 - o % 8 == i)[None, None, None, :], b_x, -0.0), 3)
 
 
 @triton.jit
-def _turned(b_x, MEMBERS: tl.constexpr):
+def _sum_rotated(b_x, MEMBERS: tl.constexpr):
     """Sum over equal g - c mod 8: [MEMBERS, g, c, 2, 2, 2] → [MEMBERS, g - c mod 8, 8]."""
     b_x = tl.reshape(b_x, [MEMBERS, 8, 8, 8])
     b_source = (tl.arange(0, 8)[:, None] - tl.arange(0, 8)[None, :]) & 7
@@ -437,7 +445,7 @@ def block_diagonals_kernel(
     if tl.program_id(0) * BLOCK < length:
         query_len, seq_len = tl.load(sums.rows + i_row * FIELDS + 1), tl.load(sums.rows + i_row * FIELDS + 2)
         o_r = tl.arange(0, QUERIES)
-        b_query = _query_places(o_r, query_len, last_queries, QUERIES, SPREAD)
+        b_query = _query_offsets(o_r, query_len, last_queries, QUERIES, SPREAD)
         b_block = ((seq_len - query_len + b_query) // BAND)[None, :] - o_d[:, None]
         source = by_block + (place - num_selected.to(tl.int64) * capacity) * QUERIES
         is_listed = (b_query >= 0)[None, :] & (b_block >= 0)
@@ -472,6 +480,6 @@ def sums_of(
     length = (tl.load(sums.rows + i_row * FIELDS + 2) + width - 1) // width
     if sums.patterns is not None:
         length = tl.where(tl.load(sums.patterns + i_selected * num_rows + i_row) == 0, length, 0)
-    first = (i_kind * num_selected).to(tl.int64) * capacity  # lines follow the columns of all heads
+    first = (i_kind * num_selected).to(tl.int64) * capacity  # diagonals follow the columns of all heads
     place = first + (i_selected.to(tl.int64) * capacity + start) // width
     return place, length

@@ -70,15 +70,15 @@ def select_lines(
         keep: Chooses lines by their sums.
         patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
     """
-    for rows in slabs_of_rows(index.rows, len(heads)):
+    for row_range in slabs_of_rows(index.rows, len(heads)):
         with index.workspace.frame():
-            sums = last_query_sums(q, cache, index, rows, heads, scale, estimate, patterns)
-            write_lines(index, rows, heads, keep(sums, index), estimate.band, patterns)
+            sums = last_query_sums(q, cache, index, row_range, heads, scale, estimate, patterns)
+            write_lines(index, row_range, heads, keep(sums, index), estimate.band, patterns)
 
 
 def write_lines(
     index: SparseIndex,
-    rows: tuple[int, int],
+    row_range: tuple[int, int],
     heads: torch.Tensor,
     lines: Lines,
     band: int,
@@ -88,18 +88,18 @@ def write_lines(
 
     Args:
         index: The index, whose lists of ``heads`` are overwritten.
-        rows: First row, and the row after the last row.
+        row_range: First row, and the row after the last row.
         heads: [n] int32 on the device, numbers of the selected query heads.
         lines: Lines that each head keeps of each row.
         band: 1: diagonals of keys; 64: of blocks.
         patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
     """
-    step, (first_row, end_row) = index.rows, rows
-    first_tile, end_tile = step.tile_starts[first_row], step.tile_starts[end_row]
-    capacity = step.key_starts[end_row] - step.key_starts[first_row]
+    rows, (first_row, end_row) = index.rows, row_range
+    first_tile, end_tile = rows.tile_starts[first_row], rows.tile_starts[end_row]
+    capacity = rows.key_starts[end_row] - rows.key_starts[first_row]
     _write_lines_kernel[(end_tile - first_tile, len(heads))](
-        heads, lines, lines.columns.shape[2], step.row_table, first_row, step.num_rows, capacity, patterns, first_tile,
-        index.args, step.num_tiles,
+        heads, lines, lines.columns.shape[2], rows.row_table, first_row, rows.num_rows, capacity, patterns, first_tile,
+        index.args, rows.num_tiles,
         BAND=band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip
 

@@ -120,13 +120,13 @@ def row_blocks(rows: Rows) -> torch.Tensor:
     return rows.once(row_blocks, make)
 
 
-def _warps(head_dim: int) -> int:
+def _num_warps(head_dim: int) -> int:
     """Return the minimum number of warps that hold 64 tokens in registers: sums over few warps synchronise less."""
     return max(2, triton.next_power_of_2(head_dim) // 64)
 
 
 def pool_queries(
-    q: torch.Tensor, rows: Rows, heads: torch.Tensor, per_tile: int, workspace: Workspace, similar: bool
+    q: torch.Tensor, rows: Rows, heads: torch.Tensor, per_tile: int, workspace: Workspace, with_similarity: bool
 ) -> Pooled:
     """Average the queries of tiles or of parts of tiles.
 
@@ -136,7 +136,7 @@ def pool_queries(
         heads: [n] int32 on the device, numbers of the selected query heads.
         per_tile: Pooled queries of a tile.
         workspace: Memory of temporary tensors.
-        similar: Whether to measure the similarity of a block's tokens.
+        with_similarity: Whether to measure the similarity of a block's tokens.
 
     Returns:
         [n, num_tiles · per_tile, ...]; the queries of tile t begin at t · per_tile. Parts of a short tile that have no
@@ -144,19 +144,18 @@ def pool_queries(
     """
     num_pooled, head_dim = rows.num_tiles * per_tile, q.shape[2]
     means = workspace.empty(len(heads), num_pooled, head_dim)
-    similarity = workspace.empty(len(heads), num_pooled) if similar else None
+    similarity = workspace.empty(len(heads), num_pooled) if with_similarity else None
     _pool_queries_kernel[(len(heads), num_pooled)](
         query_args(q), rows.tiles, heads, means, similarity,
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PER_TILE=per_tile, POOL=TILE_TOKENS // per_tile,
-        BLOCK=64, num_warps=_warps(head_dim),
+        BLOCK=64, num_warps=_num_warps(head_dim),
     )  # fmt: skip
     return Pooled(means, similarity)
 
 
 def pool_keys(
-    cache: PagedCache, rows: Rows, slab: PooledSlab, heads: torch.Tensor, num_heads: int, workspace: Workspace, similar:
-        bool,
-    centered: bool,
+    cache: PagedCache, rows: Rows, slab: PooledSlab, heads: torch.Tensor, num_heads: int, workspace: Workspace,
+    with_similarity: bool, centered: bool,
 ) -> Pooled:  # fmt: skip
     """Average the keys of the slab's blocks.
 
@@ -167,7 +166,7 @@ def pool_keys(
         heads: [n] int32 on the device, numbers of the selected query heads.
         num_heads: Query heads of the layer.
         workspace: Memory of temporary tensors.
-        similar: Whether to measure the similarity of a block's tokens.
+        with_similarity: Whether to measure the similarity of a block's tokens.
         centered: Whether to subtract the row's mean key first.
 
     Returns:
@@ -177,7 +176,8 @@ def pool_keys(
     num_rows = slab.end_row - slab.first_row
     splits = [ceil_div(n, KEY_BLOCK_TOKENS * SPLIT_BLOCKS) for n in rows.seq_lens[slab.first_row : slab.end_row]]
     pooled = Pooled(
-        empty(num_kv_heads, slab.num_blocks, head_dim), empty(num_kv_heads, slab.num_blocks) if similar else None
+        empty(num_kv_heads, slab.num_blocks, head_dim),
+        empty(num_kv_heads, slab.num_blocks) if with_similarity else None,
     )
     block_d = triton.next_power_of_2(head_dim)
     shape = compile_time(PoolShape(head_dim, block_d, KEY_BLOCK_TOKENS, SPLIT_BLOCKS, cache.page_size))
@@ -190,7 +190,7 @@ def pool_keys(
             key_args(cache, rows.block_table), row_blocks(rows), slab.first_row, slab.num_blocks, sum(splits),
             heads if len(heads) < num_heads else None, len(heads), means, sums, similarity, centers,
             shape, GROUP=num_heads // num_kv_heads,
-            STAGES=3 if similarity is None else 2, num_warps=_warps(head_dim),
+            STAGES=3 if similarity is None else 2, num_warps=_num_warps(head_dim),
         )  # fmt: skip
 
     if not centered:
@@ -226,8 +226,8 @@ def pooled_products(
         the tile's causal reach, and −∞ for blocks less similar than ``min_similarity``; and the similarity of the
         queries of all tiles [n, num_tiles], or None. Runs share their memory: use each tensor before the next run.
     """
-    rows, num_selected, similar = index.rows, len(heads), min_similarity is not None
-    queries = pool_queries(q, rows, heads, per_tile, index.workspace, similar)
+    rows, num_selected, with_similarity = index.rows, len(heads), min_similarity is not None
+    queries = pool_queries(q, rows, heads, per_tile, index.workspace, with_similarity)
     shape = ProductShape(
         GROUP=q.shape[1] // cache.num_kv_heads,
         HEAD_DIM=cache.head_dim,
@@ -239,7 +239,7 @@ def pooled_products(
     )
     for slab in pooled_slabs(rows, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
         with index.workspace.frame():
-            keys = pool_keys(cache, rows, slab, heads, q.shape[1], index.workspace, similar, centered)
+            keys = pool_keys(cache, rows, slab, heads, q.shape[1], index.workspace, with_similarity, centered)
             operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
             for first, end in slab.runs:
                 with index.workspace.frame():
@@ -310,7 +310,7 @@ def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _units(b_x):
+def _sum_of_unit_vectors(b_x):
     """Sum tokens [N, D], each scaled to unit length: [D]. Tokens of length zero stay zero."""
     b_squares = tl.sum(b_x * b_x, 1)
     b_inverse = tl.rsqrt(tl.where(b_squares > 0, b_squares, 1.0))
@@ -318,7 +318,7 @@ def _units(b_x):
 
 
 @triton.jit
-def _similarity(b_units, count):
+def _mean_cosine(b_units, count):
     """Return the mean cosine over all pairs of ``count`` tokens, including each token with itself."""
     return tl.sum(b_units * b_units, 0) / (count * count)
 
@@ -361,11 +361,11 @@ def _pool_queries_kernel(
             b_q = b_q.to(tl.float32)
             b_sum += tl.sum(b_q, 0)
             if similarity is not None:
-                b_units += _units(b_q)
+                b_units += _sum_of_unit_vectors(b_q)
         i_out = i_selected.to(tl.int64) * tl.num_programs(1) + i_pooled
         tl.store(means + i_out * HEAD_DIM + o_d, b_sum / length, mask=o_d < HEAD_DIM)
         if similarity is not None:
-            tl.store(similarity + i_out, _similarity(b_units, length.to(tl.float32)))
+            tl.store(similarity + i_out, _mean_cosine(b_units, length.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -431,7 +431,7 @@ def _pool_keys_kernel(
                 if centers is not None:
                     in_row = start + tl.arange(0, SHAPE.BLOCK) < seq_len
                     b_k = tl.where(in_row[:, None], b_k - b_center[None, :], 0.0)
-                tl.store(similarity + i_out, _similarity(_units(b_k), count))
+                tl.store(similarity + i_out, _mean_cosine(_sum_of_unit_vectors(b_k), count))
         if sums is not None:
             first_split = tl.load(row + 2) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 2)
             o_split = i_kv.to(tl.int64) * num_splits + first_split + i_split
@@ -509,8 +509,8 @@ def _products_kernel(
         + (i_selected * (end_tile - first_tile) * SHAPE.PER_TILE + o_m)[:, None] * (width * ALIGNED)
         + o_n[None, :]
     )
-    least = tl.load(tiles + (first_tile + i_m * SHAPE.BLOCK_M // SHAPE.PER_TILE) * FIELDS)
-    for i_row in range(least, tl.max(b_row, 0) + 1):
+    first_tile_row = tl.load(tiles + (first_tile + i_m * SHAPE.BLOCK_M // SHAPE.PER_TILE) * FIELDS)
+    for i_row in range(first_tile_row, tl.max(b_row, 0) + 1):
         if i_n * SHAPE.BLOCK_N * SHAPE.BLOCK < tl.max(tl.where(b_row == i_row, b_end, 0), 0):
             row = row_blocks + i_row * ROW_BLOCK_FIELDS
             in_blocks = o_n < tl.cdiv(tl.load(row), SHAPE.BLOCK)

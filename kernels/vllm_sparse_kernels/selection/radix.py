@@ -51,17 +51,12 @@ UNSPECIALIZED = ("num_selected", "first_row", "num_rows", "capacity", "chunks", 
 
 
 class Digits(NamedTuple):
-    """Results of the passes. The sums of the last pass are not joined yet.
+    """Results of the passes, undefined past an array's chunks. The sums of the last pass are not joined yet."""
 
-    ``weights`` [passes, num_rows, 2 n, chunks, 256] by digit, int32 counts or float32 masses; ``above`` [num_rows, 2 n,
-    chunks] int32, number of values in each chunk whose higher digits exceed the threshold's; ``prefixes`` and ``left``
-    [passes, num_rows, 2 n]: higher digits, and the remaining weight to reach. Undefined past an array's chunks.
-    """
-
-    weights: torch.Tensor
-    above: torch.Tensor
-    prefixes: torch.Tensor
-    left: torch.Tensor
+    weights: torch.Tensor  # [passes, num_rows, 2 n, chunks, 256] by digit: int32 counts, or float32 masses
+    above: torch.Tensor  # [num_rows, 2 n, chunks] int32: values of a chunk whose higher digit exceeds the threshold's
+    prefixes: torch.Tensor  # [passes, num_rows, 2 n] int32: higher digits of the threshold
+    remaining: torch.Tensor  # [passes, num_rows, 2 n]: weight that the digits from this pass on have to reach
 
 
 def num_chunks(length: int) -> int:
@@ -90,14 +85,14 @@ def most_chunks(index: SparseIndex, sums: Sums) -> int:
     return max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
 
 
-def _room(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
+def _allocate_digits(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
     num_rows, num_jobs, chunks = sums.end_row - sums.first_row, 2 * sums.num_selected, most_chunks(index, sums)
-    room = index.workspace.empty
+    empty = index.workspace.empty
     return Digits(
-        room(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
-        room(num_rows, num_jobs, chunks, dtype=torch.int32),
-        room(PASSES, num_rows, num_jobs, dtype=torch.int32),
-        room(PASSES, num_rows, num_jobs, dtype=dtype),
+        empty(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
+        empty(num_rows, num_jobs, chunks, dtype=torch.int32),
+        empty(PASSES, num_rows, num_jobs, dtype=torch.int32),
+        empty(PASSES, num_rows, num_jobs, dtype=dtype),
     )
 
 
@@ -116,7 +111,7 @@ def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch
     Returns:
         The results of the passes. The sums of the last pass are not joined yet.
     """
-    digits = _room(index, sums, torch.float32 if forced is None else torch.int32)
+    digits = _allocate_digits(index, sums, torch.float32 if forced is None else torch.int32)
     chunks = digits.weights.shape[3]
     for i in range(PASSES):
         _digits_kernel[(chunks, 2 * sums.num_selected, sums.end_row - sums.first_row)](
@@ -155,8 +150,8 @@ def job_of(
     blocks = (length + CHUNK - 1) // CHUNK
     span = (blocks + MOST_CHUNKS - 1) // MOST_CHUNKS * CHUNK
     used = (length + span - 1) // tl.maximum(span, 1)
-    i_all = tl.program_id(2) * tl.num_programs(1) + i_job
-    return place, length, i_chunk * span, tl.minimum((i_chunk + 1) * span, length), used, i_all
+    i_row_job = tl.program_id(2) * tl.num_programs(1) + i_job
+    return place, length, i_chunk * span, tl.minimum((i_chunk + 1) * span, length), used, i_row_job
 
 
 @triton.jit
@@ -168,20 +163,20 @@ def _load_weights(digits, i_state, chunks, used):
 
 
 @triton.jit
-def next_digit(b_weight, left):
-    """Return the largest digit with at least ``left`` of the weight at it and above.
+def next_digit(b_weight, remaining):
+    """Return the largest digit with at least ``remaining`` of the weight at it and above.
 
     Args:
         b_weight: [256].
-        left: Weight to reach.
+        remaining: Weight to reach.
 
     Returns:
-        (digit, part of ``left`` that remains after the digits above it).
+        (digit, part of ``remaining`` that is left after the digits above it).
     """
     o_digit = tl.arange(0, DIGITS)
     b_reached = tl.cumsum(b_weight, 0, reverse=True)
-    digit = tl.sum(((b_reached >= left) & (o_digit > 0)).to(tl.int32), 0)
-    return digit, left - tl.sum(tl.where(o_digit > digit, b_weight, 0), 0)
+    digit = tl.sum(((b_reached >= remaining) & (o_digit > 0)).to(tl.int32), 0)
+    return digit, remaining - tl.sum(tl.where(o_digit > digit, b_weight, 0), 0)
 
 
 @triton.jit
@@ -203,14 +198,14 @@ def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constex
     i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
     b_w = _load_weights(digits, i_state, chunks, used)
     b_weight = tl.sum(b_w, 0)
-    prefix, left = tl.full([], 0, tl.uint32), goal
+    prefix, remaining = tl.full([], 0, tl.uint32), goal
     if i_pass > 0:
         prefix = tl.load(digits.prefixes + i_state).to(tl.uint32, bitcast=True)
-        left = tl.load(digits.left + i_state)
+        remaining = tl.load(digits.remaining + i_state)
     elif RELATIVE:
-        left = goal * tl.sum(b_weight, 0)
-    digit, left = next_digit(b_weight, left)
-    return prefix * DIGITS + digit.to(tl.uint32), left, digit, b_w
+        remaining = goal * tl.sum(b_weight, 0)
+    digit, remaining = next_digit(b_weight, remaining)
+    return prefix * DIGITS + digit.to(tl.uint32), remaining, digit, b_w
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -237,29 +232,29 @@ def _digits_kernel(
         FIELDS: Columns of the rows' table.
         CHUNK: Values of a step.
     """
-    place, length, first, end, used, i_all = job_of(
+    place, length, first, end, used, i_row_job = job_of(
         sums, num_selected, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
     )
     if first >= end:
         return
-    i_state = PASS * (tl.num_programs(1) * tl.num_programs(2)) + i_all
+    i_state = PASS * (tl.num_programs(1) * tl.num_programs(2)) + i_row_job
     i_weights = i_state.to(tl.int64) * chunks + tl.program_id(0)
     goal = tl.load(goals + tl.program_id(1))
     if forced is not None:
         goal = tl.minimum(goal.to(tl.int32), length)
     prefix = tl.full([], 0, tl.uint32)
     if PASS > 0:
-        prefix, left, _, _ = threshold_of(digits, PASS - 1, i_all, chunks, used, goal, forced is None)
+        prefix, remaining, _, _ = threshold_of(digits, PASS - 1, i_row_job, chunks, used, goal, forced is None)
         if tl.program_id(0) == 0:
             tl.store(digits.prefixes + i_state, prefix.to(tl.int32, bitcast=True))
-            tl.store(digits.left + i_state, left)
+            tl.store(digits.remaining + i_state, remaining)
     if forced is None:
         b_weight = masses_by_digit(sums.totals + place, first, end, prefix, PASS, CHUNK, 128)
     else:
         num_forced = tl.load(forced + tl.program_id(1)).to(tl.int32)
         b_weight, above = _counts_by_digit(sums.totals + place, first, end, num_forced, prefix, PASS, CHUNK)
         if PASS > 0:
-            tl.store(digits.above + i_all * chunks + tl.program_id(0), above)
+            tl.store(digits.above + i_row_job * chunks + tl.program_id(0), above)
     tl.store(digits.weights + i_weights * DIGITS + tl.arange(0, DIGITS), b_weight)
 
 

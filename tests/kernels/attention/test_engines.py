@@ -186,7 +186,7 @@ def test_full_index_is_dense_attention(engine, device, dtype, sinks):
     expected = expected_attention(batch, index)
     assert_close(expected, out, lse)
     rows = batch.rows
-    for row, (token, query_len) in enumerate(zip(rows.tokens, rows.query_lens, strict=True)):
+    for row, (token, query_len) in enumerate(zip(rows.query_starts, rows.query_lens, strict=True)):
         tokens = slice(token, token + query_len)
         cached = (x.repeat_interleave(2, 1) for x in batch.cache.gather(rows.block_table[row], rows.seq_lens[row]))
         q, k, v = (x.double().transpose(0, 1) for x in (batch.q[tokens], *cached))

@@ -96,19 +96,19 @@ def test_keys_in_8_bits(device, head_dim, page_size):
     smooth = smooth_keys(batch.cache, rows, None, 4, Workspace(rows.device))
     for row, (start, seq_len) in enumerate(zip(smooth.starts.tolist(), rows.seq_lens)):
         keys, _ = batch.cache.gather(rows.block_table[row], seq_len)
-        integers, steps, means = reference.smooth_keys(keys.double())
+        integers, scales, means = reference.smooth_keys(keys.double())
         torch.testing.assert_close(smooth.means[row, :, :head_dim].double(), means, rtol=0, atol=1e-6)
         got = smooth.integers[:, start : start + seq_len, :head_dim]
-        exact = (keys.double() - means[None]).transpose(0, 1) / steps[..., None]
+        exact = (keys.double() - means[None]).transpose(0, 1) / scales[..., None]
         assert float((got - exact).abs().max()) <= 0.5 + 1e-4
         assert int((got != integers).sum()) <= 1e-3 * got.numel()
         first, num_blocks = start // INT8_STEP, -(-seq_len // INT8_STEP)
-        key_steps = smooth.steps[:, first : first + num_blocks].double()
-        torch.testing.assert_close(key_steps, steps[:, ::INT8_STEP], rtol=1e-5, atol=1e-9)
+        key_scales = smooth.scales[:, first : first + num_blocks].double()
+        torch.testing.assert_close(key_scales, scales[:, ::INT8_STEP], rtol=1e-5, atol=1e-9)
         end = start + -(-seq_len // 128) * 128
         assert not smooth.integers[:, start + seq_len : end].any()
         assert not smooth.integers[:, start:end, head_dim:].any()
-        assert smooth.steps[:, first : end // INT8_STEP].isfinite().all()
+        assert smooth.scales[:, first : end // INT8_STEP].isfinite().all()
 
 
 def test_keys_that_no_8_bit_head_reads_are_not_touched(device):

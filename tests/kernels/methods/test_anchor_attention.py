@@ -252,7 +252,7 @@ def holed_batch(lengths, *holes, **kwargs) -> Batch:
     0 with all others."""
     batch = make_batch(lengths, num_heads=1, **kwargs)
     plant(batch, {(row, position, 0): -30.0 for row, positions in enumerate(holes) for position in positions})
-    for token, length in zip(batch.rows.tokens, batch.rows.query_lens):
+    for token, length in zip(batch.rows.query_starts, batch.rows.query_lens):
         batch.q[token : token + length, 0, 0] = batch.scale**-1
     return batch
 

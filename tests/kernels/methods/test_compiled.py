@@ -130,11 +130,12 @@ with compiling_for():
         )
         flat = tile_sets_of(rows, 0, rows.num_tiles, {0: 0}, hopper.set_tiles(scored))
         sets = torch.tensor(flat, dtype=torch.int32).view(-1, SET_FIELDS)
-        scratch = hopper.room(8, rows.num_tiles, scored, context_len + query_len, Workspace(torch.device("cpu")))
+        workspace = Workspace(torch.device("cpu"))
+        scratch = hopper.allocate_scratch(8, rows.num_tiles, scored, context_len + query_len, workspace)
         selected = Selected(torch.arange(8, dtype=torch.int32), torch.zeros(8), 0.2, 4)
         run = Run(0, rows.num_tiles, context_len + query_len, sets)
         target = torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16)
-        hopper.masses(rounded, selected, rows.tiles, run, scratch, target)
+        hopper.compute_masses(rounded, selected, rows.tiles, run, scratch, target)
 found = {}
 for name, recorder in recorders.items():
     code = Code.of(recorder.compiled[0])
@@ -191,7 +192,7 @@ from vllm_sparse_kernels import share_counts
 from vllm_sparse_kernels.methods.top_p import floor, hopper, portable
 from vllm_sparse_kernels.methods.top_p.choice import mass_width
 from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.share_counts import FIELDS
+from vllm_sparse_kernels.share_counts import SHARE_FIELDS
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -202,17 +203,17 @@ with compiling_for():
     for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
         rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
         reach = context_len + query_len
-        scratch = hopper.room(8, rows.num_tiles, 64, reach, Workspace(torch.device("cpu")))
+        scratch = hopper.allocate_scratch(8, rows.num_tiles, 64, reach, Workspace(torch.device("cpu")))
         marks = torch.zeros(8, rows.num_tiles, mass_width(reach), dtype=torch.uint8)
         numbers = torch.zeros(8)
-        stored = hopper.stored(scratch)
+        stored = hopper.stored_shares(scratch)
         floor.add_for_floor(stored, marks, numbers, numbers, rows.tiles, 0, 128, 160)
-        shares, by_row = floor.FloorShares(numbers, numbers), torch.zeros(1, FIELDS.value, dtype=torch.int64)
+        shares, by_row = floor.FloorShares(numbers, numbers), torch.zeros(1, SHARE_FIELDS.value, dtype=torch.int64)
         floor.count_kept_shares(stored, marks, shares, rows.tiles, 0, by_row)
         share_counts.add_share_counts(by_row, by_row.clone(), 0)
     num_by_bytes = len(counts.compiled)
-    scratch = portable.room(8, rows.num_tiles, 64, reach, Workspace(torch.device("cpu")))
-    floor.count_kept_shares(portable.stored(scratch), marks, shares, rows.tiles, 0, by_row)
+    scratch = portable.allocate_scratch(8, rows.num_tiles, 64, reach, Workspace(torch.device("cpu")))
+    floor.count_kept_shares(portable.stored_shares(scratch), marks, shares, rows.tiles, 0, by_row)
     share_counts.add_share_counts(by_row.expand(5, -1), by_row, 3)
 assert len(counts.compiled) == num_by_bytes + 1
 counts.compiled.pop()  # the variant for half-precision scores

@@ -19,7 +19,16 @@ from vllm_sparse_kernels.methods.top_p.floor import FloorShares, add_for_floor, 
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import tile_shares
 from vllm_sparse_kernels.selection.engine import SelectSpec
-from vllm_sparse_kernels.share_counts import EDGES, FIELDS, LIFTED, LOST, SUM, UNIT, add_share_counts, merge_counts
+from vllm_sparse_kernels.share_counts import (
+    EDGES,
+    LIFTED,
+    LOST,
+    SHARE_FIELDS,
+    SUM,
+    UNIT,
+    add_share_counts,
+    merge_counts,
+)
 
 BUCKETS = len(EDGES) + 1
 LENGTHS = [(1500, 5), (0, 63), (321, 1), (40, 133)]
@@ -57,7 +66,7 @@ def assert_counted(counts: Sequence[int], shares: Sequence[float], error: float)
         assert sum(share <= edge + error for share in shares) >= at_most, edge
     assert counts[SUM.value] / UNIT.value == pytest.approx(sum(shares), abs=(error + 1e-4) * len(shares))
     assert 1 - counts[LOST.value] / UNIT.value == pytest.approx(min(shares), abs=error + 1e-4)
-    assert counts[LOST.value + 1 :] == [0] * (FIELDS.value - LOST.value - 1)
+    assert counts[LOST.value + 1 :] == [0] * (SHARE_FIELDS.value - LOST.value - 1)
 
 
 @pytest.mark.usefixtures("all_counted")
@@ -146,7 +155,7 @@ def test_queries_whose_sums_are_not_numbers_are_left_out() -> None:
     stored.diagonal[:, 0, 1] = float("nan")
     marks = torch.zeros(2, 1, mass_width(stored.reach), dtype=torch.uint8, device=DEVICE)
     marks[:, :, 10:] = CHOSEN.value
-    counts = torch.zeros(1, FIELDS.value, dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(1, SHARE_FIELDS.value, dtype=torch.int64, device=DEVICE)
     count_kept_shares(stored.stored, marks, FloorShares(numbers, numbers), stored.rows.tiles, 0, counts)
     for line in (by_reference, counts[0].tolist()):
         assert sum(line[:BUCKETS]) == 4
@@ -167,7 +176,7 @@ def test_counts_of_bytes(lengths: Any, steps: int, monkeypatch: pytest.MonkeyPat
     marks = (drawn < 0.3).byte() * CHOSEN.value + (drawn > 0.8).byte() * ADDED.value
     for i_tile, tile in enumerate(rows.tile_list):
         marks[:, i_tile, tile.position // 128 * 4 :] = CHOSEN.value
-    counts = torch.zeros(1, FIELDS.value, dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(1, SHARE_FIELDS.value, dtype=torch.int64, device=DEVICE)
     shares = FloorShares(torch.full((2,), 0.5, device=DEVICE), floors)
     count_kept_shares(stored.stored, marks.to(DEVICE), shares, rows.tiles, 0, counts)
     kept_shares, lifted = [], 0
@@ -197,7 +206,7 @@ def test_no_query_is_counted_below_the_floor_over_bytes(floor: float) -> None:
         marks[:, i_tile, :1] = CHOSEN.value
         marks[:, i_tile, (tile.position - 128) // 32 :] = CHOSEN.value
     add_for_floor(stored.stored, marks, kept_mass, floors, rows.tiles, 0, 32, 128)
-    counts = torch.zeros(1, FIELDS.value, dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(1, SHARE_FIELDS.value, dtype=torch.int64, device=DEVICE)
     count_kept_shares(stored.stored, marks, FloorShares(kept_mass, floors), rows.tiles, 0, counts)
     (line,) = counts.tolist()
     assert line[LIFTED.value] == sum(line[:BUCKETS]) == 2 * 130
@@ -231,10 +240,10 @@ def test_without_a_floor_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_add_up() -> None:
     """Sums add up, and the largest loss of any row or step remains."""
     generator = torch.Generator().manual_seed(5)
-    totals = torch.zeros(3, FIELDS.value, dtype=torch.int64, device=DEVICE)
-    expected = torch.zeros(FIELDS.value, dtype=torch.int64)
+    totals = torch.zeros(3, SHARE_FIELDS.value, dtype=torch.int64, device=DEVICE)
+    expected = torch.zeros(SHARE_FIELDS.value, dtype=torch.int64)
     for num_rows in (1, 5, 2, 200):
-        rows = torch.randint(0, 1 << 40, (num_rows, FIELDS.value), generator=generator)
+        rows = torch.randint(0, 1 << 40, (num_rows, SHARE_FIELDS.value), generator=generator)
         add_share_counts(rows.to(DEVICE), totals, 1)
         for row in rows:
             expected = merge_counts(expected, row)
@@ -243,7 +252,7 @@ def test_rows_add_up() -> None:
 
 
 def test_the_least_share() -> None:
-    counts = torch.zeros(FIELDS.value, dtype=torch.int64)
+    counts = torch.zeros(SHARE_FIELDS.value, dtype=torch.int64)
     assert share_counts.least_share(counts.tolist()) is None
     share_counts.count_shares(counts, torch.tensor([0.5, 1.0625, float("nan")]), 0)
     assert share_counts.least_share(counts.tolist()) == 0.5

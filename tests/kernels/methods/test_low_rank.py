@@ -20,7 +20,7 @@ from vllm_sparse_kernels.methods.top_p import low_rank
 from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps, rank_of
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import kept_channels, low_rank_maps
-from vllm_sparse_kernels.share_counts import EDGES, FIELDS, LIFTED, SUM, UNIT, count_share, least_share
+from vllm_sparse_kernels.share_counts import EDGES, LIFTED, SHARE_FIELDS, SUM, UNIT, count_share, least_share
 
 LENGTHS = [(0, 1), (300, 63)]
 HALF = TopP(channels="half")
@@ -127,7 +127,7 @@ def test_the_share_of_the_score_variance_is_counted(by_reference: bool, heads: A
 def test_shares_are_counted_in_their_buckets() -> None:
     """Each share is counted as in plain torch; what is not a number is left out, and counts of a line add up."""
     shares = torch.tensor([-0.5, 0.0, *EDGES, 0.51, 0.97, 1.0, 1.25, torch.nan], device=DEVICE)
-    line, expected = (torch.zeros(FIELDS.value, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    line, expected = (torch.zeros(SHARE_FIELDS.value, dtype=torch.int64, device=DEVICE) for _ in range(2))
     _count_shares_kernel[(len(shares),)](shares, torch.tensor(EDGES, device=DEVICE), line)
     share_counts.count_shares(expected, shares.clamp(min=0), 0)
     assert torch.equal(line, expected)
@@ -148,7 +148,7 @@ def test_shares_do_not_depend_on_other_rows_or_on_maps() -> None:
         (line,) = select(LOW_RANK, row_alone(batch, row)).variance_shares
         assert torch.equal(line, together[row])
     means, maps = maps_of(batch)
-    counts = torch.zeros(3, FIELDS.value, dtype=torch.int64, device=DEVICE)
+    counts = torch.zeros(3, SHARE_FIELDS.value, dtype=torch.int64, device=DEVICE)
     counted_means, counted_maps = maps_of(batch, counts)
     assert torch.equal(counts, together)
     assert torch.equal(maps, counted_maps)
@@ -220,7 +220,7 @@ def test_an_element_that_is_no_number_counts_as_zero(value: float) -> None:
     clean = make_batch([(200, 40), (90, 30)], (2, 1, 128))
     spoilt, zeroed = (replace(clean, q=clean.q.clone(), cache=deepcopy(clean.cache)) for _ in range(2))
     for batch, element in ((spoilt, value), (zeroed, 0.0)):
-        batch.q[batch.rows.tokens[0] + 5, 1, 3] = element
+        batch.q[batch.rows.query_starts[0] + 5, 1, 3] = element
         batch.cache.keys[batch.rows.block_table[0, 4], 7, 0, 100] = element
     (means, maps), (others, other_maps) = maps_of(spoilt), maps_of(zeroed)
     assert bool(maps.isfinite().all())
@@ -268,8 +268,8 @@ def test_lists_of_a_row_do_not_depend_on_other_rows() -> None:
 def test_a_query_that_is_no_number_changes_no_list_but_its_tiles(value: float) -> None:
     batch = make_batch([(500, 140), (330, 20)], (2, 1, 128))
     zeroed, spoilt = (replace(batch, q=batch.q.clone()) for _ in range(2))
-    zeroed.q[batch.rows.tokens[0] + 5] = 0.0
-    spoilt.q[batch.rows.tokens[0] + 5] = value
+    zeroed.q[batch.rows.query_starts[0] + 5] = 0.0
+    spoilt.q[batch.rows.query_starts[0] + 5] = value
     others = [1, 2]
     assert all_lists(select(LOW_RANK, spoilt, 32), others) == all_lists(select(LOW_RANK, zeroed, 32), others)
 

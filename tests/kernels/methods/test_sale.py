@@ -26,7 +26,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
-from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, room_for_keys
+from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, allocate_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.channels import kept_channels
@@ -127,27 +127,27 @@ INTEGERS = [torch.int8, torch.float8_e4m3fn] if DEVICE == "cpu" else [module.int
 
 
 def rounded_row(q, k, thresholds, biases, integers) -> tuple[RoundedQueries, RoundedKeys]:
-    """Return a row of integers: queries [heads, n, d] and keys [kv heads, m, d]; all steps are 1."""
+    """Return a row of integers: queries [heads, n, d] and keys [kv heads, m, d]; all scales are 1."""
     largest = biases.abs().unflatten(1, (-1, 64)).amax(2)
     squares = q.float().square().sum(2), k.float().square().sum(2).unflatten(1, (-1, 64)).amax(2)
     ones = torch.ones_like(thresholds)
-    steps = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
+    scales = torch.ones(len(k), k.shape[1] // 8, device=DEVICE)
     queries = RoundedQueries(q.to(integers), thresholds, ones, squares[0], q.shape[1])
-    return queries, RoundedKeys(k.to(integers), steps, biases, biases.half(), squares[1], largest, k.shape[1])
+    return queries, RoundedKeys(k.to(integers), scales, biases, biases.half(), squares[1], largest, k.shape[1])
 
 
 def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torch.dtype) -> torch.Tensor:
     """Compute the kernel's arithmetic step by step. Return bool [heads, queries, 32-key blocks]: whether an element
     passes."""
     products = queries.integers.float() @ keys.integers.float().repeat_interleave(group, 0).mT
-    steps, bias = queries.inverse_steps[:, :, None].to(dtype), keys.biases[:, None, :].to(dtype)
+    inverse, bias = queries.inverse_scales[:, :, None].to(dtype), keys.biases[:, None, :].to(dtype)
     if DEVICE == "cuda":  # a single rounding: a fused multiply-add
-        scores = (products.double() + steps.double() * bias.double()).to(dtype)
+        scores = (products.double() + inverse.double() * bias.double()).to(dtype)
     else:
-        scores = products.to(dtype) + steps * bias
+        scores = products.to(dtype) + inverse * bias
     largest = scores.float().unflatten(2, (-1, 4, 4, 2)).amax((3, 5))
-    steps = keys.steps.repeat_interleave(group, 0).unflatten(1, (-1, 4))
-    return (largest * steps[:, None] >= queries.thresholds[:, :, None, None]).any(3)
+    scales = keys.scales.repeat_interleave(group, 0).unflatten(1, (-1, 4))
+    return (largest * scales[:, None] >= queries.thresholds[:, :, None, None]).any(3)
 
 
 def flags_twice(
@@ -161,8 +161,8 @@ def flags_twice(
     (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
     selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
     sale_scores.first_flags(ours, index, selected, always)
-    by_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, run, by_half)
+    in_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
+    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, run, in_half)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -186,7 +186,7 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     queries, keys = rounded_by_kernels(method, batch)
     assert queries.integers.dtype == integers
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
-    largest = float((queries.inverse_steps.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
+    largest = float((queries.inverse_scales.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
     assert (largest > 2048) == (mean == 60)
     ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(mean < 60))
     assert torch.equal(ours, expected)
@@ -261,7 +261,7 @@ def test_memory_does_not_grow_with_the_number_of_cached_tokens():
     rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
     assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
     room = Workspace(torch.device("meta"))
-    room_for_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
+    allocate_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
     assert room.peak_bytes < 165e6
 
 

@@ -193,7 +193,7 @@ def test_a_head_too_sparse_is_no_pivot(by_reference):
 def test_rows_never_see_each_other():
     """Two rows of a batch select bitwise the same as each row alone, layer after layer, with separate pivots."""
     batch = small_batch(((75, 135), (230, 60)), num_heads=2)
-    batch.q[batch.rows.tokens[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
+    batch.q[batch.rows.query_starts[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
     batches, method = [batch, next_layer(batch)], layer_of((0, 0), 0.3)
     together = [select(method, b) for b in batches]
     assert [is_dense(together[0], *head_and_row) for head_and_row in ((0, 0), (0, 1), (1, 1))] == [True, False, True]

@@ -49,7 +49,7 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
         pages = rows.block_table[row, positions // page_size].long()
         common = 2 * torch.randn(num_kv_heads, head_dim, generator=generator, device=DEVICE)
         batch.cache.keys[pages, positions % page_size] = (tokens(num_kv_heads) + common).to(dtype)
-        span = slice(rows.tokens[row], rows.tokens[row] + rows.query_lens[row])
+        span = slice(rows.query_starts[row], rows.query_starts[row] + rows.query_lens[row])
         batch.q[span] = tokens(num_heads)[-rows.query_lens[row] :].to(dtype)
     return batch
 

@@ -257,7 +257,7 @@ def test_queries_that_are_not_scored_change_nothing(monkeypatch: pytest.MonkeyPa
     expected = masses_of(FEW_QUERIES, batch, monkeypatch)
     for tile in batch.rows.tile_list:
         scored = set(scored_queries(FEW_QUERIES, tile.length_tokens).tolist())
-        first = batch.rows.tokens[tile.row] + tile.position - batch.rows.context_lens[tile.row]
+        first = batch.rows.query_starts[tile.row] + tile.position - batch.rows.context_lens[tile.row]
         for place in set(range(tile.length_tokens)) - scored:
             batch.q[first + place] = torch.nan
     assert torch.equal(masses_of(FEW_QUERIES, batch, monkeypatch), expected)
@@ -266,11 +266,12 @@ def test_queries_that_are_not_scored_change_nothing(monkeypatch: pytest.MonkeyPa
 def fails(error: Exception) -> Any:
     """Return a module of kernels whose first launch fails."""
 
-    def masses(*arguments: Any) -> None:
+    def compute_masses(*arguments: Any) -> None:
         raise error
 
-    sizes = {"tile_bytes": portable.tile_bytes, "set_tiles": portable.set_tiles, "room": portable.room}
-    return SimpleNamespace(PERMUTED=False, masses=masses, **sizes)
+    names = ("tile_bytes", "set_tiles", "allocate_scratch")
+    working = {name: getattr(portable, name) for name in names}
+    return SimpleNamespace(PERMUTED=False, compute_masses=compute_masses, **working)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no such instruction")])

@@ -65,8 +65,8 @@ def stored_maxima(
         scored = query + reference.scored_queries(method, length, engine.device)
         largest = stored[:, i, :reached, : len(scored)].transpose(1, 2)
         blocks = key_start + BLOCK_TOKENS * torch.arange(reached, device=engine.device)
-        steps = queries.steps[:, scored, None] * keys.steps[:, None, blocks]
-        maxima[query, offset] = (largest * steps + queries.shifts[:, scored, None]).masked_fill(
+        scales = queries.scales[:, scored, None] * keys.scales[:, None, blocks]
+        maxima[query, offset] = (largest * scales + queries.shifts[:, scored, None]).masked_fill(
             largest == -torch.inf, -torch.inf
         )
     return maxima

@@ -102,7 +102,7 @@ class TestTally:
 
     def test_the_next_layer_reuses_the_memory_of_kept_shares(self) -> None:
         index = random_index(random_batch([(0, 200)], 4, 2, 16, 16), 64, 1.0)
-        counts = torch.zeros(1, share_counts.FIELDS.value, dtype=torch.int64)
+        counts = torch.zeros(1, share_counts.SHARE_FIELDS.value, dtype=torch.int64)
         index, tally = replace(index, kept_shares=counts), Tally(DEFAULT)
         for share in (0.5, 0.75, 0.875):
             counts.zero_()
@@ -117,12 +117,12 @@ class TestTally:
     def test_another_report_in_a_step_costs_few_launches(self, counts_shares: bool, launches_per_report: int) -> None:
         """The pairs of all lists are computed once, and each report adds its sums."""
         batch = random_batch([(0, 200), (50, 300), (0, 70), (130, 129)], 4, 2, 16, 16)
-        shares = torch.arange(4 * share_counts.FIELDS.value).view(4, -1)
+        shares = torch.arange(4 * share_counts.SHARE_FIELDS.value).view(4, -1)
         index = replace(random_index(batch, 64, 0.5), kept_shares=shares if counts_shares else None)
         launches_by_reports = []
         for num_reports in (1, 4):
             tallies = [Tally(DEFAULT) for _ in range(num_reports)]
-            spans = [(first, first + 1, tally) for first, tally in zip(batch.rows.tokens, tallies)]
+            spans = [(first, first + 1, tally) for first, tally in zip(batch.rows.query_starts, tallies)]
             add_pairs(spans, index)
             with Launches() as launches:
                 add_pairs(spans, index)

@@ -39,7 +39,7 @@ from vllm_sparse_kernels.layer import HeadGroup
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.share_counts import FIELDS
+from vllm_sparse_kernels.share_counts import SHARE_FIELDS
 from vllm_sparse_kernels.workspace import padded_bytes
 
 MIN_TOKENS = 100
@@ -67,7 +67,7 @@ def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
     """Return the rows of each slab as they were cut, identified by the block table."""
     slabs = room.slabs(rows, torch.arange(len(rows), dtype=torch.int32)[:, None])
     parts = [
-        (slab.rows.block_table[:, 0].tolist(), slab.rows.tokens, slab.rows.query_lens, slab.rows.context_lens)
+        (slab.rows.block_table[:, 0].tolist(), slab.rows.query_starts, slab.rows.query_lens, slab.rows.context_lens)
         for slab in slabs
     ]
     return [[Row(*fields) for fields in zip(*part, strict=True)] for part in parts]
@@ -112,7 +112,7 @@ class TestSlabs:
     def test_kept_shares_need_a_line_for_each_row(self) -> None:
         rows = kernel_rows(in_turn([(5000, 500), (0, 300), (0, 20)]))
         with_floor, without = (needs("top_p", floor=floor)[0].num_bytes(rows) for floor in (0.5, 0.0))
-        assert with_floor - without == padded_bytes(3, FIELDS.value, dtype=torch.int64) > 0
+        assert with_floor - without == padded_bytes(3, SHARE_FIELDS.value, dtype=torch.int64) > 0
 
     def test_shares_of_the_score_variance_need_a_line_for_each_row(self) -> None:
         """Beside the memory of selection, which is the same where low_rank multiplies all channels (head dim 64)."""
@@ -121,7 +121,7 @@ class TestSlabs:
             LayerNeed.of((HeadGroup((0, 1), TopP(channels=channels)),), 1, 64, 2, CPU).num_bytes(rows)
             for channels in ("low_rank", "all")
         )
-        assert low_rank - without == padded_bytes(3, FIELDS.value, dtype=torch.int64)
+        assert low_rank - without == padded_bytes(3, SHARE_FIELDS.value, dtype=torch.int64)
 
 
 class TestEveryStep:

@@ -15,7 +15,7 @@ from vllm_sparse_backend.serving.worker.counters import Recorder, not_counting
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.share_counts import FIELDS, SUM, UNIT, count_shares
+from vllm_sparse_kernels.share_counts import SHARE_FIELDS, SUM, UNIT, count_shares
 
 CPU = torch.device("cpu")
 SPARSE, DECODE, PADDING = ("sparse", None, "default"), ("decode", None, ""), ("padding", None, "default")
@@ -83,7 +83,7 @@ def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
 def with_shares(*shares_of_rows: list[float]) -> Any:
     """Return an index whose rows have counted these shares."""
     index = full_index()
-    counts = torch.zeros(len(shares_of_rows), FIELDS.value, dtype=torch.int64)
+    counts = torch.zeros(len(shares_of_rows), SHARE_FIELDS.value, dtype=torch.int64)
     for line, shares in zip(counts, shares_of_rows, strict=True):
         count_shares(line, torch.tensor(shares), lifted=sum(share < 0.55 for share in shares))
     return replace(index, kept_shares=counts)

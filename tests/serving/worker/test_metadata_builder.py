@@ -178,7 +178,7 @@ class TestMetadata:
         for slab in sparse.slabs:
             assert min(slab.rows.context_lens) >= MIN_TOKENS
             assert min(slab.rows.query_lens) >= MIN_QUERY_TOKENS
-            for start, query_len in zip(slab.rows.tokens, slab.rows.query_lens):
+            for start, query_len in zip(slab.rows.query_starts, slab.rows.query_lens):
                 tokens += range(start, start + query_len)
         assert sorted(tokens) == list(range(sum(query_len for _, query_len in lengths)))
 

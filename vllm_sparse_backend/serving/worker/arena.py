@@ -328,7 +328,7 @@ def kernel_rows(rows: Sequence[Row], block_table: torch.Tensor | None = None) ->
         block_table = block_table[rows[0].number : rows[-1].number + 1]
     prompt_lens = tuple(row.prompt_len for row in rows if row.prompt_len is not None)
     return Rows(
-        tokens=tuple(row.token for row in rows),
+        query_starts=tuple(row.token for row in rows),
         query_lens=tuple(row.query_len for row in rows),
         context_lens=tuple(row.context_len for row in rows),
         block_table=block_table,

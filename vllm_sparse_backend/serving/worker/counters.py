@@ -20,8 +20,8 @@ from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
 from vllm_sparse_kernels.share_counts import (
     EDGES,
-    FIELDS,
     LIFTED,
+    SHARE_FIELDS,
     SUM,
     UNIT,
     add_share_counts,
@@ -112,9 +112,9 @@ class PendingCounts(NamedTuple):
     listed: HostCopy
     """Listed pairs, counted on the device."""
     shares: HostCopy
-    """Kept shares, counted on the device: [levels, FIELDS]."""
+    """Kept shares, counted on the device: [levels, SHARE_FIELDS]."""
     variance_shares: HostCopy
-    """Shares of the score variance, counted on the device: [levels, FIELDS]."""
+    """Shares of the score variance, counted on the device: [levels, SHARE_FIELDS]."""
 
     def arrived(self) -> bool:
         """Return whether all copies are complete. Does not wait.
@@ -162,10 +162,10 @@ class Recorder:
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._total_listed = DeviceTotals()
         self._levels: dict[str, int] = {}
-        self._shares = torch.zeros(0, FIELDS.value, dtype=torch.int64, device=device)
-        """[levels, FIELDS], kept shares; see ``share_counts``."""
+        self._shares = torch.zeros(0, SHARE_FIELDS.value, dtype=torch.int64, device=device)
+        """[levels, SHARE_FIELDS], kept shares; see ``share_counts``."""
         self._variance_shares = torch.zeros_like(self._shares)
-        """[levels, FIELDS], shares of the score variance."""
+        """[levels, SHARE_FIELDS], shares of the score variance."""
         self._total_shares = DeviceTotals()
         self._total_variance_shares = DeviceTotals()
         self._counts: dict[Key, float] = {}
@@ -185,7 +185,7 @@ class Recorder:
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
         for level in levels:
             self._levels.setdefault(level, len(self._levels))
-        new_lines = self._shares.new_zeros(len(self._levels) - len(self._shares), FIELDS.value)
+        new_lines = self._shares.new_zeros(len(self._levels) - len(self._shares), SHARE_FIELDS.value)
         self._shares = torch.cat([self._shares, new_lines])
         self._variance_shares = torch.cat([self._variance_shares, new_lines])
 
@@ -242,7 +242,10 @@ class Recorder:
         return self._listed[place : place + 1]
 
     def _count_shares(self, row_counts: torch.Tensor, totals: torch.Tensor, level: str) -> None:
-        """Add the counts of all rows [num_rows, FIELDS] to the line of a level in ``totals`` [levels, FIELDS]."""
+        """Add the counts of all rows to the line of a level.
+
+        ``row_counts`` is [num_rows, SHARE_FIELDS], and ``totals`` [levels, SHARE_FIELDS].
+        """
         i_level = self._levels[level]
         if self.device.type != "cpu":
             add_share_counts(row_counts, totals, i_level)
@@ -308,7 +311,7 @@ class Recorder:
                     counts[key] += self._total_listed.totals[place]
             self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
             for level, i_level in self._levels.items():
-                line = slice(i_level * FIELDS.value, (i_level + 1) * FIELDS.value)
+                line = slice(i_level * SHARE_FIELDS.value, (i_level + 1) * SHARE_FIELDS.value)
                 self._arrived += kept_share_samples(level, self._total_shares.totals[line])
                 variance_counts = self._total_variance_shares.totals[line]
                 self._arrived += share_samples("score_variance_share", level, variance_counts)

@@ -289,7 +289,7 @@ def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
     tiles = [(slab.rows, tile) for slab in slabs for tile in slab.rows.tile_list]
     rows, tile = tiles[stable_hash(step) % len(tiles)]
     end = tile.token + tile.length_tokens
-    return slice(max(rows.tokens[tile.row], end - PROBE_TOKENS), end)
+    return slice(max(rows.query_starts[tile.row], end - PROBE_TOKENS), end)
 
 
 def stable_hash(*numbers: int) -> int:

@@ -41,7 +41,7 @@ class Tally:
         listed_pairs: Number of pairs in selected blocks and stripes, an int64 scalar on the device; None before the
             first pairs.
         copied_pairs: The copy of ``listed_pairs`` on the host, which begins when the request ends.
-        share_counts: Counts of kept shares, [FIELDS] int64 on the device; None if no layer has counted any.
+        share_counts: Counts of kept shares, [SHARE_FIELDS] int64 on the device; None if no layer has counted any.
         copied_shares: The copy of ``share_counts`` on the host, which begins when the request ends.
     """
 
@@ -256,7 +256,7 @@ def add_pairs(spans: Spans, index: SparseIndex) -> None:
         index: The keys that a layer selected for rows of the step.
     """
     listed_pairs = index.listed_pairs()
-    for row, token in enumerate(index.rows.tokens):
+    for row, token in enumerate(index.rows.query_starts):
         for first, stop, tally in spans:
             if first <= token < stop:
                 tally.add_pairs(index, row, listed_pairs)

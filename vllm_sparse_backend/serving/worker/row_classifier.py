@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
-from vllm_sparse_backend.config.request_levels import SERVER_LEVEL
+from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.arena import Room, Row
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, PADDING_ROW, BatchRow, RowKind
@@ -74,39 +74,42 @@ class RowClassifier:
                 for start, end in pairwise(starts)
             ]
         seq_lens = compat.host_seq_lens(common)
-        levels = self.requests.levels_of_rows(common)
-        batch_reason = _dense_reason_of_batch(common, common_prefix_len)
-        if levels is None:
-            levels = [SERVER_LEVEL] * common.num_reqs
-            batch_reason = Fallback.UNNAMED
-        prompt_lens: Sequence[int | None] = [None] * common.num_reqs
-        if self.reads_prompt_length:
-            known_lens = self.requests.prompt_lens_of_rows(common)
-            if known_lens is None:
-                batch_reason = Fallback.UNNAMED
-            else:
-                prompt_lens = known_lens
+        levels, prompt_lens, are_known = self._requests_of_rows(common)
+        batch_reason = _dense_reason_of_batch(common, common_prefix_len) if are_known else Fallback.UNNAMED
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
         prefix_lm = common.mm_req_doc_ranges or {}
         rows = []
         for i, (start, end) in enumerate(pairwise(starts)):
             query_len, seq_len, level = end - start, seq_lens[i], levels[i].name
-            min_tokens = 0
             if query_len == 0:
                 kind = PADDING_ROW
             elif query_len <= max_decode_tokens or not prefilling[i]:
                 kind = DECODE_ROW
             else:
                 reason = Fallback.REQUESTED if level == EXACT else batch_reason
+                if reason is None and prefix_lm.get(i):
+                    reason = Fallback.PREFIX_LM
                 if reason is None:
-                    reason = Fallback.PREFIX_LM if prefix_lm.get(i) else self._dense_reason(query_len, seq_len, level)
+                    reason = self._dense_reason(query_len, seq_len, level)
                 kind = RowKind(SPARSE if reason is None else DENSE, reason, level)
-                if reason is None:
-                    min_tokens = self.thresholds[level].min_tokens or 0
+            min_tokens = (self.thresholds[level].min_tokens or 0) if kind.path == SPARSE else 0
             rows.append(
                 BatchRow(start, query_len, seq_len - query_len, kind, min_tokens, levels[i], prompt_len=prompt_lens[i])
             )
         return rows
+
+    def _requests_of_rows(
+        self, common: CommonAttentionMetadata
+    ) -> tuple[Sequence[RequestLevel], Sequence[int | None], bool]:
+        """Return the level and the prompt length of each row's request, and whether all that rows need is known.
+
+        Prompt lengths are None if no method needs them. What is not known has a default.
+        """
+        levels = self.requests.levels_of_rows(common)
+        prompt_lens = self.requests.prompt_lens_of_rows(common) if self.reads_prompt_length else None
+        are_known = levels is not None and (prompt_lens is not None or not self.reads_prompt_length)
+        num_rows = common.num_reqs
+        return levels or [SERVER_LEVEL] * num_rows, prompt_lens or [None] * num_rows, are_known
 
     def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:
         """Return why a row of these lengths in tokens prefills dense; None if it runs sparse."""

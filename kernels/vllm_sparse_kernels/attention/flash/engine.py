@@ -177,7 +177,7 @@ def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
     return None
 
 
-class Places(NamedTuple):
+class GranuleStrides(NamedTuple):
     """Strides of the cache in granules, from which the number of a unit follows."""
 
     page_size: int
@@ -233,7 +233,7 @@ def _attend_part(
     """Prepare a part, call FlashAttention for its blocks and, if there are any, its stripes, and merge the results."""
     rows, group = index.rows, index.num_heads // cache.num_kv_heads
     unit = gcd(index.block_tokens, cache.page_size)
-    sequences = _room(index, cache, part)
+    sequences = _allocate_sequences(index, cache, part)
     lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
     shape = compile_time(SliceShape(cache.head_dim, triton.next_power_of_2(cache.head_dim), group, SLICE_TOKENS))
@@ -241,7 +241,7 @@ def _attend_part(
     grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
     stripe_table = sequences.stripe_table
     prepare_kernel[grid](
-        queries, *lists, _places(cache), sequences, *varying,
+        queries, *lists, _granule_strides(cache), sequences, *varying,
         rows.block_table, rows.block_table.stride(0),
         sequences.table.stride(0), 0 if stripe_table is None else stripe_table.stride(0),
         units, shape,
@@ -286,7 +286,7 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
     def first_token(sequence: int) -> int:
         i_kv, in_kv_head = divmod(sequence, rows.num_tiles * group)
         rank, i_head = divmod(in_kv_head, group)
-        length = rows.tile_list[rows.heaviest_order[rank]].length_tokens if i_head else 0
+        length = rows.tile_list[rows.tile_order[rank]].length_tokens if i_head else 0
         return (i_kv * total + starts[rank]) * group + i_head * length
 
     for first in range(0, num_sequences, count):
@@ -295,17 +295,17 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
         yield Part(first, end - first, token, end_token - token)
 
 
-def _room(index: SparseIndex, cache: PagedCache, part: Part) -> Sequences:
+def _allocate_sequences(index: SparseIndex, cache: PagedCache, part: Part) -> Sequences:
     """Allocate the tensors of a part."""
-    room = partial(index.workspace.empty, dtype=torch.int32)
+    int32 = partial(index.workspace.empty, dtype=torch.int32)
     width, stripe_width = _widths(index, cache)
     return Sequences(
         index.workspace.empty(part.num_tokens, 1, cache.head_dim, dtype=cache.keys.dtype),
-        room(part.num_sequences + 1),
-        room(part.num_sequences),
-        room(part.num_sequences, width),
-        room(part.num_sequences) if stripe_width else None,
-        room(part.num_sequences, stripe_width) if stripe_width else None,
+        int32(part.num_sequences + 1),
+        int32(part.num_sequences),
+        int32(part.num_sequences, width),
+        int32(part.num_sequences) if stripe_width else None,
+        int32(part.num_sequences, stripe_width) if stripe_width else None,
     )
 
 
@@ -321,8 +321,8 @@ def _widths(index: SparseIndex, cache: PagedCache) -> tuple[int, int]:
 
 
 def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:
-    """Count the queries of the tiles before each tile of ``rows.heaviest_order``, on the host and on the device."""
-    lengths = (rows.tile_list[i_tile].length_tokens for i_tile in rows.heaviest_order)
+    """Count the queries of the tiles before each tile of ``rows.tile_order``, on the host and on the device."""
+    lengths = (rows.tile_list[i_tile].length_tokens for i_tile in rows.tile_order)
     starts = [*accumulate(lengths, initial=0)][:-1]
     return starts, to_device(starts, torch.int32, rows.device)
 
@@ -332,14 +332,14 @@ def _granule(cache: PagedCache) -> int:
     return gcd(*cache.strides)
 
 
-def _places(cache: PagedCache) -> Places:
+def _granule_strides(cache: PagedCache) -> GranuleStrides:
     granule = _granule(cache)
     num_granules = sum((n - 1) * stride for n, stride in zip(cache.keys.shape, cache.strides)) // granule
     if num_granules >= 1 << 31:
         raise ValueError(
             f"attend: given a cache of {num_granules} · {granule} elements, expected fewer than 2³¹ · {granule}"
         )
-    return Places(cache.page_size, *(stride // granule for stride in cache.strides))
+    return GranuleStrides(cache.page_size, *(stride // granule for stride in cache.strides))
 
 
 def _units(x: torch.Tensor, unit: int, granule: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ class Slice(NamedTuple):
     o_q: Any  # [ROWS] int64, tokens in q
     o_s: Any  # [ROWS] int64, places among the part's queries
     in_tile: Any  # [ROWS], whether the tile has the query
-    start: Any  # place of the sequence's first query
+    start: Any  # place of the sequence's first query among the part's queries
     length: Any  # queries of the sequence
     last: Any  # position of its last query
 
@@ -55,21 +55,21 @@ def _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE):
     i_sequence = first + tl.program_id(0)
     i_kv = i_sequence // (num_tiles * SHAPE.GROUP)
     i_rank = i_sequence % (num_tiles * SHAPE.GROUP) // SHAPE.GROUP
-    i_group = i_sequence % SHAPE.GROUP
+    i_member = i_sequence % SHAPE.GROUP  # query head of the group
     i_tile = tl.load(lists.order + i_rank)
     i_row, token, length, position = load_tile(lists.tiles, i_tile)
     last = position + length - 1
-    start = (i_kv * num_tokens + tl.load(starts + i_rank)) * SHAPE.GROUP + i_group * length - first_token
+    start = (i_kv * num_tokens + tl.load(starts + i_rank)) * SHAPE.GROUP + i_member * length - first_token
     o_m = tl.program_id(1) * SHAPE.ROWS + tl.arange(0, SHAPE.ROWS)
     o_q = (token + o_m).to(tl.int64)
     o_s = (start + o_m).to(tl.int64)
-    i_head = i_kv * SHAPE.GROUP + i_group
+    i_head = i_kv * SHAPE.GROUP + i_member
     return Slice(i_head, i_kv, i_tile, i_row, o_q, o_s, o_m < length, start, length, last)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED + TABLES)
 def prepare_kernel(
-    queries, lists, starts, places, sequences, first, first_token, num_tiles, num_tokens,
+    queries, lists, starts, strides, sequences, first, first_token, num_tiles, num_tokens,
     block_table, stride_block_table, stride_table, stride_stripe_table, UNITS, SHAPE,
 ):  # fmt: skip
     """Copy a slice of a sequence's queries, and list a share of its units and stripes.
@@ -81,7 +81,7 @@ def prepare_kernel(
         queries: ``AttendArgs``; reads q [tokens, query heads, HEAD_DIM].
         lists: ``IndexArgs``.
         starts: [num_tiles] int32, number of queries before each tile, in the order of ``lists.order``.
-        places: ``Places``.
+        strides: ``GranuleStrides``.
         sequences: ``Sequences``; written.
         first: Number of the part's first sequence.
         first_token: Queries of the sequences before the part.
@@ -94,50 +94,50 @@ def prepare_kernel(
         UNITS: ``UnitShape``.
         SHAPE: ``SliceShape``.
     """
-    part = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
-    i_part, i_slice = tl.program_id(0), tl.program_id(1)
+    work = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
+    i_sequence, i_slice = tl.program_id(0), tl.program_id(1)  # both in the part
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    in_head = part.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
-    o_q = part.o_q[:, None] * queries.stride_token + part.i_head * queries.stride_head + o_d[None, :]
+    in_head = work.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+    o_q = work.o_q[:, None] * queries.stride_token + work.i_head * queries.stride_head + o_d[None, :]
     b_q = tl.load(queries.q + o_q, mask=in_head)
-    tl.store(sequences.q + part.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :], b_q, mask=in_head)
-    tl.store(sequences.ends + i_part, part.start)
-    if i_part == tl.num_programs(0) - 1:
-        tl.store(sequences.ends + i_part + 1, part.start + part.length)
+    tl.store(sequences.q + work.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :], b_q, mask=in_head)
+    tl.store(sequences.ends + i_sequence, work.start)
+    if i_sequence == tl.num_programs(0) - 1:
+        tl.store(sequences.ends + i_sequence + 1, work.start + work.length)
 
-    i_list = part.i_head * num_tiles + part.i_tile
-    pages = block_table + part.i_row.to(tl.int64) * stride_block_table
-    ids = lists.block_ids + part.i_head.to(tl.int64) * lists.stride_blocks + tl.load(lists.block_offsets + part.i_tile)
+    i_list = work.i_head * num_tiles + work.i_tile
+    pages = block_table + work.i_row.to(tl.int64) * stride_block_table
+    ids = lists.block_ids + work.i_head.to(tl.int64) * lists.stride_blocks + tl.load(lists.block_offsets + work.i_tile)
     # All blocks are complete except the last, which ends with the tile's last query.
-    num_keys = (tl.load(lists.block_counts + i_list) - 1) * UNITS.BLOCK_TOKENS + part.last % UNITS.BLOCK_TOKENS + 1
-    tl.store(sequences.keys + i_part, num_keys)
+    num_keys = (tl.load(lists.block_counts + i_list) - 1) * UNITS.BLOCK_TOKENS + work.last % UNITS.BLOCK_TOKENS + 1
+    tl.store(sequences.keys + i_sequence, num_keys)
     num_units = tl.cdiv(num_keys, UNITS.UNIT)
-    table = sequences.table + i_part.to(tl.int64) * stride_table
+    table = sequences.table + i_sequence.to(tl.int64) * stride_table
     for i in range(i_slice * UNITS.CHUNK, num_units, tl.num_programs(1) * UNITS.CHUNK):
         o_n = i + tl.arange(0, UNITS.CHUNK)
         listed = o_n < num_units
         b_block = tl.load(ids + o_n * UNITS.UNIT // UNITS.BLOCK_TOKENS, mask=listed, other=0)
         b_position = b_block * UNITS.BLOCK_TOKENS + o_n * UNITS.UNIT % UNITS.BLOCK_TOKENS
-        tl.store(table + o_n, _unit_number(places, pages, part.i_kv, b_position, listed), mask=listed)
+        tl.store(table + o_n, _unit_number(strides, pages, work.i_kv, b_position, listed), mask=listed)
 
     if sequences.stripe_table is not None:
         stripes = lists.stripe_positions + tl.load(lists.stripe_offsets + i_list)
         num_stripes = tl.load(lists.stripe_counts + i_list)
-        tl.store(sequences.stripe_keys + i_part, num_stripes)
-        stripe_table = sequences.stripe_table + i_part.to(tl.int64) * stride_stripe_table
+        tl.store(sequences.stripe_keys + i_sequence, num_stripes)
+        stripe_table = sequences.stripe_table + i_sequence.to(tl.int64) * stride_stripe_table
         for i in range(i_slice * UNITS.CHUNK, num_stripes, tl.num_programs(1) * UNITS.CHUNK):
             o_n = i + tl.arange(0, UNITS.CHUNK)
             listed = o_n < num_stripes
             b_position = tl.load(stripes + o_n, mask=listed, other=0)
-            tl.store(stripe_table + o_n, _unit_number(places, pages, part.i_kv, b_position, listed), mask=listed)
+            tl.store(stripe_table + o_n, _unit_number(strides, pages, work.i_kv, b_position, listed), mask=listed)
 
 
 @triton.jit
-def _unit_number(places, pages, i_kv, b_position, mask):
+def _unit_number(strides, pages, i_kv, b_position, mask):
     """Return the numbers of the units of a kv head that begin at some positions of a row."""
-    b_page = tl.load(pages + b_position // places.page_size, mask=mask, other=0)
-    b_in_page = b_position % places.page_size
-    return b_page * places.page_granules + b_in_page * places.token_granules + i_kv * places.head_granules
+    b_page = tl.load(pages + b_position // strides.page_size, mask=mask, other=0)
+    b_in_page = b_position % strides.page_size
+    return b_page * strides.page_granules + b_in_page * strides.token_granules + i_kv * strides.head_granules
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -165,15 +165,15 @@ def finish_kernel(
         num_tokens: Queries of the step.
         SHAPE: ``SliceShape``.
     """
-    part = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
+    work = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    in_head = part.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
-    o_sd = part.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
+    in_head = work.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+    o_sd = work.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
     b_out = tl.load(block_out + o_sd, mask=in_head)
-    b_lse = tl.load(block_lse + part.o_s, mask=part.in_tile, other=0.0)
+    b_lse = tl.load(block_lse + work.o_s, mask=work.in_tile, other=0.0)
     if stripe_out is not None:
         # Every tile has blocks, so the log-sum-exp of its blocks is finite.
-        b_other_lse = tl.load(stripe_lse + part.o_s, mask=part.in_tile, other=float("-inf"))
+        b_other_lse = tl.load(stripe_lse + work.o_s, mask=work.in_tile, other=float("-inf"))
         b_other = tl.load(stripe_out + o_sd, mask=in_head).to(tl.float32)
         b_max = tl.maximum(b_lse, b_other_lse)
         b_weight, b_other_weight = tl.exp(b_lse - b_max), tl.exp(b_other_lse - b_max)
@@ -182,10 +182,10 @@ def finish_kernel(
         b_out = b_out.to(tl.float32) * (b_weight / b_sum)[:, None] + b_other
         b_lse = b_max + tl.log(b_sum)
     if queries.sinks is not None:
-        b_left = tl.sigmoid(b_lse - tl.load(queries.sinks + part.i_head).to(tl.float32))
-        b_out = b_out.to(tl.float32) * b_left[:, None]
+        b_key_share = tl.sigmoid(b_lse - tl.load(queries.sinks + work.i_head).to(tl.float32))
+        b_out = b_out.to(tl.float32) * b_key_share[:, None]
     b_out = (b_out.to(tl.float32) * value_scale).to(queries.out.dtype.element_ty)
-    o_out = part.o_q[:, None] * queries.stride_out_token + part.i_head * queries.stride_out_head + o_d[None, :]
+    o_out = work.o_q[:, None] * queries.stride_out_token + work.i_head * queries.stride_out_head + o_d[None, :]
     tl.store(queries.out + o_out, b_out, mask=in_head)
     if queries.lse is not None:
-        tl.store(queries.lse + part.i_head.to(tl.int64) * queries.stride_lse_head + part.o_q, b_lse, mask=part.in_tile)
+        tl.store(queries.lse + work.i_head.to(tl.int64) * queries.stride_lse_head + work.o_q, b_lse, mask=work.in_tile)

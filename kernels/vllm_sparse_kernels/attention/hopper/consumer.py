@@ -47,13 +47,13 @@ class NoMask:
 
 @aggregate
 class CausalMask:
-    """The causal mask of a step that begins ``to_end`` blocks before the list's end.
+    """The causal mask of a step that begins ``blocks_to_end`` blocks before the list's end.
 
     The list ends with consecutive diagonal blocks; all queries attend to all keys before these. Columns past the list's
     end count as keys after the last block.
     """
 
-    to_end: gl.tensor
+    blocks_to_end: gl.tensor
     last_block: gl.tensor  # last block of the sequence in the tile's causal reach
     num_diagonal: gl.tensor  # blocks with a key after some query
     position: gl.tensor  # of the group's first query
@@ -72,10 +72,10 @@ class CausalMask:
         o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_s.type.layout))
         o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
         # Key of the first column, if all of the step's blocks were diagonal blocks.
-        begin = (self.last_block - self.to_end + 1) * self.BLOCK_N
+        begin = (self.last_block - self.blocks_to_end + 1) * self.BLOCK_N
         b_last = self.position + o_m - begin
         # [64] last column that each query sees, which includes all columns before the diagonal blocks.
-        b_last = gl.maximum(b_last, (self.to_end - self.num_diagonal) * self.BLOCK_N - 1)
+        b_last = gl.maximum(b_last, (self.blocks_to_end - self.num_diagonal) * self.BLOCK_N - 1)
         return gl.where(o_n[None, :] <= b_last[:, None], b_s, MINUS_INFINITY)
 
     @gluon.jit
@@ -93,13 +93,13 @@ class CausalMask:
 
 @aggregate
 class ColumnLimit:
-    """The mask of a step with only ``num`` keys."""
+    """The mask of a step with only ``num_keys`` keys."""
 
-    num: gl.tensor
+    num_keys: gl.tensor
 
     @gluon.jit
     def apply(self, b_s):
-        """Replace scores from column ``num`` on by −∞.
+        """Replace scores from column ``num_keys`` on by −∞.
 
         Args:
             b_s: [64, STEP] float32 scores.
@@ -108,7 +108,7 @@ class ColumnLimit:
             The masked scores.
         """
         o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
-        return gl.where((o_n < self.num)[None, :], b_s, MINUS_INFINITY)
+        return gl.where((o_n < self.num_keys)[None, :], b_s, MINUS_INFINITY)
 
     @gluon.jit
     def shift(self, b_max):
@@ -137,31 +137,31 @@ class StepPlan:
     position: gl.tensor
 
     @gluon.jit
-    def causal_mask(self, to_end, config):
-        """Return the mask of the step that begins ``to_end`` blocks before the list's end.
+    def causal_mask(self, blocks_to_end, config):
+        """Return the mask of the step that begins ``blocks_to_end`` blocks before the list's end.
 
         Args:
-            to_end: Blocks from the step's first block to the list's end.
+            blocks_to_end: Blocks from the step's first block to the list's end.
             config: ``Config``.
 
         Returns:
             A ``CausalMask``.
         """
-        return CausalMask(to_end, self.last_block, self.num_diagonal, self.position, config.BLOCK_N)
+        return CausalMask(blocks_to_end, self.last_block, self.num_diagonal, self.position, config.BLOCK_N)
 
 
 @aggregate
 class Softmax:
     """The online softmax of 64 queries after a step. The step's product with values has not been added yet.
 
-    All fields are float32, except exponents in the variant with stripes, which are 16-bit operands (see
+    All fields are float32, except exponentials in the variant with stripes, which are 16-bit operands (see
     ``Consumer.process_step``).
     """
 
-    b_p: gl.tensor  # [64, STEP] exponents of the step
+    b_p: gl.tensor  # [64, STEP] exponentials of the step's scores
     b_acc: gl.tensor  # [64, D] sums of products of the steps before
     b_max: gl.tensor  # [64] largest score, an exponent of two
-    b_sum: gl.tensor  # [64, 8] or [64, 1] sums of exponents, see ``_sums``
+    b_sum: gl.tensor  # [64, 8] or [64, 1] sums of exponentials, see ``_thread_sums``
 
 
 @aggregate
@@ -172,7 +172,7 @@ class Consumer:
     channels: Channels
     turns: Turns
     scale: gl.tensor | gl.constexpr  # from products to scores, which are exponents of two
-    W: gl.constexpr  # half of the tile's queries that the group computes
+    CONSUMER: gl.constexpr  # number of the group, 0 or 1, and of its half of the tile's queries
 
     @gluon.jit
     def plan_steps(self, slot, length, step):
@@ -198,7 +198,7 @@ class Consumer:
         if config.STRIPES:
             num_stripes = items.num_stripes(slot)
             end += (num_stripes + config.STEP - 1) // config.STEP
-        position += self.W * HALF
+        position += self.CONSUMER * HALF
         return StepPlan(first_blocks, num_steps, num_masked, num_stripes, end, last_block, num_diagonal, position)
 
     @gluon.jit
@@ -226,13 +226,13 @@ class Consumer:
         b_s = mask.apply(b_s)
         b_max = gl.max(b_s, 1) * self.scale
         b_p = gl.exp2(b_s * self.scale - mask.shift(b_max)[:, None])
-        b_sum = self._sums(b_p)
+        b_sum = self._thread_sums(b_p)
         b_acc = gl.zeros([HALF, config.D], gl.float32, config.outputs_layout)
         if config.STRIPES:
-            b_p = self._operand(b_p)
-        following = step.next()
-        keys.acquire_full(following, pred=following.count < plan.end)
-        return following, Softmax(b_p, b_acc, b_max, b_sum)
+            b_p = self._as_operand(b_p)
+        next_step = step.next()
+        keys.acquire_full(next_step, pred=next_step.count < plan.end)
+        return next_step, Softmax(b_p, b_acc, b_max, b_sum)
 
     @gluon.jit
     def block_steps(self, b_q, plan, step, state):
@@ -282,12 +282,12 @@ class Consumer:
     def process_step(self, b_q, step, end, mask, state, GATHERED: gl.constexpr):
         """Compute the scores of this step while the product of the previous step runs. This step's keys have arrived.
 
-        Exponents stay in float32 until the next step, in the registers of their scores, and are converted to an operand
-        here. Converting them immediately would need 32 more registers and 32 moves per step, 3 % of the time. The
-        variant for stripes has too few registers for this and converts them immediately.
+        Exponentials stay in float32 until the next step, in the registers of their scores, and are converted to an
+        operand here. Converting them immediately would need 32 more registers and 32 moves per step, 3 % of the time.
+        The variant for stripes has too few registers for this and converts them immediately.
 
-        The wait for the next step's keys comes between the exponents and the wait for the product. This keeps ptxas
-        from hoisting the wait for the product above the exponents; see ``hopper_kernel``.
+        The wait for the next step's keys comes between the exponentials and the wait for the product. This keeps ptxas
+        from hoisting the wait for the product above the exponentials; see ``hopper_kernel``.
 
         Args:
             b_q: Shared memory of the queries.
@@ -303,35 +303,35 @@ class Consumer:
         config = self.config
         keys, values = self.channels.keys(), self.channels.values()
         stage = step.slot()
-        before = step.previous()
-        stage_before = before.slot()
+        previous_step = step.previous()
+        previous_stage = previous_step.slot()
         if GATHERED:
             fence_async_shared()
         zero = gl.zeros([HALF, config.STEP], gl.float32, config.scores_layout)
-        b_p = self._operand(state.b_p)
+        b_p = self._as_operand(state.b_p)
         self.turns.acquire(step)
         s_token = warpgroup_mma(b_q, keys.buffers.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
-        values.acquire_full(before)
+        values.acquire_full(previous_step)
         if GATHERED:
             fence_async_shared()
-        acc_token = warpgroup_mma(b_p, values.buffers.index(stage_before), state.b_acc, is_async=True)
+        acc_token = warpgroup_mma(b_p, values.buffers.index(previous_stage), state.b_acc, is_async=True)
         self.turns.release()
         b_s = warpgroup_mma_wait(1, deps=(s_token,))
         keys.release(step)
         b_s = mask.apply(b_s)
         b_max = gl.maximum(state.b_max, gl.max(b_s, 1) * self.scale)
         shift = mask.shift(b_max)
-        b_scale = gl.exp2(state.b_max - shift)
+        b_decay = gl.exp2(state.b_max - shift)
         b_p = gl.exp2(b_s * self.scale - shift[:, None])
-        b_scale_sum = gl.convert_layout(b_scale, gl.SliceLayout(1, state.b_sum.type.layout))
-        b_sum = state.b_sum * b_scale_sum[:, None] + self._sums(b_p)
+        b_decay_sum = gl.convert_layout(b_decay, gl.SliceLayout(1, state.b_sum.type.layout))
+        b_sum = state.b_sum * b_decay_sum[:, None] + self._thread_sums(b_p)
         if config.STRIPES:
-            b_p = self._operand(b_p)
-        following = step.next()
-        keys.acquire_full(following, pred=following.count < end)
+            b_p = self._as_operand(b_p)
+        next_step = step.next()
+        keys.acquire_full(next_step, pred=next_step.count < end)
         b_acc = warpgroup_mma_wait(0, deps=(acc_token,))
-        values.release(before)
-        b_acc = b_acc * gl.convert_layout(b_scale, gl.SliceLayout(1, b_acc.type.layout))[:, None]
+        values.release(previous_step)
+        b_acc = b_acc * gl.convert_layout(b_decay, gl.SliceLayout(1, b_acc.type.layout))[:, None]
         return Softmax(b_p, b_acc, b_max, b_sum)
 
     @gluon.jit
@@ -349,15 +349,15 @@ class Consumer:
         values.acquire_full(step)
         if self.config.STRIPES:
             fence_async_shared()
-        b_p = self._operand(state.b_p)
+        b_p = self._as_operand(state.b_p)
         token = warpgroup_mma(b_p, values.buffer(step), state.b_acc, is_async=True)
         b_acc = warpgroup_mma_wait(0, deps=(token,))
         values.release(step)
         return b_acc
 
     @gluon.jit
-    def _sums(self, b_p):
-        """Sum exponents within each thread, [64, 8]. The sums of threads are added once per item.
+    def _thread_sums(self, b_p):
+        """Sum exponentials within each thread, [64, 8]. The sums of threads are added once per item.
 
         Sums over all threads would need four shuffles per step, 2 to 6 % of the time at head_dim 64. The variant for
         stripes has too few registers and sums over threads in each step, [64, 1].
@@ -365,49 +365,50 @@ class Consumer:
         return gl.sum(b_p, 1)[:, None] if self.config.STRIPES else gl.sum(b_p.reshape([HALF, b_p.shape[1] // 8, 8]), 1)
 
     @gluon.jit
-    def _operand(self, b_p):
-        """Convert exponents to the operand of the product with values; leave an operand unchanged."""
+    def _as_operand(self, b_p):
+        """Convert exponentials to the operand of the product with values; leave an operand unchanged."""
         dtype: gl.constexpr = self.channels.v_buffers.dtype
         return gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, self.config.outputs_layout, 2))
 
 
 @gluon.jit
-def consume(out, scale, channels, config, W: gl.constexpr):
-    """Compute the queries [64 W, 64 W + 64) of every item's tile.
+def consume(out, scale, channels, config, CONSUMER: gl.constexpr):
+    """Compute one half of the queries of every item's tile.
 
     Args:
         out: ``AttendArgs``; out and, unless None, lse are written.
         scale: Factor from q·k to scores, which are exponents of two.
         channels: ``Channels``; queries, keys and values in the consumers' shapes.
         config: ``Config``.
-        W: Number of the consumer group, 0 or 1.
+        CONSUMER: Number of the group, 0 or 1: the first group has the first half.
     """
     turns = channels.barriers.turns
-    turns = Turns(turns.index(W), turns.index(1 - W), config.TURNS)
-    consumer = Consumer(config, channels, turns, scale, W)
+    turns = Turns(turns.index(CONSUMER), turns.index(1 - CONSUMER), config.TURNS)
+    consumer = Consumer(config, channels, turns, scale, CONSUMER)
     queries, items = channels.queries(), channels.items
-    uses, step = new_counter(config.SLOTS), new_counter(config.STAGES)
-    queries.acquire_full(uses)
-    i_head = items.i_head(uses.slot())
+    item_counter, step = new_counter(config.SLOTS), new_counter(config.STAGES)
+    queries.acquire_full(item_counter)
+    i_head = items.i_head(item_counter.slot())
     while i_head >= 0:
-        slot = uses.slot()
-        b_q = queries.buffers.index(slot * 2 + W)
+        slot = item_counter.slot()
+        b_q = queries.buffers.index(slot * 2 + CONSUMER)
         token, length = items.token(slot), items.length(slot)
         plan = consumer.plan_steps(slot, length, step)
         step, state = consumer.first_step(b_q, step, plan)
         step, state = consumer.block_steps(b_q, plan, step, state)
         if config.STRIPES:
             step, state = consumer.stripe_steps(b_q, plan, step, state)
-        queries.release(uses)
+        queries.release(item_counter)
         b_acc = consumer.last_product(step.previous(), state)
-        _write(out, i_head, token + W * HALF, length - W * HALF, b_acc, state.b_max, state.b_sum, config)
-        uses = uses.next()
-        queries.acquire_full(uses)
-        i_head = items.i_head(uses.slot())
+        skipped = CONSUMER * HALF  # queries of the other group, which come first
+        _store_outputs(out, i_head, token + skipped, length - skipped, b_acc, state.b_max, state.b_sum, config)
+        item_counter = item_counter.next()
+        queries.acquire_full(item_counter)
+        i_head = items.i_head(item_counter.slot())
 
 
 @gluon.jit
-def _write(out, i_head, token, length, b_acc, b_max, b_sum, config):
+def _store_outputs(out, i_head, token, length, b_acc, b_max, b_sum, config):
     """Store the outputs and, unless ``out.lse`` is None, log-sum-exps of a group's queries up to the tile's length."""
     D: gl.constexpr = config.D
     o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))

@@ -22,7 +22,7 @@ from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.workspace import padded_bytes
 
 try:
-    from vllm_sparse_kernels.attention.hopper.item import HALF, ROOM
+    from vllm_sparse_kernels.attention.hopper.item import COLUMNS, HALF, SIZES
     from vllm_sparse_kernels.attention.hopper.kernel import hopper_kernel
     from vllm_sparse_kernels.attention.hopper.prepare import prepare_kernel
     from vllm_sparse_kernels.gluon_compat import TensorDescriptor, gl
@@ -40,7 +40,7 @@ BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
 
 
-class PlaceArgs(NamedTuple):
+class HeadStrideArgs(NamedTuple):
     """Strides of heads in q and in the cache, both viewed as matrices whose rows are tokens."""
 
     columns_per_query_head: int
@@ -71,9 +71,9 @@ def refusal(spec: AttendSpec) -> str | None:
         return reason
     if spec.skips or spec.int8:
         return "it supports neither skipped products nor 8-bit scores"
-    if spec.dtype not in GLUON_DTYPES or spec.head_dim not in ROOM:
+    if spec.dtype not in GLUON_DTYPES or spec.head_dim not in SIZES:
         return f"it supports fp16 and bf16 with head_dim 64, 128 and 256, not {spec.dtype} with {spec.head_dim}"
-    if spec.block_tokens > ROOM[spec.head_dim]["STEP"]:
+    if spec.block_tokens > SIZES[spec.head_dim]["STEP"]:
         return f"blocks of {spec.block_tokens} keys with head_dim {spec.head_dim} do not fit into shared memory"
     if spec.block_tokens not in BLOCKS or spec.page_size % spec.block_tokens:
         return f"blocks of {spec.block_tokens} keys do not lie within pages of {spec.page_size}"
@@ -164,11 +164,11 @@ def run(
         _descriptor(x, matrix.num_rows, columns, cache.strides[1], index.block_tokens)
         for x in (cache.keys, cache.values)
     )
-    place_args = PlaceArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
+    head_strides = HeadStrideArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
     with index.workspace.frame():
         cache_args, index_args, work = _prepare(cache, matrix, index)
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
-            queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, place_args, index_args, work,
+            queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, head_strides, index_args, work,
             num_tiles, scale * LOG2_E.value, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
 
@@ -199,14 +199,14 @@ def _shape(cache: PagedCache, index: SparseIndex) -> dict[str, int]:
 
 
 def _descriptor(base: torch.Tensor, num_rows: int, num_columns: int, stride_row: int, box_rows: int) -> Any:
-    """Describe a matrix for bulk copies of [box_rows, 64]."""
-    box = [box_rows, HALF.value]
+    """Describe a matrix for bulk copies of [box_rows, COLUMNS]."""
+    box = [box_rows, COLUMNS.value]
     return TensorDescriptor(base, [num_rows, num_columns], [stride_row, 1], box, _box_layout(box_rows, base.dtype))
 
 
 @lru_cache(maxsize=16)
 def _box_layout(box_rows: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([box_rows, HALF.value], GLUON_DTYPES[dtype])
+    return gl.NVMMASharedLayout.get_default_for([box_rows, COLUMNS.value], GLUON_DTYPES[dtype])
 
 
 @lru_cache(maxsize=8)

@@ -5,12 +5,16 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.gluon_compat import Channel, aggregate, barrier, gl, gluon, mbarrier
 
 HALF = Constant(64)
-"""Queries of a consumer group, and also columns of 16 bits in a row of 128 bytes, the span of the swizzle."""
+"""Queries of a consumer group: half of a tile."""
 
-SWEEP = Constant(8)
+COLUMNS = Constant(64)
+"""Columns of 16 bits in a row of 128 bytes, the span of the swizzle. Shared memory holds vectors as parts of COLUMNS
+columns, one part after another."""
+
+ATOM_ROWS = Constant(8)
 """Rows of a swizzle atom, the smallest part of a step that is a valid tile."""
 
-ROOM = {
+SIZES = {
     64: {"STEP": 128, "STAGES": 4, "SLOTS": 2},
     128: {"STEP": 128, "STAGES": 2, "SLOTS": 2},
     256: {"STEP": 64, "STAGES": 2, "SLOTS": 1},
@@ -31,28 +35,28 @@ class Config:
     STAGES: gl.constexpr  # steps of keys, and of values, in shared memory
     SLOTS: gl.constexpr  # items whose queries are in shared memory
     BLOCKS: gl.constexpr  # index blocks of a step
-    PARTS: gl.constexpr  # 64-column parts of a vector
-    PIECES: gl.constexpr  # pieces of SWEEP rows in a 64-column part of a step
+    PARTS: gl.constexpr  # parts of COLUMNS columns in a vector
+    PIECES: gl.constexpr  # pieces of ATOM_ROWS rows in a part of a step
     TURNS: gl.constexpr  # whether the consumer groups issue their products in turn
     scores_layout: gl.constexpr  # of [64, STEP] scores in a consumer group's registers
     outputs_layout: gl.constexpr  # of [64, D] sums of products with values
 
     @gluon.constexpr_function
     def __init__(self, NUM_HEADS, GROUP, BLOCK_N, D, STRIPES):
-        room = ROOM[D]
+        sizes = SIZES[D]
         self.NUM_HEADS = gl.constexpr(NUM_HEADS)
         self.GROUP = gl.constexpr(GROUP)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.D = gl.constexpr(D)
         self.STRIPES = gl.constexpr(STRIPES)
-        self.STEP = gl.constexpr(room["STEP"])
-        self.STAGES = gl.constexpr(room["STAGES"])
-        self.SLOTS = gl.constexpr(room["SLOTS"])
-        self.BLOCKS = gl.constexpr(room["STEP"] // BLOCK_N)
-        self.PARTS = gl.constexpr(D // HALF.value)
-        self.PIECES = gl.constexpr(room["STEP"] // SWEEP.value)
+        self.STEP = gl.constexpr(sizes["STEP"])
+        self.STAGES = gl.constexpr(sizes["STAGES"])
+        self.SLOTS = gl.constexpr(sizes["SLOTS"])
+        self.BLOCKS = gl.constexpr(sizes["STEP"] // BLOCK_N)
+        self.PARTS = gl.constexpr(D // COLUMNS.value)
+        self.PIECES = gl.constexpr(sizes["STEP"] // ATOM_ROWS.value)
         self.TURNS = gl.constexpr(D == 128 and not STRIPES)
-        self.scores_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, room["STEP"], 16]))
+        self.scores_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes["STEP"], 16]))
         self.outputs_layout = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]))
 
     @gluon.jit
@@ -233,7 +237,7 @@ class Barriers:
     k_empty: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
-    mended: gl.shared_memory_descriptor  # values have arrived, and the producer still has to zero some of them
+    tail_arrived: gl.shared_memory_descriptor  # values past the row's end have arrived, and the producer zeroes them
     turns: gl.shared_memory_descriptor  # see ``Turns``
 
 

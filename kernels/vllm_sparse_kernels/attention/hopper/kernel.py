@@ -26,7 +26,7 @@ the SASS, and launch the kernel thousands of times on a card, also next to other
 Items do not overlap: computing an item's first scores while the previous item is written gave NaN on a card that also
 ran other processes.
 
-ptxas tends to hoist the wait for P·V above all exponents of the step, which undoes the overlap. A wait for the next
+ptxas tends to hoist the wait for P·V above all exponentials of the step, which undoes the overlap. A wait for the next
 step's keys between the two preserves the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
 ``make compile-matrix`` checks the output of each release.
 
@@ -34,7 +34,16 @@ step's keys between the two preserves the order, with Triton 3.6 to 3.9. A test 
 """
 
 from vllm_sparse_kernels.attention.hopper.consumer import consume
-from vllm_sparse_kernels.attention.hopper.item import HALF, SWEEP, WORDS, Barriers, Channels, Config, ItemSlots
+from vllm_sparse_kernels.attention.hopper.item import (
+    ATOM_ROWS,
+    COLUMNS,
+    HALF,
+    WORDS,
+    Barriers,
+    Channels,
+    Config,
+    ItemSlots,
+)
 from vllm_sparse_kernels.attention.hopper.producer import produce
 from vllm_sparse_kernels.gluon_compat import (
     barrier,
@@ -49,7 +58,7 @@ from vllm_sparse_kernels.gluon_compat import (
 
 @gluon.jit(do_not_specialize=["num_tiles"])
 def hopper_kernel(
-    q_desc, k_desc, v_desc, out, cache, matrix, index, work, num_tiles, scale,
+    q_desc, k_desc, v_desc, out, cache, head_strides, index, work, num_tiles, scale,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, STRIPES: gl.constexpr,
 ):  # fmt: skip
     """O = softmax(scale · Q Kᵀ) V over the index's keys, for all (query head, tile) items.
@@ -66,7 +75,7 @@ def hopper_kernel(
         v_desc: Descriptor of the cache's values, likewise.
         out: ``AttendArgs``: output [num_tokens, NUM_HEADS, D] and log-sum-exp, both written; and sinks.
         cache: ``KeyArgs`` with values, by pointer, for stripes.
-        matrix: ``PlaceArgs``.
+        head_strides: ``HeadStrideArgs``.
         index: ``IndexArgs``.
         work: ``WorkArgs``, as ``prepare_kernel`` wrote it.
         num_tiles: Tiles of the index's rows.
@@ -84,19 +93,20 @@ def hopper_kernel(
     STEP: gl.constexpr = config.STEP
     PARTS: gl.constexpr = config.PARTS
     step_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, D], dtype)
-    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, HALF], dtype)
-    piece_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SWEEP, HALF], dtype)
-    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
+    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, COLUMNS], dtype)
+    piece_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ATOM_ROWS, COLUMNS], dtype)
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
     word_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    q_tiles = gl.allocate_shared_memory(dtype, [SLOTS * 2 * PARTS, HALF, HALF], half_layout)
+    # Consumers see halves of tiles and whole steps. The producer fills parts and pieces of the same memory.
+    q_parts = gl.allocate_shared_memory(dtype, [SLOTS * 2 * PARTS, HALF, COLUMNS], part_layout)
     k_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     v_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     items = ItemSlots(gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], word_layout))
     PIECES: gl.constexpr = STAGES * PARTS * config.PIECES
-    k_pieces = reinterpret(k_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
-    v_pieces = reinterpret(v_steps, dtype, [PIECES, SWEEP, HALF], piece_layout)
-    q_halves = reinterpret(q_tiles, dtype, [SLOTS * 2, HALF, D], q_layout)
+    k_pieces = reinterpret(k_steps, dtype, [PIECES, ATOM_ROWS, COLUMNS], piece_layout)
+    v_pieces = reinterpret(v_steps, dtype, [PIECES, ATOM_ROWS, COLUMNS], piece_layout)
+    q_halves = reinterpret(q_parts, dtype, [SLOTS * 2, HALF, D], half_layout)
 
     # In this order, and without unused barriers: Triton would reuse the memory of a barrier that nothing waits for.
     q_full = new_barriers(SLOTS, 1)
@@ -105,26 +115,29 @@ def hopper_kernel(
     k_empty = new_barriers(STAGES, 2)
     v_full = new_barriers(STAGES, 1)
     v_empty = new_barriers(STAGES, 2)
-    mended = new_barriers(1, 1)
+    tail_arrived = new_barriers(1, 1)
     turns = k_full  # a placeholder if there are no turns
     if config.TURNS:
         turns = new_barriers(2, 1)
         mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
     barrier()
-    barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, mended, turns)
-    consumed = Channels(q_halves, k_steps, v_steps, items, barriers)
-    produced = Channels(q_tiles, k_pieces, v_pieces, items, barriers)
+    barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, tail_arrived, turns)
+    consumer_channels = Channels(q_halves, k_steps, v_steps, items, barriers)
+    producer_channels = Channels(q_parts, k_pieces, v_pieces, items, barriers)
     # Gathering takes a warp group of producers. Registers are assigned by group: the three groups share 512 per thread.
-    WARPS: gl.constexpr = 4 if STRIPES else 1
+    PRODUCER_WARPS: gl.constexpr = 4 if STRIPES else 1
     CONSUMER_REGISTERS: gl.constexpr = 232 if STRIPES else 240
-    REGISTERS: gl.constexpr = 40 if STRIPES else 24
+    PRODUCER_REGISTERS: gl.constexpr = 40 if STRIPES else 24
     gl.warp_specialize(
         [
-            (consume, (out, scale, consumed, config, 0)),
-            (consume, (out, scale, consumed, config, 1)),
-            (produce, (q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, produced, config)),
+            (consume, (out, scale, consumer_channels, config, 0)),
+            (consume, (out, scale, consumer_channels, config, 1)),
+            (
+                produce,
+                (q_desc, k_desc, v_desc, cache, head_strides, index, work, num_tiles, producer_channels, config),
+            ),
         ],
-        [4, WARPS],
-        [CONSUMER_REGISTERS, REGISTERS],
+        [4, PRODUCER_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

@@ -61,8 +61,8 @@ def prepare_kernel(
         # The tiles of a group share a list. The first tile locates it.
         is_first = i_tile == 0
         if i_tile > 0:
-            other_list = tl.load(index.stripe_offsets + o_count - 1) != o_stripes
-            is_first = other_list | (tl.load(index.stripe_counts + o_count - 1) != num_stripes)
+            is_other_list = tl.load(index.stripe_offsets + o_count - 1) != o_stripes
+            is_first = is_other_list | (tl.load(index.stripe_counts + o_count - 1) != num_stripes)
         for start in range(0, tl.where(is_first, num_stripes, 0), CHUNK):
             o_n = start + tl.arange(0, CHUNK)
             b_position = tl.load(index.stripe_positions + o_stripes + o_n, mask=o_n < num_stripes, other=0)
@@ -88,25 +88,26 @@ def _rank_items(
     b_total = tl.zeros([OTHERS], tl.float32)
     for start in range(0, num_items, OTHERS):
         o_item = start + tl.arange(0, OTHERS)
-        b_total += _keys(index, o_item, o_item < num_items, BLOCK_N)
+        b_total += _item_cost(index, o_item, o_item < num_items, BLOCK_N)
     scale = num_items / tl.sum(b_total, 0)
     o_ranked = begin + tl.arange(0, RANKED)
     in_items = o_ranked < num_items
     b_head, b_tile = _item_in_order(tl.where(in_items, o_ranked, 0), index, num_tiles, GROUP)
-    b_keys = _keys(index, b_head * num_tiles + b_tile, in_items, BLOCK_N)
-    b_first = _first_by(b_keys, b_head // GROUP, scale)
+    b_cost = _item_cost(index, b_head * num_tiles + b_tile, in_items, BLOCK_N)
+    b_key = _sort_key(b_cost, b_head // GROUP, scale)
     b_rank = tl.zeros([RANKED], tl.int32)
     for start in range(0, num_items, OTHERS):
         o_item = start + tl.arange(0, OTHERS)
         valid = o_item < num_items
         b_other_head, b_other_tile = _item_in_order(tl.where(valid, o_item, 0), index, num_tiles, GROUP)
-        b_other_keys = _keys(index, b_other_head * num_tiles + b_other_tile, valid, BLOCK_N)
-        b_other = tl.where(valid, _first_by(b_other_keys, b_other_head // GROUP, scale), -MOST_HEADS - 1)[None, :]
-        b_other_keys = b_other_keys[None, :]
-        b_longer = (b_other_keys > b_keys[:, None]) | (
-            (b_other_keys == b_keys[:, None]) & (o_item[None, :] < o_ranked[:, None])
+        b_other_cost = _item_cost(index, b_other_head * num_tiles + b_other_tile, valid, BLOCK_N)
+        b_other_key = _sort_key(b_other_cost, b_other_head // GROUP, scale)
+        b_other_key = tl.where(valid, b_other_key, -MOST_HEADS - 1)[None, :]
+        b_other_cost = b_other_cost[None, :]
+        b_longer = (b_other_cost > b_cost[:, None]) | (
+            (b_other_cost == b_cost[:, None]) & (o_item[None, :] < o_ranked[:, None])
         )
-        b_before = (b_other > b_first[:, None]) | ((b_other == b_first[:, None]) & b_longer)
+        b_before = (b_other_key > b_key[:, None]) | ((b_other_key == b_key[:, None]) & b_longer)
         b_rank += tl.sum(b_before.to(tl.int32), 1)
     tl.store(order + b_rank, b_tile * NUM_HEADS + b_head, mask=in_items)
 
@@ -123,20 +124,20 @@ def _item_in_order(i_item, index, num_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _keys(index, o_count, valid, BLOCK_N: tl.constexpr):
-    """Return the cost of an item in keys. A stripe counts as 1.5 keys."""
-    keys = tl.load(index.block_counts + o_count, mask=valid, other=0).to(tl.float32) * BLOCK_N
-    return keys + tl.load(index.stripe_counts + o_count, mask=valid, other=0).to(tl.float32) * 1.5
+def _item_cost(index, o_count, valid, BLOCK_N: tl.constexpr):
+    """Return the cost of items in keys. A stripe counts as 1.5 keys."""
+    b_block_keys = tl.load(index.block_counts + o_count, mask=valid, other=0).to(tl.float32) * BLOCK_N
+    return b_block_keys + tl.load(index.stripe_counts + o_count, mask=valid, other=0).to(tl.float32) * 1.5
 
 
 @triton.jit
-def _first_by(b_keys, b_kv_head, scale):
+def _sort_key(b_cost, b_kv_head, scale):
     """Return a sort key that is larger for items that come earlier.
 
     The first criterion is the power of two by which an item exceeds the mean (0 up to twice the mean). The second is
     the lower kv head.
     """
-    b_excess = tl.floor(tl.log2(tl.maximum(b_keys * scale, 1.0))).to(tl.int32)
+    b_excess = tl.floor(tl.log2(tl.maximum(b_cost * scale, 1.0))).to(tl.int32)
     return b_excess * MOST_HEADS - b_kv_head
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producer of ``hopper_kernel``: takes items from a counter and copies their data to shared memory."""
 
-from vllm_sparse_kernels.attention.hopper.item import HALF, SWEEP, Channels, Config, Item
+from vllm_sparse_kernels.attention.hopper.item import ATOM_ROWS, COLUMNS, HALF, Channels, Config, Item
 from vllm_sparse_kernels.gluon_compat import (
     aggregate,
     async_copy,
@@ -71,19 +71,19 @@ class Loader:
     """Fills the channels of keys and values."""
 
     config: Config
-    channels: Channels  # keys and values as pieces [SWEEP, 64], one 64-column part of a step after another
+    channels: Channels  # keys and values as pieces [ATOM_ROWS, COLUMNS], one part of a step after another
     key_boxes: bulk_descriptor
     value_boxes: bulk_descriptor
 
     @gluon.jit
-    def load_blocks(self, blocks, step, tail, mended_parity):
+    def load_blocks(self, blocks, step, tail, tail_parity):
         """Load all blocks of an item.
 
         Args:
             blocks: The item's ``BlockList``.
             step: Counter at the item's first step.
             tail: Keys of the row from the item's last block on. From ``BLOCK_N`` on, the block is complete.
-            mended_parity: Parity of the barrier ``mended``.
+            tail_parity: Parity of the barrier ``tail_arrived``.
 
         Returns:
             The counter after these steps.
@@ -93,7 +93,7 @@ class Loader:
         if tail >= self.config.BLOCK_N:
             self._load_step(blocks, step, blocks.num_blocks - first_blocks)
         else:
-            self._load_mended_step(blocks, step, first_blocks, tail, mended_parity)
+            self._load_step_with_tail(blocks, step, first_blocks, tail, tail_parity)
         num_steps = 1 + (blocks.num_blocks - first_blocks) // self.config.BLOCKS
         for i in range(1, num_steps):
             self._load_step(blocks, step.plus(i), blocks.num_blocks - first_blocks - i * self.config.BLOCKS)
@@ -114,7 +114,7 @@ class Loader:
         self._load_boxes(self.value_boxes, blocks.column, rows, values.full.index(slot), values.buffers, slot)
 
     @gluon.jit
-    def _load_mended_step(self, blocks, step, first_blocks, tail, mended_parity):
+    def _load_step_with_tail(self, blocks, step, first_blocks, tail, tail_parity):
         """Load step 0, and zero its values past the row's end before the consumers see them."""
         keys, values = self.channels.keys(), self.channels.values()
         slot, empty_parity = step.slot(), step.parity() ^ 1
@@ -122,41 +122,43 @@ class Loader:
         _acquire_for_bulk_copies(keys.empty.index(slot), empty_parity)
         self._load_boxes(self.key_boxes, blocks.column, rows, keys.full.index(slot), keys.buffers, slot)
         _acquire_for_bulk_copies(values.empty.index(slot), empty_parity)
-        mended = self.channels.barriers.mended.index(0)
-        self._load_boxes(self.value_boxes, blocks.column, rows, mended, values.buffers, slot)
-        mbarrier.wait(mended, mended_parity)
-        self._clear_values(slot, (first_blocks - 1) * self.config.BLOCK_N + tail)
+        arrived = self.channels.barriers.tail_arrived.index(0)
+        self._load_boxes(self.value_boxes, blocks.column, rows, arrived, values.buffers, slot)
+        mbarrier.wait(arrived, tail_parity)
+        self._zero_values(slot, (first_blocks - 1) * self.config.BLOCK_N + tail)
         values.mark_full(step)
 
     @gluon.jit
     def _load_boxes(self, desc, column, rows, full, pieces, slot):
-        """Begin bulk copies of a step's blocks, as boxes of [BLOCK_N, 64]. ``full`` completes when all have arrived.
+        """Begin bulk copies of a step's blocks, as boxes of [BLOCK_N, COLUMNS].
 
-        A 64-column part of a step is [STEP, 64]. The blocks of the step fill it one after another.
+        ``full`` completes when all have arrived. A part of a step is [STEP, COLUMNS]. The blocks of the step fill it
+        one after another.
         """
         BLOCK_N: gl.constexpr = self.config.BLOCK_N
         PARTS: gl.constexpr = self.config.PARTS
         BLOCKS: gl.constexpr = self.config.BLOCKS
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], pieces.dtype)
-        boxes = reinterpret(pieces, pieces.dtype, [pieces.shape[0] * SWEEP // BLOCK_N, BLOCK_N, HALF], layout)
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, COLUMNS], pieces.dtype)
+        num_boxes: gl.constexpr = pieces.shape[0] * ATOM_ROWS // BLOCK_N
+        boxes = reinterpret(pieces, pieces.dtype, [num_boxes, BLOCK_N, COLUMNS], layout)
         mbarrier.expect(full, self.config.STEP * self.config.D * 2)
         for i_block in gl.static_range(BLOCKS):
             for i_part in gl.static_range(PARTS):
                 target = boxes.index((slot * PARTS + i_part) * BLOCKS + i_block)
-                bulk_load(desc, [rows[i_block], column + i_part * HALF], full, target)
+                bulk_load(desc, [rows[i_block], column + i_part * COLUMNS], full, target)
 
     @gluon.jit
-    def _clear_values(self, slot, num_valid):
+    def _zero_values(self, slot, num_valid):
         """Zero a step's values starting at number ``num_valid``, and make the step visible to the matrix units."""
         PARTS: gl.constexpr = self.config.PARTS
         PIECES: gl.constexpr = self.config.PIECES
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-        o_n = gl.arange(0, SWEEP, gl.SliceLayout(1, layout))
-        for i in range(num_valid // SWEEP, PIECES):
+        o_n = gl.arange(0, ATOM_ROWS, gl.SliceLayout(1, layout))
+        for i in range(num_valid // ATOM_ROWS, PIECES):
             for i_part in gl.static_range(PARTS):
                 piece = self.channels.v_buffers.index((slot * PARTS + i_part) * PIECES + i)
                 b_v = piece.load(layout)
-                valid = (i * SWEEP + o_n < num_valid)[:, None]
+                valid = (i * ATOM_ROWS + o_n < num_valid)[:, None]
                 piece.store(gl.where(valid, b_v, gl.zeros_like(b_v)))
         fence_async_shared()
         barrier()
@@ -198,19 +200,20 @@ class Loader:
 
     @gluon.jit
     def _gather(self, source, b_row, stride_token, pieces, slot):
-        """Begin to copy rows of the cache, as 64-column parts of a step."""
+        """Begin to copy rows of the cache, as parts of a step."""
         STEP: gl.constexpr = self.config.STEP
         PARTS: gl.constexpr = self.config.PARTS
-        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, HALF], pieces.dtype)
-        parts = reinterpret(pieces, pieces.dtype, [pieces.shape[0] * SWEEP // STEP, STEP, HALF], shared)
-        o_d = gl.arange(0, HALF, gl.SliceLayout(0, b_row.type.layout.parent))
+        shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STEP, COLUMNS], pieces.dtype)
+        num_parts: gl.constexpr = pieces.shape[0] * ATOM_ROWS // STEP
+        parts = reinterpret(pieces, pieces.dtype, [num_parts, STEP, COLUMNS], shared)
+        o_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, b_row.type.layout.parent))
         o_row = (b_row.to(gl.int64) * stride_token)[:, None] + o_d[None, :]
         for i_part in gl.static_range(PARTS):
-            gather_load(parts.index(slot * PARTS + i_part), source + i_part * HALF + o_row)
+            gather_load(parts.index(slot * PARTS + i_part), source + i_part * COLUMNS + o_row)
 
 
 @gluon.jit
-def produce(q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, channels, config):
+def produce(q_desc, k_desc, v_desc, cache, head_strides, index, work, num_tiles, channels, config):
     """Take items from the counter and load their queries, keys and values, until none is left.
 
     Looking up an item takes three dependent loads: its rank from the counter, its head and tile from the order, and its
@@ -221,45 +224,53 @@ def produce(q_desc, k_desc, v_desc, cache, matrix, index, work, num_tiles, chann
         k_desc: Descriptor of the keys as a matrix, with boxes of [BLOCK_N, 64].
         v_desc: Like ``k_desc``, for the values.
         cache: ``KeyArgs`` with values.
-        matrix: ``PlaceArgs``.
+        head_strides: ``HeadStrideArgs``.
         index: ``IndexArgs``.
         work: ``WorkArgs``.
         num_tiles: Tiles of the step.
-        channels: ``Channels``; queries as tiles of [64, 64], keys and values as pieces of [SWEEP, 64].
+        channels: ``Channels``; queries as parts of [HALF, COLUMNS], keys and values as pieces of [ATOM_ROWS, COLUMNS].
         config: ``Config``.
     """
     loader = Loader(config, channels, k_desc, v_desc)
     queries = channels.queries()
-    uses, step, num_mended = new_counter(config.SLOTS), new_counter(config.STAGES), gl.to_tensor(0)
+    item_counter, step, num_tails = new_counter(config.SLOTS), new_counter(config.STAGES), gl.to_tensor(0)
+    # Ranks of the item to load and of the next one. Each program begins with the item of its own number, and takes the
+    # others from the counter.
     rank = gl.program_id(0)
-    following = gl.atomic_add(work.counter, 1, sem="relaxed") + gl.num_programs(0)
+    next_rank = gl.atomic_add(work.counter, 1, sem="relaxed") + gl.num_programs(0)
     item = _load_item(index, work.order, rank, num_tiles, config)
     while rank < num_tiles * config.NUM_HEADS:
-        rank = following
-        following = gl.atomic_add(work.counter, 1, sem="relaxed") + gl.num_programs(0)
-        queries.acquire_empty(uses)
-        channels.items.write(uses.slot(), item)
-        _load_queries(q_desc, queries, uses, item, matrix, config)
+        # From here on, ``item`` is the item to load, and ``rank`` belongs to the next one.
+        rank = next_rank
+        next_rank = gl.atomic_add(work.counter, 1, sem="relaxed") + gl.num_programs(0)
+        queries.acquire_empty(item_counter)
+        channels.items.write(item_counter.slot(), item)
+        _load_queries(q_desc, queries, item_counter, item, head_strides, config)
         i_kv = item.i_head // config.GROUP
-        mended_parity = num_mended & 1
-        listed = work.places + item.i_head.to(gl.int64) * index.stride_blocks
-        listed += gl.load(index.block_offsets + item.i_tile)
-        blocks = BlockList(listed, item.num_blocks, i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head)
-        row_end = gl.load(index.row_ends + tile_of(index.tiles, item.i_tile).row())
-        tail = row_end - (item.position + item.length - 1) // config.BLOCK_N * config.BLOCK_N
-        step = loader.load_blocks(blocks, step, tail, mended_parity)
-        num_mended += (tail < config.BLOCK_N).to(gl.int32)
+        tail_parity = num_tails & 1
+        block_places = work.places + item.i_head.to(gl.int64) * index.stride_blocks
+        block_places += gl.load(index.block_offsets + item.i_tile)
+        blocks = BlockList(
+            block_places, item.num_blocks, i_kv * head_strides.rows_per_head, i_kv * head_strides.columns_per_head
+        )
+        seq_len = gl.load(index.seq_lens + tile_of(index.tiles, item.i_tile).row())
+        tail = seq_len - (item.position + item.length - 1) // config.BLOCK_N * config.BLOCK_N
+        step = loader.load_blocks(blocks, step, tail, tail_parity)
+        num_tails += (tail < config.BLOCK_N).to(gl.int32)
         if config.STRIPES:
-            gathered = work.stripe_places + gl.load(index.stripe_offsets + item.i_head * num_tiles + item.i_tile)
+            stripe_places = work.stripe_places + gl.load(index.stripe_offsets + item.i_head * num_tiles + item.i_tile)
             o_head = i_kv.to(gl.int64) * cache.stride_head
-            stripes = StripeList(gathered, item.num_stripes, cache.k + o_head, cache.v + o_head, cache.stride_token)
+            stripes = StripeList(
+                stripe_places, item.num_stripes, cache.k + o_head, cache.v + o_head, cache.stride_token
+            )
             step = loader.gather_stripes(stripes, step)
-        uses = uses.next()
+        item_counter = item_counter.next()
         item = _load_item(index, work.order, rank, num_tiles, config)
-    queries.acquire_empty(uses)
+    # An item with a negative head ends the consumers.
+    queries.acquire_empty(item_counter)
     zero = gl.to_tensor(0)
-    channels.items.write(uses.slot(), Item(zero - 1, zero, zero, zero, zero, zero, zero))
-    queries.mark_full(uses)
+    channels.items.write(item_counter.slot(), Item(zero - 1, zero, zero, zero, zero, zero, zero))
+    queries.mark_full(item_counter)
 
 
 @gluon.jit
@@ -275,16 +286,16 @@ def _load_item(index, order, rank, num_tiles, config):
 
 
 @gluon.jit
-def _load_queries(q_desc, queries, uses, item, matrix, config):
-    """Begin bulk copies of a tile's queries, as parts of 64 queries and 64 columns."""
+def _load_queries(q_desc, queries, item_counter, item, head_strides, config):
+    """Begin bulk copies of a tile's queries, as parts of HALF queries and COLUMNS columns."""
     PARTS: gl.constexpr = config.PARTS
-    full = queries.full_barrier(uses)
-    column = item.i_head * matrix.columns_per_query_head
+    full = queries.full_barrier(item_counter)
+    column = item.i_head * head_strides.columns_per_query_head
     mbarrier.expect(full, 2 * HALF * config.D * 2)
     for i_half in gl.static_range(2):
         for i_part in gl.static_range(PARTS):
-            target = queries.buffers.index((uses.slot() * 2 + i_half) * PARTS + i_part)
-            bulk_load(q_desc, [item.token + i_half * HALF, column + i_part * HALF], full, target)
+            target = queries.buffers.index((item_counter.slot() * 2 + i_half) * PARTS + i_part)
+            bulk_load(q_desc, [item.token + i_half * HALF, column + i_part * COLUMNS], full, target)
 
 
 @gluon.jit

@@ -63,13 +63,13 @@ class MatrixArgs(NamedTuple):
 class SmoothArgs(NamedTuple):
     """8-bit keys (``SmoothKeys``) as arguments of kernels, with block ids, because these keys are not paged."""
 
-    block_ids: Any
-    integers: Any
-    steps: Any
+    block_ids: Any  # [num_heads, block_capacity] int32, as in ``IndexArgs``
+    integers: Any  # the other tensors as in ``SmoothKeys``
+    scales: Any
     means: Any
     starts: Any
-    num_keys: int
-    stride_means: int
+    num_keys: int  # of a kv head in ``integers``
+    stride_means: int  # elements between two rows of ``means``
 
 
 def attend(
@@ -123,7 +123,7 @@ def attend(
             BLOCK_N=index.block_tokens,
             STRIPES=STRIPE_STEP if index.has_stripes else 0,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            AHEAD=_ahead(index.block_tokens, head_dim, limit_bytes, options is not None and options.skips),
+            AHEAD=_buffers_ahead(index.block_tokens, head_dim, limit_bytes, options is not None and options.skips),
         )
     )
     attend_kernel[(rows.num_tiles * num_heads * num_parts,)](
@@ -198,13 +198,13 @@ def program_queries(head_dim: int, limit_bytes: int) -> int | None:
     """
     block_d, num_queries = triton.next_power_of_2(head_dim), TILE_TOKENS
     while num_queries >= MIN_QUERIES:
-        if num_queries * block_d <= RESULT_ELEMENTS and _bytes_of(64, head_dim, 1, num_queries) <= limit_bytes:
+        if num_queries * block_d <= RESULT_ELEMENTS and _program_bytes(64, head_dim, 1, num_queries) <= limit_bytes:
             return num_queries
         num_queries //= 2
     return None
 
 
-def _bytes_of(block_tokens: int, head_dim: int, num_buffers: int, num_queries: int) -> int:
+def _program_bytes(block_tokens: int, head_dim: int, num_buffers: int, num_queries: int) -> int:
     """Return the shared memory of 16-bit queries and buffered keys and values.
 
     The number is that of kernels compiled for Hopper; Ampere needs no more.
@@ -214,8 +214,8 @@ def _bytes_of(block_tokens: int, head_dim: int, num_buffers: int, num_queries: i
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_bytes: int) -> int:
-    """Return ``_bytes_of`` for the number of queries that a program processes on a GPU with this shared memory."""
-    return _bytes_of(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes) or MIN_QUERIES)
+    """Return ``_program_bytes`` for the number of queries that a program processes on a GPU with this shared memory."""
+    return _program_bytes(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes) or MIN_QUERIES)
 
 
 def _num_warps(num_queries: int, block_d: int) -> int:
@@ -224,12 +224,13 @@ def _num_warps(num_queries: int, block_d: int) -> int:
 
 
 def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
+    """Return the pipeline stages of the loops over keys: 1 if two buffers do not fit, more for narrow blocks."""
     if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) > limit_bytes:
         return 1
     return 3 if block_tokens * head_dim <= 64 * 128 else 2
 
 
-def _ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
+def _buffers_ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
     """Return the number of buffers for whole steps.
 
     Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier.

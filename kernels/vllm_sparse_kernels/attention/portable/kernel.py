@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.attention.smooth_keys import STEP_TOKENS, quantize
+from vllm_sparse_kernels.attention.smooth_keys import SCALE_TOKENS, quantize
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.paged import key_offsets, widen
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -43,7 +43,7 @@ class TileLists(NamedTuple):
     num_full: Any  # blocks before the tile's diagonal, which need no mask
     num_blocks: Any  # blocks up to the last query of the program
     tile_first: Any  # position of the tile's first query
-    first: Any  # position of the program's first query
+    program_first: Any  # position of the program's first query
     index: Any  # IndexArgs
     i_head: Any
     i_tile: Any
@@ -59,18 +59,18 @@ class KeyValueSource(NamedTuple):
     matrix: Any  # MatrixArgs; None if blocks have no places
     table: Any  # pointer to the row's pages
     i_kv: Any
-    limit: Any  # positions from here on are past the tile's last query
+    tile_end: Any  # position after the tile's last query
     smooth_matrix: Any  # descriptor of the 8-bit keys for bulk copies, or None
 
 
 class Int8Keys(NamedTuple):
     """The 8-bit keys of one row and kv head."""
 
-    ids: Any  # pointer to the ids of the tile's blocks
+    block_ids: Any  # pointer to the ids of the tile's blocks
     integers: Any  # as in SmoothKeys
-    steps: Any
-    start: Any  # the row's first key
-    query_step: Any  # scale of the queries' integers, times the softmax's scale
+    scales: Any
+    first_key: Any  # number of the row's first key in ``integers``
+    query_scale: Any  # scale of the queries' integers, times the softmax's scale
 
 
 class Softmax(NamedTuple):
@@ -149,7 +149,7 @@ def attend_kernel(
     """
     # Order of programs: kv head, then tile with the longest first, then head of the group, then part.
     i_program = tl.program_id(0) // SHAPE.PARTS
-    skipped = tl.program_id(0) % SHAPE.PARTS * SHAPE.BLOCK_M
+    part_start = tl.program_id(0) % SHAPE.PARTS * SHAPE.BLOCK_M  # the program's first query in the tile
     num_tiles = tl.num_programs(0) // (SHAPE.NUM_HEADS * SHAPE.PARTS)
     i_kv = i_program // (num_tiles * SHAPE.GROUP)
     i_tile = tl.load(index.order + i_program % (num_tiles * SHAPE.GROUP) // SHAPE.GROUP)
@@ -157,11 +157,11 @@ def attend_kernel(
 
     i_row, token, tile_length, tile_first = load_tile(index.tiles, i_tile)
     tile_end = tile_first + tile_length
-    first = tile_first + skipped
-    length = tl.minimum(tile_length - skipped, SHAPE.BLOCK_M)  # not positive for parts past the tile's last query
+    program_first = tile_first + part_start
+    length = tl.minimum(tile_length - part_start, SHAPE.BLOCK_M)  # not positive for parts past the tile's last query
     o_m = tl.arange(0, SHAPE.BLOCK_M)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    o_q = (token + skipped + o_m).to(tl.int64)
+    o_q = (token + part_start + o_m).to(tl.int64)
     in_tile = o_m < length
     in_head = in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
     b_q = tl.load(
@@ -185,10 +185,10 @@ def attend_kernel(
     last_block = (tile_end - 1) // SHAPE.BLOCK_N
     num_full = num_blocks - (last_block - tile_first // SHAPE.BLOCK_N + 1)
     if SHAPE.PARTS > 1:
-        num_blocks -= last_block - (first + length - 1) // SHAPE.BLOCK_N
+        num_blocks -= last_block - (program_first + length - 1) // SHAPE.BLOCK_N
         num_full = tl.where(length > 0, num_full, 0)
         num_blocks = tl.where(length > 0, num_blocks, 0)
-    lists = TileLists(blocks, num_full, num_blocks, tile_first, first, index, i_head, i_tile, num_tiles)
+    lists = TileLists(blocks, num_full, num_blocks, tile_first, program_first, index, i_head, i_tile, num_tiles)
     source = KeyValueSource(cache, k_matrix, v_matrix, matrix, table, i_kv, tile_end, smooth_matrix)
     softmax = Softmax(b_acc, b_max, b_sum)
     softmax = _walk_by_head(b_q, smooth, int8_heads, i_row, lists, source, scale, margin, softmax, SHAPE)
@@ -237,11 +237,11 @@ def _walk_int8(b_q, smooth, i_row, lists, source, scale, margin, softmax, SHAPE)
     o_mean = i_row * smooth.stride_means + source.i_kv * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)
     b_mean = tl.load(smooth.means + o_mean)
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
-    b_int, step = quantize(b_q.to(tl.float32))
-    start = source.i_kv * smooth.num_keys + tl.load(smooth.starts + i_row)
-    ids = smooth.block_ids + lists.i_head.to(tl.int64) * index.stride_blocks
-    ids += tl.load(index.block_offsets + lists.i_tile)
-    int8_keys = Int8Keys(ids, smooth.integers, smooth.steps, start, step * scale)
+    b_int, query_scale = quantize(b_q.to(tl.float32))
+    first_key = source.i_kv * smooth.num_keys + tl.load(smooth.starts + i_row)
+    block_ids = smooth.block_ids + lists.i_head.to(tl.int64) * index.stride_blocks
+    block_ids += tl.load(index.block_offsets + lists.i_tile)
+    int8_keys = Int8Keys(block_ids, smooth.integers, smooth.scales, first_key, query_scale * scale)
     softmax = _walk(b_int, int8_keys, lists, source, 1.0, margin, softmax, SHAPE)
     return Softmax(softmax.b_acc, softmax.b_max + b_shift, softmax.b_sum)
 
@@ -255,20 +255,20 @@ def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     Triton pipelines the loads of products at the loop's top level, or all loads if there is no such product. The step
     is therefore in a branch whose condition is always true but unknown to the compiler, and all of its data are loaded
     AHEAD buffers before. With a margin, the values' product is in a branch anyway, and nothing else would load values
-    ahead. Without AHEAD there is no margin: see ``engine._ahead``.
+    ahead. Without AHEAD there is no margin: see ``engine._buffers_ahead``.
     """
     for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
         entry = tl.load(lists.blocks + i)
-        b_k, b_step = _load_keys(int8_keys, i, entry, source, SHAPE)
+        b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)
         if SHAPE.AHEAD > 0:
             b_v = _load_block(VALUES, entry, source, SHAPE)
             if lists.num_full > 0:
-                b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
-                softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+                b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
+                softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
         else:
-            b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+            b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
             b_v = _load_block(VALUES, entry, source, SHAPE)
-            softmax = _fold(b_s, b_v, scale, None, softmax, SHAPE.PRECISION)
+            softmax = _softmax_step(b_s, b_v, scale, None, softmax, SHAPE.PRECISION)
     return softmax
 
 
@@ -276,17 +276,17 @@ def _walk_full(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
 def _walk_diagonal(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     """Process the diagonal blocks, with the causal mask. The first one has a key for each of the program's queries."""
     first_block = lists.tile_first // SHAPE.BLOCK_N
-    o_m = lists.first + tl.arange(0, SHAPE.BLOCK_M)
+    o_m = lists.program_first + tl.arange(0, SHAPE.BLOCK_M)
     for i in range(lists.num_full, lists.num_blocks):
         entry = tl.load(lists.blocks + i)
         o_n = (first_block + i - lists.num_full) * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
-        b_k, b_step = _load_keys(int8_keys, i, entry, source, SHAPE)
-        b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+        b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)
+        b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
         b_v = _load_block(VALUES, entry, source, SHAPE)
-        b_v = tl.where((o_n < source.limit)[:, None], b_v, 0.0)
-        softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+        b_v = tl.where((o_n < source.tile_end)[:, None], b_v, 0.0)
+        softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
     return softmax
 
 
@@ -307,15 +307,17 @@ def _walk_stripes(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
         in_kv = kept[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
         if int8_keys is None:
             b_k = tl.load(cache.k + o_kv, mask=in_kv, other=0.0)
-            b_step = 1.0
+            b_dot_scale = 1.0
         else:
-            o_int = (int8_keys.start + b_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + o_d[None, :]
+            o_int = (int8_keys.first_key + b_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + o_d[None, :]
             b_k = tl.load(int8_keys.integers + o_int)
-            b_step = tl.load(int8_keys.steps + (int8_keys.start + b_n) // STEP_TOKENS) * int8_keys.query_step
+            b_dot_scale = (
+                tl.load(int8_keys.scales + (int8_keys.first_key + b_n) // SCALE_TOKENS) * int8_keys.query_scale
+            )
         b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
-        b_s = _score(b_q, b_k, b_step, int8_keys, SHAPE.PRECISION)
+        b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
         b_s = tl.where(kept[None, :], b_s, float("-inf"))
-        softmax = _fold(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+        softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
     return softmax
 
 
@@ -326,27 +328,27 @@ def _load_keys(int8_keys, i, entry, source, SHAPE):
         return _load_block(KEYS, entry, source, SHAPE), 1.0
     else:
         o_n = tl.arange(0, SHAPE.BLOCK_N)
-        i_key = int8_keys.start + tl.load(int8_keys.ids + i) * SHAPE.BLOCK_N
+        i_key = int8_keys.first_key + tl.load(int8_keys.block_ids + i) * SHAPE.BLOCK_N
         if source.smooth_matrix is not None:
             b_k = source.smooth_matrix.load([i_key, 0])
         else:
             o_int = (i_key + o_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)[None, :]
             b_k = tl.load(int8_keys.integers + o_int)
-        steps = int8_keys.steps + i_key // STEP_TOKENS
-        b_step = tl.full([SHAPE.BLOCK_N], 0.0, tl.float32) + tl.load(steps) * int8_keys.query_step
-        if SHAPE.BLOCK_N > STEP_TOKENS:
-            later = tl.load(steps + 1) * int8_keys.query_step
-            b_step = tl.where(o_n < STEP_TOKENS, b_step, later)
-        return b_k, b_step
+        scales = int8_keys.scales + i_key // SCALE_TOKENS
+        b_dot_scale = tl.full([SHAPE.BLOCK_N], 0.0, tl.float32) + tl.load(scales) * int8_keys.query_scale
+        if SHAPE.BLOCK_N > SCALE_TOKENS:
+            second_scale = tl.load(scales + 1) * int8_keys.query_scale
+            b_dot_scale = tl.where(o_n < SCALE_TOKENS, b_dot_scale, second_scale)
+        return b_k, b_dot_scale
 
 
 @triton.jit
-def _score(b_q, b_k, b_step, int8_keys, PRECISION: tl.constexpr):
+def _score(b_q, b_k, b_dot_scale, int8_keys, PRECISION: tl.constexpr):
     """Compute scores [BLOCK_M, BLOCK_N]: unscaled, except those of 8-bit vectors."""
     if int8_keys is None:
         return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     else:
-        return tl.dot(b_q, tl.trans(b_k)).to(tl.float32) * b_step[None, :]
+        return tl.dot(b_q, tl.trans(b_k)).to(tl.float32) * b_dot_scale[None, :]
 
 
 @triton.jit
@@ -367,18 +369,18 @@ def _load_block(KIND: tl.constexpr, entry, source, SHAPE):
         else:
             # The table may have no page past the sequence's end.
             o_n += entry * SHAPE.BLOCK_N
-            in_row = o_n < source.limit
+            in_row = o_n < source.tile_end
             o_key = key_offsets(source.table, o_n, in_row, cache.page_size, cache.stride_page, cache.stride_token)
         pointer = (cache.k if KIND == KEYS else cache.v) + i_kv.to(tl.int64) * cache.stride_head
         return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _fold(b_s, b_v, scale, margin, softmax, PRECISION: tl.constexpr):
+def _softmax_step(b_s, b_v, scale, margin, softmax, PRECISION: tl.constexpr):
     """Process one step of the online softmax, with unscaled scores [M, N] and values [N, D].
 
     ``scale`` converts scores to base 2. The maximum is stored scaled, so that each exponent takes one fused
-    multiply-add. The exponents of every step are added to the sum. The product is skipped if no local maximum comes
+    multiply-add. The exponentials of every step are added to the sum. The product is skipped if no local maximum comes
     within ``margin`` of its query's running maximum; then no maximum has changed, and the accumulator stays as it is.
     """
     b_v = widen(b_v)

@@ -189,25 +189,25 @@ class FlexVerticalSlash(PerHead):
         Returns:
             The kept lines, in the index's workspace.
         """
-        rows, room, num_selected = index.rows, index.workspace.empty, sums.num_selected
+        rows, empty, num_selected = index.rows, index.workspace.empty, sums.num_selected
         num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_selected)
         most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
         lines = Lines(
-            columns=room(num_rows, num_selected, max(1, most), dtype=torch.int32),
-            num_columns=room(num_rows, num_selected, dtype=torch.int32),
-            whole=room(num_selected, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
-            bands_upto=room(num_selected, sums.capacity // BAND, dtype=torch.int32),
+            columns=empty(num_rows, num_selected, max(1, most), dtype=torch.int32),
+            num_columns=empty(num_rows, num_selected, dtype=torch.int32),
+            whole=empty(num_selected, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
+            bands_upto=empty(num_selected, sums.capacity // BAND, dtype=torch.int32),
         )
         shares = on_device(tuple(head.kernel_share for head in settings) * 2, sums.values.device)
         digits = digits_of(index, sums, shares)
         chunks = digits.weights.shape[3]
-        left = room(num_rows, 2 * num_selected, chunks, index.block_tokens, dtype=torch.int32)
+        remaining = empty(num_rows, 2 * num_selected, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_selected, num_rows)
-        where = (*sums.args(rows), shares, digits, chunks, left)
+        job_args = (*sums.args(rows), shares, digits, chunks, remaining)
         shape = compile_time(LineShape(BAND, index.block_tokens, CHUNK, ROW_FIELDS))
         limits = compile_time(LineLimits(ROW_STRIPES, FEWEST_STRIPES, TILE_TOKENS, KEY_ALIGN))
-        _count_lines_kernel[grid](*where, shape)
-        _keep_lines_kernel[grid](*where, self.max_stripes, lines, lines.columns.shape[2], shape, limits)
+        _count_lines_kernel[grid](*job_args, shape)
+        _keep_lines_kernel[grid](*job_args, self.max_stripes, lines, lines.columns.shape[2], shape, limits)
         return lines
 
 
@@ -230,10 +230,10 @@ class LineLimits(NamedTuple):
 
 
 @triton.jit
-def _threshold(shares, digits, i_all, chunks, used):
+def _threshold(shares, digits, i_row_job, chunks, used):
     """Return the smallest key (``mass_keys``) of a line that is kept."""
     share = tl.load(shares + tl.program_id(1))
-    threshold, _, _, _ = threshold_of(digits, LAST_PASS, i_all, chunks, used, share, True)
+    threshold, _, _, _ = threshold_of(digits, LAST_PASS, i_row_job, chunks, used, share, True)
     return threshold.to(tl.int32)
 
 
@@ -268,11 +268,11 @@ def _band_flags(row, start, end, threshold, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, left, SHAPE):
+def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, remaining, SHAPE):
     """Count the lines of one chunk.
 
-    left[row, job, chunk, c - 2] becomes the number of columns that remain if blocks with c or more columns are kept
-    whole; for bands, the number of kept bands.
+    remaining[row, job, chunk, c - 2] becomes the number of columns that remain if blocks with c or more columns are
+    kept whole; for bands, the number of kept bands.
 
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
@@ -285,31 +285,31 @@ def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, share
         shares: [2 n] float32, γ of each job.
         digits: Digits of both passes.
         chunks: Chunks of the longest array.
-        left: [num_rows, 2 n, chunks, BLOCK_N] int32; written.
+        remaining: [num_rows, 2 n, chunks, BLOCK_N] int32; written.
         SHAPE: LineShape.
     """
-    place, _, first, end, used, i_all = job_of(
+    place, _, first, end, used, i_row_job = job_of(
         sums, num_selected, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
     )
     if first >= end:
         return
-    threshold = _threshold(shares, digits, i_all, chunks, used)
+    threshold = _threshold(shares, digits, i_row_job, chunks, used)
     o_c = tl.arange(0, SHAPE.BLOCK_N)
-    b_left = tl.zeros([SHAPE.BLOCK_N], tl.int32)
+    b_remaining = tl.zeros([SHAPE.BLOCK_N], tl.int32)
     for start in range(first, end, SHAPE.CHUNK):
         if tl.program_id(1) < num_selected:
             b_count = _column_counts(sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK)
-            b_left += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
+            b_remaining += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
         else:
             b_band = _band_flags(sums.totals + place, start, end, threshold, SHAPE.CHUNK)
-            b_left += tl.sum(b_band, 0)
-    tl.store(left + (i_all * chunks + tl.program_id(0)).to(tl.int64) * SHAPE.BLOCK_N + o_c, b_left)
+            b_remaining += tl.sum(b_band, 0)
+    tl.store(remaining + (i_row_job * chunks + tl.program_id(0)).to(tl.int64) * SHAPE.BLOCK_N + o_c, b_remaining)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_lines_kernel(
-    sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, left, max_stripes, lines, max_columns,
-    SHAPE, LIMITS,
+    sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, remaining, max_stripes, lines,
+    max_columns, SHAPE, LIMITS,
 ):  # fmt: skip
     """Write the kept lines of one chunk: whole blocks, the other kept columns, and running counts of kept bands.
 
@@ -324,7 +324,7 @@ def _keep_lines_kernel(
         shares: [2 n] float32, γ of each job.
         digits: Digits of both passes.
         chunks: Chunks of the longest array.
-        left: [num_rows, 2 n, chunks, BLOCK_N] int32, of ``_count_lines_kernel``.
+        remaining: [num_rows, 2 n, chunks, BLOCK_N] int32, of ``_count_lines_kernel``.
         max_stripes: Maximum number of stripes of a tile.
         lines: Lines; written.
         max_columns: Capacity of a list of columns.
@@ -333,21 +333,21 @@ def _keep_lines_kernel(
     """
     i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
     i_selected = i_job % num_selected
-    place, _, first, end, used, i_all = job_of(
+    place, _, first, end, used, i_row_job = job_of(
         sums, num_selected, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
     )
     if first >= end:
         return
-    threshold = _threshold(shares, digits, i_all, chunks, used)
+    threshold = _threshold(shares, digits, i_row_job, chunks, used)
     o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, SHAPE.BLOCK_N)
-    o_left = (i_all.to(tl.int64) * chunks + o_all)[:, None] * SHAPE.BLOCK_N + o_c[None, :]
-    b_left = tl.load(left + o_left, mask=(o_all < used)[:, None], other=0)
-    b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_left, 0), 0)
+    o_remaining = (i_row_job.to(tl.int64) * chunks + o_all)[:, None] * SHAPE.BLOCK_N + o_c[None, :]
+    b_remaining = tl.load(remaining + o_remaining, mask=(o_all < used)[:, None], other=0)
+    b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_remaining, 0), 0)
     if i_job < num_selected:
         # The largest count c that fits if blocks with c or more columns are kept whole; with 1, no columns remain.
         num_tiles = (tl.load(sums.rows + i_row * SHAPE.FIELDS + 1) + LIMITS.TILE - 1) // LIMITS.TILE
         room = tl.minimum(max_stripes, tl.maximum(LIMITS.FEWEST, LIMITS.ROW_STRIPES // num_tiles))
-        most = tl.max(tl.where(tl.sum(b_left, 0) <= room, 2 + o_c, 1), 0)
+        most = tl.max(tl.where(tl.sum(b_remaining, 0) <= room, 2 + o_c, 1), 0)
         count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)
         if i_chunk > 0:  # the first block is always kept whole
             b_first = (mass_keys(tl.load(sums.totals + place + o_c)) >= threshold).to(tl.int32)

@@ -147,48 +147,53 @@ def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
     row_0, num_0, row_1, num_1 = rows
     b_0, b_1 = load_bits(row_0, 0, num_0, 0, CHUNK), load_bits(row_1, 0, num_1, 0, CHUNK)
     threshold_0, threshold_1 = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
-    reach_0, above_0, reach_1, above_1 = num_0, 0, num_1, 0  # values >= threshold, values known to be above the k-th
+    num_reaching_0, num_reaching_1 = num_0, num_1  # values >= threshold
+    above_0, above_1 = 0, 0  # values known to be above the k-th
     bit = tl.full([], 1 << 31, tl.uint32)
-    while (bit > 0) & ((reach_0 > k) | (reach_1 > k)):
-        n_0, n_1 = _count_two(b_0, b_1, rows, threshold_0 + bit, threshold_1 + bit, CHUNK)
-        threshold_0, reach_0, above_0 = _next_bit(threshold_0, reach_0, above_0, n_0, k, bit)
-        threshold_1, reach_1, above_1 = _next_bit(threshold_1, reach_1, above_1, n_1, k, bit)
+    while (bit > 0) & ((num_reaching_0 > k) | (num_reaching_1 > k)):
+        count_0, count_1 = _count_rows(b_0, b_1, rows, threshold_0 + bit, threshold_1 + bit, CHUNK)
+        threshold_0, num_reaching_0, above_0 = _settle_bit(threshold_0, num_reaching_0, above_0, count_0, k, bit)
+        threshold_1, num_reaching_1, above_1 = _settle_bit(threshold_1, num_reaching_1, above_1, count_1, k, bit)
         bit = bit >> 1
-    threshold_0, num_ties_0 = _settled(threshold_0, reach_0, above_0, k)
-    threshold_1, num_ties_1 = _settled(threshold_1, reach_1, above_1, k)
+    threshold_0, num_ties_0 = _final_threshold(threshold_0, num_reaching_0, above_0, k)
+    threshold_1, num_ties_1 = _final_threshold(threshold_1, num_reaching_1, above_1, k)
     return threshold_0, num_ties_0, threshold_1, num_ties_1
 
 
 @triton.jit
-def _next_bit(threshold, reach, above, n, k, bit):
-    """Determine one bit of a row's threshold, unless at most k values reach the threshold already."""
-    is_open = reach > k
-    is_set = is_open & (n >= k)
-    above = tl.where(is_open & (n < k), n, above)
-    return tl.where(is_set, threshold + bit, threshold), tl.where(is_set, n, reach), above
+def _settle_bit(threshold, num_reaching, above, count, k, bit):
+    """Determine one bit of a row's threshold, unless at most k values reach the threshold already.
+
+    ``count`` values reach the threshold with this bit.
+    """
+    is_open = num_reaching > k
+    is_set = is_open & (count >= k)
+    above = tl.where(is_open & (count < k), count, above)
+    return tl.where(is_set, threshold + bit, threshold), tl.where(is_set, count, num_reaching), above
 
 
 @triton.jit
-def _settled(threshold, reach, above, k):
+def _final_threshold(threshold, num_reaching, above, k):
     """Return (threshold, ties) of one row; if at most k values reach the threshold, all of them are kept."""
-    return tl.where(reach <= k, tl.maximum(threshold, 1) - 1, threshold), tl.where(reach <= k, 0, k - above)
+    keeps_all = num_reaching <= k
+    return tl.where(keeps_all, tl.maximum(threshold, 1) - 1, threshold), tl.where(keeps_all, 0, k - above)
 
 
 @triton.jit
-def _count_two(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
+def _count_rows(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
     """Count the values of each row with at least these bits."""
     row_0, num_0, row_1, num_1 = rows
-    n_0, n_1 = _count_held(b_0, b_1, least_0, least_1)
+    count_0, count_1 = _count_chunk(b_0, b_1, least_0, least_1)
     for start in range(CHUNK, tl.maximum(num_0, num_1), CHUNK):
         b_0, b_1 = load_bits(row_0, start, num_0, 0, CHUNK), load_bits(row_1, start, num_1, 0, CHUNK)
-        more_0, more_1 = _count_held(b_0, b_1, least_0, least_1)
-        n_0 += more_0
-        n_1 += more_1
-    return n_0, n_1
+        more_0, more_1 = _count_chunk(b_0, b_1, least_0, least_1)
+        count_0 += more_0
+        count_1 += more_1
+    return count_0, count_1
 
 
 @triton.jit
-def _count_held(b_0, b_1, least_0, least_1):
+def _count_chunk(b_0, b_1, least_0, least_1):
     """Compute both counts by one reduction; a chunk is shorter than 2 ** 15."""
     b_counts = tl.sum((b_0 >= least_0).to(tl.int32) + ((b_1 >= least_1).to(tl.int32) << 16), 0)
     return b_counts & 0xFFFF, b_counts >> 16

@@ -131,16 +131,16 @@ class VerticalSlash(PerHead):
         Returns:
             The kept lines, in the index's workspace.
         """
-        settings, device, room = self.of_heads(sums.num_selected), sums.values.device, index.workspace.empty
+        settings, device, empty = self.of_heads(sums.num_selected), sums.values.device, index.workspace.empty
         counts, first = (
             on_device(tuple(min(getattr(s, name), MOST) for name in names for s in settings), device)
             for names in (("vertical_tokens", "slash_tokens"), ("forced_verticals", "forced_slashes"))
         )
         rows, num_rows = index.rows, sums.end_row - sums.first_row
         most = min(self.most_verticals, max(rows.seq_lens[sums.first_row : sums.end_row]))
-        columns = room(num_rows, sums.num_selected, max(1, most), dtype=torch.int32)
-        num_columns = room(num_rows, sums.num_selected, dtype=torch.int32)
-        upto = room(sums.num_selected, sums.capacity, dtype=torch.int32)
+        columns = empty(num_rows, sums.num_selected, max(1, most), dtype=torch.int32)
+        num_columns = empty(num_rows, sums.num_selected, dtype=torch.int32)
+        upto = empty(sums.num_selected, sums.capacity, dtype=torch.int32)
         digits = digits_of(index, sums, counts, first)
         chunks = digits.weights.shape[3]
         _keep_largest_kernel[(chunks, 2 * sums.num_selected, num_rows)](
@@ -178,15 +178,17 @@ def _keep_largest_kernel(
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     is_slash, i_selected = i_job >= num_selected, i_job % num_selected
-    place, length, first, end, used, i_all = job_of(sums, num_selected, first_row, num_rows, capacity, 1, FIELDS, CHUNK)
+    place, length, first, end, used, i_row_job = job_of(
+        sums, num_selected, first_row, num_rows, capacity, 1, FIELDS, CHUNK
+    )
     if first >= end:
         return
     goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
-    threshold, num_ties, digit, b_w = threshold_of(digits, LAST_PASS, i_all, chunks, used, goal, False)
+    threshold, num_ties, digit, b_w = threshold_of(digits, LAST_PASS, i_row_job, chunks, used, goal, False)
     # Counts of the previous chunks.
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     b_w = tl.where((o_c < i_chunk)[:, None], b_w, 0)
-    above = tl.sum(tl.load(digits.above + i_all * chunks + o_c, mask=o_c < i_chunk, other=0), 0)
+    above = tl.sum(tl.load(digits.above + i_row_job * chunks + o_c, mask=o_c < i_chunk, other=0), 0)
     above += tl.sum(tl.sum(tl.where((o_digit > digit)[None, :], b_w, 0), 1), 0)
     ties = tl.sum(tl.sum(tl.where((o_digit == digit)[None, :], b_w, 0), 1), 0)
 

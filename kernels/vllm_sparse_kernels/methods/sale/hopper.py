@@ -39,7 +39,7 @@ SCORES = Constant(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP_TOKENS.val
 
 
 @aggregate
-class Span:
+class Work:
     """Work of one program: up to two tiles of one head, and the keys [begin, end). All fields are scalars."""
 
     i_selected: gl.tensor  # place of the head among the selected heads
@@ -48,7 +48,7 @@ class Span:
     num_tiles: gl.tensor  # 1 or 2
     begin: gl.tensor  # position of the first key: the first block that any tile tests
     end: gl.tensor
-    shift: gl.tensor  # where the row's keys begin in the slab, a multiple of 128
+    key_start: gl.tensor  # where the row's keys begin in the slab, a multiple of 128
 
 
 @aggregate
@@ -59,28 +59,28 @@ class Flags:
     stop: gl.tensor  # blocks from this one on are not stored
 
     @gluon.jit
-    def store(self, b_over, i_block, BLOCKS: gl.constexpr):
+    def store(self, b_excess, i_block, BLOCKS: gl.constexpr):
         """Store a 1 for each block that has an element over its threshold.
 
         Args:
-            b_over: Excess of the scores over their thresholds; axis 2 is the block.
+            b_excess: Excess of the scores over their thresholds; axis 2 is the block.
             i_block: Number of the first block.
             BLOCKS: Number of blocks.
         """
-        layout: gl.constexpr = b_over.type.layout
+        layout: gl.constexpr = b_excess.type.layout
         blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
         o_b = i_block + gl.arange(0, BLOCKS, blocks)
-        o_b = o_b[None, None, :, None] + gl.zeros(b_over.shape, gl.int32, layout)
-        b_flag = gl.full(b_over.shape, 1, gl.uint8, layout)
-        gl.store(self.target + o_b, b_flag, mask=(b_over >= 0) & (o_b < self.stop))
+        o_b = o_b[None, None, :, None] + gl.zeros(b_excess.shape, gl.int32, layout)
+        b_flag = gl.full(b_excess.shape, 1, gl.uint8, layout)
+        gl.store(self.target + o_b, b_flag, mask=(b_excess >= 0) & (o_b < self.stop))
 
 
 @aggregate
 class QueryTile:
     """Thresholds of the scores of a tile's queries."""
 
-    b_threshold: gl.tensor  # [128] float32, in query steps
-    b_inverse: gl.tensor  # [128] float16, inverse query steps
+    b_threshold: gl.tensor  # [128] float32, divided by the query's scale
+    b_inverse: gl.tensor  # [128] float16, inverse of the query's scale
 
 
 @aggregate
@@ -88,7 +88,7 @@ class KeyStep:
     """Biases and scales of the keys of one step."""
 
     b_bias: gl.tensor  # [128] float16
-    b_step: gl.tensor  # [4, 4] float32: scales, each of 8 keys that share it
+    b_scale: gl.tensor  # [4, 4] float32, each of 8 keys
 
 
 @aggregate
@@ -96,7 +96,7 @@ class KeySteps:
     """Biases and scales of all steps of keys of the span."""
 
     biases: gl.tensor  # pointers to the first step's
-    steps: gl.tensor
+    scales: gl.tensor
 
     @gluon.jit
     def load(self, i_step):
@@ -109,8 +109,8 @@ class KeySteps:
             A ``KeyStep``.
         """
         b_bias = gl.load(self.biases + i_step * STEP_TOKENS)
-        b_step = gl.load(self.steps + i_step * (STEP_TOKENS // 8))
-        return KeyStep(b_bias, b_step)
+        b_scale = gl.load(self.scales + i_step * (STEP_TOKENS // 8))
+        return KeyStep(b_bias, b_scale)
 
 
 @aggregate
@@ -138,7 +138,7 @@ def _first_local(tile, sink_tokens, local_tokens):
 
 @gluon.jit
 def _largest(b_s):
-    """Return the largest of the eight scores that share a key step.
+    """Return the largest of the eight scores that share a key scale.
 
     The result is [queries, keys / 32, 4] float32, within one thread.
     """
@@ -151,7 +151,7 @@ def _largest(b_s):
 
 
 @gluon.jit
-def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
+def _excess(b_s, tile, key_step, BLOCKS: gl.constexpr):
     """Return by how much the best score of each index block exceeds its threshold.
 
     A thread holds one element of a block.
@@ -166,47 +166,47 @@ def _over(b_s, tile, key_step, BLOCKS: gl.constexpr):
         pack=2,
     )
     b_top = _largest(b_s)
-    b_top = b_top * gl.convert_layout(key_step.b_step, gl.SliceLayout(0, b_top.type.layout))[None, :, :]
+    b_top = b_top * gl.convert_layout(key_step.b_scale, gl.SliceLayout(0, b_top.type.layout))[None, :, :]
     b_top = gl.max(b_top.reshape([M, BLOCKS, b_top.shape[1] // BLOCKS, 4]), 2)
     thresholds: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, b_top.type.layout))
-    b_over = b_top - gl.convert_layout(tile.b_threshold, thresholds)[:, None, None]
+    b_excess = b_top - gl.convert_layout(tile.b_threshold, thresholds)[:, None, None]
     # Queries 8 and 64 apart lie in one thread.
-    b_over = b_over.reshape([M // 64, 4, 2, 8, BLOCKS, 4])
-    return gl.max(gl.max(b_over, 2), 0)
+    b_excess = b_excess.reshape([M // 64, 4, 2, 8, BLOCKS, 4])
+    return gl.max(gl.max(b_excess, 2), 0)
 
 
 @gluon.jit
-def _fits_half(queries, keys, span, first, SPAN: gl.constexpr):
+def _fits_half(queries, keys, work, first, SPAN: gl.constexpr):
     """Return whether half precision is sufficient for the keys from ``first`` on.
 
     All sums of products must be exact, and biases in range.
     """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     o_m = gl.arange(0, 2 * STEP_TOKENS, line)
-    o_q = span.i_selected.to(gl.int64) * queries.num_queries + span.i_tile * STEP_TOKENS + o_m
-    in_tiles = o_m < span.num_tiles * STEP_TOKENS
+    o_q = work.i_selected.to(gl.int64) * queries.num_queries + work.i_tile * STEP_TOKENS + o_m
+    in_tiles = o_m < work.num_tiles * STEP_TOKENS
     square = gl.max(gl.load(queries.squares + o_q, mask=in_tiles, other=0.0), 0)
-    inverse = gl.max(gl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0), 0)
+    inverse = gl.max(gl.load(queries.inverse_scales + o_q, mask=in_tiles, other=0.0), 0)
     o_n = first // 64 + gl.arange(0, SPAN // 64, line)
-    tested = (o_n >= span.begin // 64) & (o_n < (span.end + 63) // 64)
-    o_n += span.shift // 64
+    tested = (o_n >= work.begin // 64) & (o_n < (work.end + 63) // 64)
+    o_n += work.key_start // 64
     num_parts = keys.num_keys // 64
-    longest = square * gl.max(gl.load(keys.squares + span.i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
-    bias = gl.max(gl.load(keys.largest_biases + span.i_selected * num_parts + o_n, mask=tested, other=0.0), 0)
+    longest = square * gl.max(gl.load(keys.squares + work.i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
+    bias = gl.max(gl.load(keys.largest_biases + work.i_selected * num_parts + o_n, mask=tested, other=0.0), 0)
     in_range = (inverse <= 32768) & (bias <= 32768) & (inverse * bias <= 2048.0)
     return in_range & (longest <= 2048.0 * 2048.0)
 
 
 @gluon.jit(do_not_specialize=["sink_tokens", "local_tokens"])
 def half_kernel(
-    queries, keys, bulk_queries, bulk_keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left,
-    GROUP: gl.constexpr, INDEX_N: gl.constexpr, SPAN: gl.constexpr,
+    queries, keys, bulk_queries, bulk_keys, heads, log_taus, kept, index, tile_sets, sink_tokens, local_tokens,
+    untested, GROUP: gl.constexpr, INDEX_N: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
     """Flag the blocks in which an element passes, for two tiles of one head and SPAN keys.
 
     It replaces ``scores._test_kernel`` for spans whose products fit half precision.
 
-    Grid: (pairs of tiles, spans of the furthest tile's keys, selected heads), 4 warps. Two programs fit a
+    Grid: (tile sets, spans of the furthest tile's keys, selected heads), 4 warps. Two programs fit a
     multiprocessor. Bound by the instructions that test scores: a multiply-add and a maximum for two scores. Meanwhile
     the matrix units multiply the other tile.
 
@@ -219,18 +219,18 @@ def half_kernel(
         log_taus: [num_selected] float32, minus infinity for heads that keep everything.
         kept: uint8 flags, laid out as ``index.block_ids``; a 1 is stored for blocks with an element that passes.
         index: ``IndexArgs``.
-        pairs: [num_pairs, SET_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
+        tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
         sink_tokens: Tokens at a sequence's start that are always kept.
         local_tokens: Tokens before a query that are always kept.
-        left: uint8, one for each program: 1 where half precision does not fit and nothing has been tested.
+        untested: [n, tile sets, spans] uint8: 1 where half precision does not fit, and nothing has been tested.
         GROUP: Query heads of a kv head.
         INDEX_N: Keys of an index block.
         SPAN: Keys of one program, a multiple of 128.
     """
     i_selected = gl.program_id(2)
-    pair = pairs + gl.program_id(0) * SET_FIELDS
-    i_tile = gl.load(pair)
-    num_tiles = gl.load(pair + 1)
+    tile_set = tile_sets + gl.program_id(0) * SET_FIELDS
+    i_tile = gl.load(tile_set)
+    num_tiles = gl.load(tile_set + 1)
     tile = tile_of(index.tiles, i_tile)
     last_tile = tile.plus(num_tiles - 1)
     stop_a = _first_local(tile, sink_tokens, local_tokens) // INDEX_N
@@ -239,26 +239,26 @@ def half_kernel(
     begin = gl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N * INDEX_N, first)
     end = gl.minimum(stop_b * INDEX_N, first + SPAN)
     tests = (begin < end) & (gl.load(log_taus + i_selected) > float("-inf"))
-    leaves = False
+    is_untested = False
     if tests:
-        shift = gl.multiple_of(gl.load(pair + 2), STEP_TOKENS)
+        key_start = gl.multiple_of(gl.load(tile_set + 2), STEP_TOKENS)
         i_kv = gl.load(heads + i_selected) // GROUP
-        span = Span(i_selected, i_kv, i_tile, num_tiles, begin, end, shift)
-        leaves = not _fits_half(queries, keys, span, first, SPAN)
-        if not leaves:
+        work = Work(i_selected, i_kv, i_tile, num_tiles, begin, end, key_start)
+        is_untested = not _fits_half(queries, keys, work, first, SPAN)
+        if not is_untested:
             target = kept + i_selected.to(gl.int64) * index.stride_blocks
             target_a = target + gl.load(index.block_offsets + i_tile)
             target_b = target + gl.load(index.block_offsets + i_tile + num_tiles - 1)
             # The last round may have steps past the end.
             flags_a = Flags(target_a, gl.minimum(stop_a, end // INDEX_N))
             flags_b = Flags(target_b, gl.where(num_tiles > 1, gl.minimum(stop_b, end // INDEX_N), 0))
-            _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, INDEX_N)
+            _test_span(queries, keys, bulk_queries, bulk_keys, work, flags_a, flags_b, INDEX_N)
     i_program = (i_selected * gl.num_programs(0) + gl.program_id(0)) * gl.num_programs(1) + gl.program_id(1)
-    gl.store(left + i_program, gl.cast(leaves, gl.uint8))
+    gl.store(untested + i_program, gl.cast(is_untested, gl.uint8))
 
 
 @gluon.jit
-def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, INDEX_N: gl.constexpr):
+def _test_span(queries, keys, bulk_queries, bulk_keys, work, flags_a, flags_b, INDEX_N: gl.constexpr):
     """Run step 3 for two tiles of one head and the span's keys, as ``scores._test_span`` does, with products in fp8.
 
     Queries and keys are integers −7 … 7 in e4m3, [128, BLOCK_D] per step. The sums of their products are exact in half
@@ -266,18 +266,18 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, I
     """
     N: gl.constexpr = STEP_TOKENS
     BLOCKS: gl.constexpr = N // INDEX_N
-    buffers = _room(bulk_keys)
+    buffers = _allocate_buffers(bulk_keys)
     ready = buffers.ready
-    row = (span.i_selected * queries.num_queries + span.i_tile * N).to(gl.int32)
-    first_step = span.begin // N
-    num_steps = (span.end + N - 1) // N - first_step
-    key = (span.i_kv * keys.num_keys + span.shift + first_step * N).to(gl.int32)
-    _load_first(bulk_queries, bulk_keys, row, key, num_steps, buffers)
+    query_row = (work.i_selected * queries.num_queries + work.i_tile * N).to(gl.int32)
+    first_step = work.begin // N
+    num_steps = (work.end + N - 1) // N - first_step
+    key_row = (work.i_kv * keys.num_keys + work.key_start + first_step * N).to(gl.int32)
+    _load_first(bulk_queries, bulk_keys, query_row, key_row, num_steps, buffers)
 
-    first_query = span.i_selected.to(gl.int64) * queries.num_queries + span.i_tile * N
+    first_query = work.i_selected.to(gl.int64) * queries.num_queries + work.i_tile * N
     tile_a, tile_b = _query_tiles(queries, first_query, flags_b.stop)
     zero = gl.zeros([N, N], gl.float16, SCORES)
-    key_steps = _key_steps(keys, span.i_selected, span.i_kv, span.shift + first_step * N, zero)
+    key_steps = _key_steps(keys, work.i_selected, work.i_kv, work.key_start + first_step * N, zero)
     key_step = key_steps.load(0)
 
     mbarrier.wait(ready.index(STAGES), 0)
@@ -294,7 +294,7 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, I
             next_key_step = key_steps.load(gl.minimum(i_step + 1, num_steps - 1))
             b_s_a = warpgroup_mma_wait(1, deps=(a_t,))
             i_block = (first_step + i_step) * BLOCKS
-            flags_a.store(_over(b_s_a, tile_a, key_step, BLOCKS), i_block, BLOCKS)
+            flags_a.store(_excess(b_s_a, tile_a, key_step, BLOCKS), i_block, BLOCKS)
             # Waiting for the next keys here also keeps the assembler from waiting for b_t above all of these
             # instructions.
             more = i_step + 1 < num_steps
@@ -306,14 +306,14 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, span, flags_a, flags_b, I
             else:
                 b_s_b = warpgroup_mma_wait(0, deps=(b_t,))
             barrier()
-            _load_step(bulk_keys, key, i_step + STAGES, num_steps, ready.index(slot), buffers.keys.index(slot))
-            flags_b.store(_over(b_s_b, tile_b, key_step, BLOCKS), i_block, BLOCKS)
+            _load_step(bulk_keys, key_row, i_step + STAGES, num_steps, ready.index(slot), buffers.keys.index(slot))
+            flags_b.store(_excess(b_s_b, tile_b, key_step, BLOCKS), i_block, BLOCKS)
             key_step = next_key_step
         mbarrier.wait(ready.index(0), phase ^ 1, pred=i + STAGES < num_steps)
 
 
 @gluon.jit
-def _room(bulk_keys):
+def _allocate_buffers(bulk_keys):
     """Allocate shared memory for two tiles and STAGES steps of keys, and the barriers that signal their arrival."""
     N: gl.constexpr = STEP_TOKENS
     BLOCK_D: gl.constexpr = bulk_keys.block_type.shape[1]
@@ -327,27 +327,27 @@ def _room(bulk_keys):
 
 
 @gluon.jit
-def _load_first(bulk_queries, bulk_keys, row, key, num_steps, buffers):
+def _load_first(bulk_queries, bulk_keys, query_row, key_row, num_steps, buffers):
     """Begin to copy both tiles, and the first steps of keys."""
     N: gl.constexpr = STEP_TOKENS
     queries_ready = buffers.ready.index(STAGES)
     mbarrier.expect(queries_ready, 2 * N * buffers.queries.shape[2])
-    bulk_load(bulk_queries, [row, 0], queries_ready, buffers.queries.index(0))
-    bulk_load(bulk_queries, [row + N, 0], queries_ready, buffers.queries.index(1))
+    bulk_load(bulk_queries, [query_row, 0], queries_ready, buffers.queries.index(0))
+    bulk_load(bulk_queries, [query_row + N, 0], queries_ready, buffers.queries.index(1))
     for i in gl.static_range(STAGES):
-        _load_step(bulk_keys, key, i, num_steps, buffers.ready.index(i), buffers.keys.index(i))
+        _load_step(bulk_keys, key_row, i, num_steps, buffers.ready.index(i), buffers.keys.index(i))
 
 
 @gluon.jit
-def _load_step(bulk_keys, key, i_step, num_steps, ready, buffer):
+def _load_step(bulk_keys, key_row, i_step, num_steps, ready, buffer):
     """Begin to copy a step of keys [128, BLOCK_D], one byte each; ``ready`` completes on arrival."""
     mbarrier.expect(ready, STEP_TOKENS * buffer.shape[1], pred=i_step < num_steps)
-    bulk_load(bulk_keys, [key + i_step * STEP_TOKENS, 0], ready, buffer, pred=i_step < num_steps)
+    bulk_load(bulk_keys, [key_row + i_step * STEP_TOKENS, 0], ready, buffer, pred=i_step < num_steps)
 
 
 @gluon.jit
 def _query_tiles(queries, first, stop_b):
-    """Load thresholds and inverse steps of both tiles' queries.
+    """Load thresholds and inverse scales of both tiles' queries.
 
     If there is no second tile, nothing passes its thresholds.
     """
@@ -356,18 +356,21 @@ def _query_tiles(queries, first, stop_b):
     valid = o_m < gl.where(stop_b > 0, STEP_TOKENS, 0)
     b_threshold_a = gl.load(queries.thresholds + o_q)
     b_threshold_b = gl.load(queries.thresholds + o_q + STEP_TOKENS, mask=valid, other=float("inf"))
-    b_inverse_a = gl.load(queries.inverse_steps + o_q).to(gl.float16)
-    b_inverse_b = gl.load(queries.inverse_steps + o_q + STEP_TOKENS, mask=valid, other=0.0).to(gl.float16)
+    b_inverse_a = gl.load(queries.inverse_scales + o_q).to(gl.float16)
+    b_inverse_b = gl.load(queries.inverse_scales + o_q + STEP_TOKENS, mask=valid, other=0.0).to(gl.float16)
     return QueryTile(b_threshold_a, b_inverse_a), QueryTile(b_threshold_b, b_inverse_b)
 
 
 @gluon.jit
 def _key_steps(keys, i_selected, i_kv, first, zero):
-    """Return pointers to the first step's key steps and biases, in the layouts of the largest scores and of scores."""
+    """Return pointers to the first step's key scales and biases.
+
+    Scales have the layout of the largest scores, and biases that of the scores.
+    """
     # The layout of the largest scores, inferred from a tile of zeros that is never computed.
     groups: gl.constexpr = gl.SliceLayout(0, _largest(zero).type.layout)
-    o_step = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4
-    o_step = o_step + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
-    steps = keys.steps + (i_kv.to(gl.int64) * keys.num_keys + first) // 8 + o_step
+    o_scale = gl.arange(0, STEP_TOKENS // 32, gl.SliceLayout(1, groups))[:, None] * 4
+    o_scale = o_scale + gl.arange(0, 4, gl.SliceLayout(0, groups))[None, :]
+    scales = keys.scales + (i_kv.to(gl.int64) * keys.num_keys + first) // 8 + o_scale
     biases = keys.half_biases + i_selected.to(gl.int64) * keys.num_keys + first
-    return KeySteps(biases + gl.arange(0, STEP_TOKENS, gl.SliceLayout(0, zero.type.layout)), steps)
+    return KeySteps(biases + gl.arange(0, STEP_TOKENS, gl.SliceLayout(0, zero.type.layout)), scales)

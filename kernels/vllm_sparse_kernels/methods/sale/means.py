@@ -78,7 +78,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
         sums = workspace.empty(moments, rows.num_tiles, num_heads, block_d)
         _query_sums_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS)
         _means_kernel[(rows.num_rows, num_heads, moments)](
-            sums, rows.num_tiles, rows.tile_bounds, rows.row_table, queries,
+            sums, rows.num_tiles, rows.device_tile_starts, rows.row_table, queries,
             BLOCK_D=block_d, FIELDS=ROW_FIELDS, COUNT=1,
         )  # fmt: skip
     num_splits = [ceil_div(seq_len, SPLIT_TOKENS) for seq_len in rows.seq_lens]
@@ -86,7 +86,7 @@ def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, works
     with workspace.frame():
         sums = workspace.empty(moments, sum(num_splits), num_kv_heads, block_d)
         _key_sums_kernel[(max(num_splits), num_kv_heads, rows.num_rows)](
-            key_args(cache, rows.block_table), starts, rows.row_ends, sums, sum(num_splits),
+            key_args(cache, rows.block_table), starts, rows.device_seq_lens, sums, sum(num_splits),
             **shape, SPLIT=SPLIT_TOKENS, **KEY_SUMS, num_warps=4 * moments,
         )  # fmt: skip
         _means_kernel[(rows.num_rows, num_kv_heads, moments)](
@@ -132,7 +132,7 @@ def _query_sums_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _key_sums_kernel(
-    keys, starts, row_ends, sums, num_splits,
+    keys, starts, seq_lens, sums, num_splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +143,7 @@ def _key_sums_kernel(
     Args:
         keys: KeyArgs.
         starts: [num_rows + 1] int32, a row's first split.
-        row_ends: [num_rows] int32, each row's keys.
+        seq_lens: [num_rows] int32, each row's keys.
         sums: [MOMENTS, num_splits, kv heads, BLOCK_D] float32; written.
         num_splits: Splits of all rows of the slab.
         HEAD_DIM: Channels of a head.
@@ -157,7 +157,7 @@ def _key_sums_kernel(
     i_split = tl.load(starts + i_row) + tl.program_id(0)
     if i_split < tl.load(starts + i_row + 1):
         begin = tl.program_id(0) * SPLIT
-        end = tl.minimum(begin + SPLIT, tl.load(row_ends + i_row))
+        end = tl.minimum(begin + SPLIT, tl.load(seq_lens + i_row))
         b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         b_square = tl.zeros([BLOCK_N if MOMENTS == 2 else 1, BLOCK_D], tl.float32)
         for i in tl.range(begin, end, BLOCK_N, num_stages=STAGES):

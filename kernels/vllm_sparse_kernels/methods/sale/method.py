@@ -24,9 +24,9 @@ Choices where the paper is ambiguous, and deviations from it:
   devices use int8.
 * Comparisons are the bottleneck on Hopper, so they run in half precision if that is safe. Half precision represents
   every integer up to 2,048, so sums of e4m3 products are exact while |q̃| · |k̃| is at most 2,048 (Cauchy-Schwarz).
-  With q̄(k − k̄)ᵀ, also at most 2,048 steps, scores are off by at most 2^-11 of themselves and 2^-10 of that term, a
-  fraction of the error of 4 bits. Programs whose queries or keys may exceed these limits, and all other devices, use
-  float32.
+  With q̄(k − k̄)ᵀ, also at most 2,048 in the same unit, scores are off by at most 2^-11 of themselves and 2^-10 of
+  that term, a fraction of the error of 4 bits. Programs whose queries or keys may exceed these limits, and all other
+  devices, use float32.
 * The test multiplies every query with every key: 8.5e12 operations at 131,072 tokens for a chunk of 8,192 and 32 heads
   of 128 channels. This is half of FlashAttention's work at twice bf16's rate, so the lower limit on Hopper is about
   0.17 of FlashAttention-3's time. The paper's 0.11 relies on an RTX 4090, whose INT4 is 8 times as fast as its FP16.
@@ -79,7 +79,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     IntegerFormat,
     Regions,
     Selected,
-    room_for_keys,
+    allocate_keys,
     round_keys,
     round_queries,
 )
@@ -190,7 +190,7 @@ def select_on_hopper(
         heads: [n] int32 on the device, numbers of the selected query heads.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
-    _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=True)
+    _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, in_half=True)
 
 
 def select_on_portable(
@@ -206,10 +206,10 @@ def select_on_portable(
         heads: [n] int32 on the device, numbers of the selected query heads.
         scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
     """
-    _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, by_half=False)
+    _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, in_half=False)
 
 
-def _select(method: Sale, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor, by_half: bool) -> None:
+def _select(method: Sale, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor, in_half: bool) -> None:
     index.clear_stripes(heads)
     taus = [head.tau for head in method.of_heads(len(heads))]
     if not any(taus):
@@ -218,12 +218,12 @@ def _select(method: Sale, inputs: LayerInputs, index: SparseIndex, heads: torch.
     log_taus = on_device(tuple(math.log(tau) if tau else -math.inf for tau in taus), inputs.q.device)
     with index.workspace.frame():
         kept = index.workspace.empty(len(heads), index.block_ids.shape[1], dtype=torch.uint8)
-        _flag(method, inputs, index, Selected(heads, log_taus, len(heads)), kept, by_half)
+        _flag_all_blocks(method, inputs, index, Selected(heads, log_taus, len(heads)), kept, in_half)
         compact_blocks(kept, index, heads)
 
 
-def _flag(
-    method: Sale, inputs: LayerInputs, index: SparseIndex, selected: Selected, kept: torch.Tensor, by_half: bool
+def _flag_all_blocks(
+    method: Sale, inputs: LayerInputs, index: SparseIndex, selected: Selected, kept: torch.Tensor, in_half: bool
 ) -> None:
     """Compute the flags of all blocks: [num_selected, block_capacity] uint8, laid out like ``block_ids``."""
     cache, rows, workspace = inputs.cache, inputs.rows, index.workspace
@@ -235,10 +235,10 @@ def _flag(
     queries = round_queries(inputs, means, selected, regions, integers, workspace)
     for slab in slabs_of(rows, selected.num_selected, marks_bytes):
         with workspace.frame():
-            keys = room_for_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, workspace)
+            keys = allocate_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, workspace)
             round_keys(inputs, means, selected, slab, keys)
             for run in slab.runs:
-                flag_blocks(queries, keys, kept, index, selected, regions, run, by_half)
+                flag_blocks(queries, keys, kept, index, selected, regions, run, in_half)
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:

@@ -217,5 +217,5 @@ def round_keys(x: torch.Tensor) -> torch.Tensor:
 
 
 def _round(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-    step = largest.clamp_min(TINY) / LEVELS
-    return torch.floor(x * (1 / step) + 0.5) * step
+    scale = largest.clamp_min(TINY) / LEVELS
+    return torch.floor(x * (1 / scale) + 0.5) * scale

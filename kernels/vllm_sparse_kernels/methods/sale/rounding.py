@@ -78,13 +78,13 @@ class KeySource(NamedTuple):
 class RoundedQueries(NamedTuple):
     """Queries in 4 bits, tile after tile.
 
-    Integers are int8 or e4m3. Scores have the unit (query step) · (key step). Parts of heads that keep everything are
-    undefined.
+    Integers are int8 or e4m3. A score is a product of integers times the scales of its query and its key. Parts of
+    heads that keep everything are undefined.
     """
 
     integers: Any  # [num_selected, num_queries, KEPT_D]
-    thresholds: Any  # [num_selected, num_queries] float32, in query steps; infinity past the row's end
-    inverse_steps: Any  # [num_selected, num_queries] float32, 0 past the row's end
+    thresholds: Any  # [num_selected, num_queries] float32, divided by the query's scale; infinity past the row's end
+    inverse_scales: Any  # [num_selected, num_queries] float32, 0 past the row's end
     squares: Any  # [num_selected, num_queries] float32, of the integers' length
     num_queries: int  # whole tiles
 
@@ -93,15 +93,15 @@ class RoundedKeys(NamedTuple):
     """Keys of a slab in 4 bits. Parts of kv heads that no estimating head reads are undefined."""
 
     integers: Any  # [num_kv_heads, num_keys, KEPT_D]
-    steps: Any  # [num_kv_heads, num_keys / 8] float32
-    biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ in key steps
+    scales: Any  # [num_kv_heads, num_keys / 8] float32
+    biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ divided by the key's scale
     half_biases: Any  # the same in half precision, infinite if they are out of its range
     squares: Any  # [num_kv_heads, num_keys / 64] float32, largest squared length of 64 keys' integers
     largest_biases: Any  # [num_selected, num_keys / 64] float32, largest magnitude among the biases of 64 keys
     num_keys: int  # a multiple of 128
 
 
-def room_for_keys(
+def allocate_keys(
     num_selected: int, num_kv_heads: int, num_keys: int, integers: IntegerFormat, workspace: Workspace
 ) -> RoundedKeys:
     """Allocate the rounded keys of a slab.
@@ -118,7 +118,7 @@ def room_for_keys(
     """
     return RoundedKeys(
         integers=workspace.empty(num_kv_heads, num_keys, integers.kept_d, dtype=integers.dtype),
-        steps=workspace.empty(num_kv_heads, num_keys // 8),
+        scales=workspace.empty(num_kv_heads, num_keys // 8),
         biases=workspace.empty(num_selected, num_keys),
         half_biases=workspace.empty(num_selected, num_keys, dtype=torch.float16),
         squares=workspace.empty(num_kv_heads, num_keys // 64),
@@ -134,15 +134,15 @@ def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeyS
         inputs: Cache and rows of the step.
         means: Means of all rows.
         selected: The heads whose biases are written.
-        slab: The slab, whose rows are pooled.
-        rounded: From ``room_for_keys`` for ``slab.num_keys`` keys; written.
+        slab: The slab, whose rows are rounded.
+        rounded: From ``allocate_keys`` for ``slab.num_keys`` keys; written.
     """
     cache, rows, group = inputs.cache, inputs.rows, inputs.group
     shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
     num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
-        key_args(cache, rows.block_table), rounded, means, *selected, rows.row_ends, slab.first_row, slab.key_starts,
-        compile_time(shape),
+        key_args(cache, rows.block_table), rounded, means, *selected, rows.device_seq_lens, slab.first_row,
+        slab.key_starts, compile_time(shape),
         GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(selected.num_selected), STEP=STEP_TOKENS,
         **ROUND_KEYS,
     )  # fmt: skip
@@ -170,7 +170,7 @@ def round_queries(
     rounded = RoundedQueries(
         integers=workspace.empty(count, num_queries, integers.kept_d, dtype=integers.dtype),
         thresholds=workspace.empty(count, num_queries),
-        inverse_steps=workspace.empty(count, num_queries),
+        inverse_scales=workspace.empty(count, num_queries),
         squares=workspace.empty(count, num_queries),
         num_queries=num_queries,
     )
@@ -186,7 +186,7 @@ def round_queries(
 
 @triton.jit(do_not_specialize=["num_selected", "first_row"])
 def _round_keys_kernel(
-    keys, rounded, means, heads, log_taus, num_selected, row_ends, first_row, key_starts, SHAPE,
+    keys, rounded, means, heads, log_taus, num_selected, seq_lens, first_row, key_starts, SHAPE,
     GROUP_2: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Run step 1 for BLOCK_N keys of one kv head, and compute q̄(k − k̄)ᵀ for the estimating heads that read them.
@@ -200,7 +200,7 @@ def _round_keys_kernel(
         heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         num_selected: Number of heads to select.
-        row_ends: [num_rows] int32, each row's keys.
+        seq_lens: [num_rows] int32, each row's keys.
         first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
         SHAPE: RoundShape.
@@ -211,15 +211,17 @@ def _round_keys_kernel(
     """
     i_kv = tl.program_id(1)
     i_row = first_row + tl.program_id(2)
-    seq_len = tl.load(row_ends + i_row)
+    seq_len = tl.load(seq_lens + i_row)
     first = tl.program_id(0) * BLOCK_N
-    # Position of each query head of the kv head in ``heads``.
+    # The place in ``heads`` of each query head of the kv head, and whether such a head is tested at all.
     o_h = tl.arange(0, HEADS)
     o_g = tl.arange(0, GROUP_2)
     b_heads = tl.load(heads + o_h, mask=o_h < num_selected, other=-1)
     b_tests = tl.load(log_taus + o_h, mask=o_h < num_selected, other=float("-inf")) > float("-inf")
-    b_is = (b_heads[None, :] == (i_kv * SHAPE.GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < SHAPE.GROUP)[:, None]
-    b_tested = tl.sum(b_is.to(tl.int32), 1) > 0
+    b_matches = (
+        (b_heads[None, :] == (i_kv * SHAPE.GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < SHAPE.GROUP)[:, None]
+    )
+    b_tested = tl.sum(b_matches.to(tl.int32), 1) > 0
     if (first < (seq_len + STEP - 1) // STEP * STEP) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
         o_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(key_starts + tl.program_id(2)) + first
@@ -235,10 +237,10 @@ def _round_keys_kernel(
         b_k = tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
 
         b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
-        b_step = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
+        b_scale = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
         o_kv = i_kv.to(tl.int64) * rounded.num_keys + slot
-        tl.store(rounded.steps + o_kv // 8 + tl.arange(0, BLOCK_N // 8), tl.reshape(b_step, [BLOCK_N // 8]))
-        b_inverse = tl.broadcast_to((1.0 / b_step)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
+        tl.store(rounded.scales + o_kv // 8 + tl.arange(0, BLOCK_N // 8), tl.reshape(b_scale, [BLOCK_N // 8]))
+        b_inverse = tl.broadcast_to((1.0 / b_scale)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
         b_inverse = tl.reshape(b_inverse, [BLOCK_N])
         b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
         o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
@@ -248,12 +250,14 @@ def _round_keys_kernel(
         tl.store(rounded.squares + o_kv // 64 + o_64, tl.max(b_square, 1))
 
         b_bias = b_bias * b_inverse[:, None]
-        b_i = tl.sum(tl.where(b_is, o_h[None, :], 0), 1).to(tl.int64) * rounded.num_keys + slot
-        o_bias = b_i[None, :] + tl.arange(0, BLOCK_N)[:, None]
+        b_first_bias = tl.sum(tl.where(b_matches, o_h[None, :], 0), 1).to(tl.int64) * rounded.num_keys + slot
+        o_bias = b_first_bias[None, :] + tl.arange(0, BLOCK_N)[:, None]
         tl.store(rounded.biases + o_bias, b_bias, mask=b_tested[None, :])
         tl.store(rounded.half_biases + o_bias, b_bias.to(tl.float16), mask=b_tested[None, :])
         b_largest = tl.max(tl.reshape(tl.abs(b_bias), [BLOCK_N // 64, 64, GROUP_2]), 1)
-        tl.store(rounded.largest_biases + (b_i // 64)[None, :] + o_64[:, None], b_largest, mask=b_tested[None, :])
+        tl.store(
+            rounded.largest_biases + (b_first_bias // 64)[None, :] + o_64[:, None], b_largest, mask=b_tested[None, :]
+        )
 
 
 @triton.jit
@@ -343,20 +347,20 @@ def _round_queries_kernel(
         i_query_mean = i_row * KV_HEADS * SHAPE.GROUP + i_head
         if SHAPE.KEPT_D < SHAPE.BLOCK_D:
             b_mean = tl.load(means.queries + i_query_mean * SHAPE.BLOCK_D + o_d)
-            b_apart = b_q.to(tl.float32) - b_mean[None, :]
-            b_apart = b_apart * b_apart * tl.load(means.left_out + i_mean * SHAPE.BLOCK_D + o_d)[None, :]
-            b_threshold -= tl.sqrt(tl.sum(b_apart, 1))
+            b_centred = b_q.to(tl.float32) - b_mean[None, :]
+            b_centred = b_centred * b_centred * tl.load(means.left_out + i_mean * SHAPE.BLOCK_D + o_d)[None, :]
+            b_threshold -= tl.sqrt(tl.sum(b_centred, 1))
         channels = means.channels + i_mean * SHAPE.KEPT_D
         b_mean = load_kept(means.queries + i_query_mean * SHAPE.BLOCK_D, channels, SHAPE.BLOCK_D, SHAPE.KEPT_D)
         b_q = tl.where(in_row[:, None], kept_of(b_q, channels, SHAPE.KEPT_D) - b_mean[None, :], 0.0)
-        b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
-        b_int = tl.floor(b_q * (1.0 / b_step)[:, None] + 0.5)
+        b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
+        b_int = tl.floor(b_q * (1.0 / b_scale)[:, None] + 0.5)
         o_r = i_selected.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
         o_int = o_r[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
-        tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_step, float("inf")))
-        tl.store(rounded.inverse_steps + o_r, tl.where(in_row, 1.0 / b_step, 0.0))
+        tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_scale, float("inf")))
+        tl.store(rounded.inverse_scales + o_r, tl.where(in_row, 1.0 / b_scale, 0.0))
 
 
 @triton.jit

@@ -67,14 +67,14 @@ class ScoreShape(NamedTuple):
 class ScoreArgs(NamedTuple):
     """Inputs and outputs of ``_test_kernel``."""
 
-    queries: Any
-    keys: Any
-    heads: Any
-    log_taus: Any
-    kept: Any
-    index: Any
-    pairs: Any
-    sink_tokens: Any
+    queries: Any  # RoundedQueries
+    keys: Any  # RoundedKeys
+    heads: Any  # [n] int32, numbers of the selected query heads
+    log_taus: Any  # [n] float32, ln τ; −∞ for heads that keep everything
+    kept: Any  # [n, block_capacity] uint8, laid out as ``block_ids``; 1 is stored for blocks that pass
+    index: Any  # IndexArgs
+    tile_sets: Any  # [num_sets, SET_FIELDS] int32: first tile, tiles, where the row's keys begin in the slab
+    sink_tokens: Any  # as in ``Regions``
     local_tokens: Any
 
 
@@ -87,11 +87,11 @@ class Work(NamedTuple):
     num_tiles: Any
     begin: Any  # position of the first key
     end: Any
-    shift: Any  # where the row's keys begin in the slab
+    key_start: Any  # where the row's keys begin in the slab
 
 
 def marks_bytes(num_selected: int, reach: int) -> int:
-    """Return the memory of one tile's marks: one for each span that is left to ``_test_kernel``.
+    """Return the memory of one tile's marks: a byte for each span, 1 if ``half_kernel`` leaves the span untested.
 
     Args:
         num_selected: Number of query heads to select.
@@ -111,7 +111,7 @@ def _test_stages(kept_d: int, limit_bytes: int) -> int:
         limit_bytes: Shared memory of a program, including its queries.
 
     Returns:
-        4 for three buffered steps of 64 keys with their biases and steps; 3 or 2 if the GPU has room for fewer.
+        4 for three buffered steps of 64 keys with their biases and scales; 3 or 2 if the GPU has room for fewer.
     """
     query_bytes, step_bytes = TEST_TILES * TILE_TOKENS * kept_d, 64 * (kept_d + 4) + 32
     return max(2, min(4, 1 + (limit_bytes - query_bytes) // step_bytes))
@@ -133,7 +133,7 @@ def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regi
 
 def flag_blocks(
     queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
-    regions: Regions, run: slabs.Run, by_half: bool,
+    regions: Regions, run: slabs.Run, in_half: bool,
 ) -> None:  # fmt: skip
     """Set the flags of the blocks in which an element passes, for a run of a slab's tiles.
 
@@ -145,9 +145,9 @@ def flag_blocks(
         selected: The selected heads.
         regions: Sink and local region of every query block.
         run: The tiles.
-        by_half: Whether to compare in half precision, by ``hopper.py``, if that is exact.
+        in_half: Whether to compare in half precision, by ``hopper.py``, if that is exact.
     """
-    num_pairs, num_spans, num_heads = len(run.tile_sets), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
+    num_sets, num_spans, num_heads = len(run.tile_sets), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.tile_sets, *regions)
     group = index.num_heads // keys.integers.shape[0]
     kept_d = keys.integers.shape[2]
@@ -163,14 +163,14 @@ def flag_blocks(
         STAGES=num_stages,
     )
     with index.workspace.frame():
-        left = index.workspace.empty(num_heads, num_pairs, num_spans, dtype=torch.uint8)
-        if by_half:
-            sale_hopper.half_kernel[num_pairs, num_spans, num_heads](
-                queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, left,
+        untested = index.workspace.empty(num_heads, num_sets, num_spans, dtype=torch.uint8)
+        if in_half:
+            sale_hopper.half_kernel[num_sets, num_spans, num_heads](
+                queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, untested,
                 GROUP=group, INDEX_N=index.block_tokens, SPAN=SPAN_TOKENS, num_warps=TEST_WARPS,
             )  # fmt: skip
-        _test_kernel[(num_pairs, 1 if by_half else num_spans, num_heads)](
-            queries, keys, *args, left, num_spans, compile_time(test), MARKED=by_half, num_warps=TEST_WARPS,
+        _test_kernel[(num_sets, 1 if in_half else num_spans, num_heads)](
+            queries, keys, *args, untested, num_spans, compile_time(test), MARKED=in_half, num_warps=TEST_WARPS,
         )  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def half_refusal(spec: SelectSpec) -> str | None:
 
 
 @triton.jit
-def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
+def _tested_blocks(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
     """Return the index blocks of tiles [begin, end) between sink and local region.
 
     The local region of a tile's first query block begins no later than that of its second.
@@ -202,9 +202,8 @@ def _tested(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
 def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
     """Write uint8 flags of one (tile, head)'s causal blocks.
 
-    A flag is 1 in sink, local region and diagonal, and 0 for blocks to test.
-
-    A head with τ = 0 (ln τ = −∞) keeps every block.
+    A flag is 1 in sink, local region and diagonal, and 0 for blocks to test. A head with τ = 0 (ln τ = −∞) keeps every
+    block.
 
     Grid: (tiles, n). Bound by memory: it writes a byte for each causal block.
 
@@ -218,7 +217,7 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
         CHUNK: Blocks of a step.
     """
     i_tile, i_selected = tl.program_id(0), tl.program_id(1)
-    begin, end = _tested(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
+    begin, end = _tested_blocks(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
     if tl.load(log_taus + i_selected) == float("-inf"):
         end = 0
     _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
@@ -230,12 +229,12 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens", "num_spans"])
 def _test_kernel(
-    queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens, left, num_spans, SHAPE,
+    queries, keys, heads, log_taus, kept, index, tile_sets, sink_tokens, local_tokens, untested, num_spans, SHAPE,
     MARKED: tl.constexpr,
 ):  # fmt: skip
-    """Run step 3 for up to TILES tiles of one head and one span; with MARKED, only for spans that are ``left``.
+    """Run step 3 for up to TILES tiles of one head and one span; with MARKED, only for ``untested`` spans.
 
-    Grid: (pairs of tiles, spans, n), or (pairs, 1, n) where MARKED. Bound by the matrix units, and by the maxima of the
+    Grid: (tile sets, spans, n), or (tile sets, 1, n) where MARKED. Bound by the matrix units, and by the maxima of the
     products.
 
     Args:
@@ -245,45 +244,45 @@ def _test_kernel(
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
         index: IndexArgs.
-        pairs: [num_pairs, 3] int32: first tile, tiles, where the row's keys begin in the slab.
+        tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, where the row's keys begin in the slab.
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
-        left: [n, pairs, spans] uint8, spans that are left.
+        untested: [n, tile sets, spans] uint8, 1 for spans that ``half_kernel`` has not tested.
         num_spans: Spans of the furthest tile.
         SHAPE: ScoreShape.
-        MARKED: Whether to test only the spans that are left.
+        MARKED: Whether to test only the untested spans.
     """
-    args = ScoreArgs(queries, keys, heads, log_taus, kept, index, pairs, sink_tokens, local_tokens)
+    args = ScoreArgs(queries, keys, heads, log_taus, kept, index, tile_sets, sink_tokens, local_tokens)
     if MARKED:
-        marks = left + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_spans
-        num_left = 0
+        marks = untested + (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * num_spans
+        num_untested = 0
         for i in range(0, num_spans, 64):
             o_s = i + tl.arange(0, 64)
-            num_left += tl.sum(tl.load(marks + o_s, mask=o_s < num_spans, other=0).to(tl.int32), 0)
-        if num_left > 0:
+            num_untested += tl.sum(tl.load(marks + o_s, mask=o_s < num_spans, other=0).to(tl.int32), 0)
+        if num_untested > 0:
             for i_span in range(num_spans):
                 if tl.load(marks + i_span) != 0:
-                    _test_pair(args, i_span, SHAPE)
+                    _test_tile_set(args, i_span, SHAPE)
     else:
-        _test_pair(args, tl.program_id(1), SHAPE)
+        _test_tile_set(args, tl.program_id(1), SHAPE)
 
 
 @triton.jit
-def _test_pair(args, i_span, SHAPE):
+def _test_tile_set(args, i_span, SHAPE):
     """Run step 3 for up to TILES tiles of one head and up to SPAN keys."""
     index = args.index
     i_selected = tl.program_id(2)
-    pair = args.pairs + tl.program_id(0) * SET_FIELDS
-    i_tile = tl.load(pair)
-    num_tiles = tl.load(pair + 1)
+    tile_set = args.tile_sets + tl.program_id(0) * SET_FIELDS
+    i_tile = tl.load(tile_set)
+    num_tiles = tl.load(tile_set + 1)
     o_t = tl.minimum(tl.arange(0, SHAPE.TILES), num_tiles - 1) + i_tile
-    first_block, b_end_block = _tested(index.tiles, o_t, args.sink_tokens, args.local_tokens, SHAPE.INDEX_N)
+    first_block, b_end_block = _tested_blocks(index.tiles, o_t, args.sink_tokens, args.local_tokens, SHAPE.INDEX_N)
     begin = tl.maximum(first_block * SHAPE.INDEX_N, i_span * SHAPE.SPAN)
     end = tl.minimum(tl.max(b_end_block, 0) * SHAPE.INDEX_N, (i_span + 1) * SHAPE.SPAN)
     if (begin < end) & (tl.load(args.log_taus + i_selected) > float("-inf")):
-        shift = tl.multiple_of(tl.load(pair + 2), 128)
+        key_start = tl.multiple_of(tl.load(tile_set + 2), 128)
         i_kv = tl.load(args.heads + i_selected) // SHAPE.GROUP
-        work = Work(i_selected, i_kv, i_tile, num_tiles, begin, end, shift)
+        work = Work(i_selected, i_kv, i_tile, num_tiles, begin, end, key_start)
         b_flags = args.kept + i_selected.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + o_t)
         _test_span(args.queries, args.keys, work, b_flags, b_end_block, SHAPE)
 
@@ -297,31 +296,31 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     o_n = tl.arange(0, BLOCK_N)
-    o_step = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    o_scale = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     in_tiles = o_m < work.num_tiles * SHAPE.TILE
     o_q = work.i_selected.to(tl.int64) * queries.num_queries + work.i_tile * SHAPE.TILE + o_m
     b_q = tl.load(queries.integers + o_q[:, None] * SHAPE.BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_tiles, other=float("inf"))
-    b_inverse = tl.load(queries.inverse_steps + o_q, mask=in_tiles, other=0.0)
-    integers = keys.integers + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) * SHAPE.BLOCK_D
-    steps = keys.steps + (work.i_kv.to(tl.int64) * keys.num_keys + work.shift) // 8
-    biases = keys.biases + work.i_selected.to(tl.int64) * keys.num_keys + work.shift
+    b_inverse = tl.load(queries.inverse_scales + o_q, mask=in_tiles, other=0.0)
+    integers = keys.integers + (work.i_kv.to(tl.int64) * keys.num_keys + work.key_start) * SHAPE.BLOCK_D
+    scales = keys.scales + (work.i_kv.to(tl.int64) * keys.num_keys + work.key_start) // 8
+    biases = keys.biases + work.i_selected.to(tl.int64) * keys.num_keys + work.key_start
     o_block = tl.arange(0, BLOCKS)
     for i in tl.range(work.begin // BLOCK_N, (work.end + BLOCK_N - 1) // BLOCK_N, num_stages=SHAPE.STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * SHAPE.BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
-        b_step = tl.load(steps + i * (BLOCK_N // 8) + o_step)
+        b_scale = tl.load(scales + i * (BLOCK_N // 8) + o_scale)
         b_s = tl.fma(b_inverse[:, None], b_bias[None, :], tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
-        # Largest of the eight scores that share a key step: [queries, BLOCK_N // 32, 4]. They are in one thread.
+        # Largest of the eight scores that share a key scale: [queries, BLOCK_N // 32, 4]. They are in one thread.
         b_s = tl.max(tl.reshape(b_s, [BLOCK_M, BLOCK_N // 32, 4, 4, 2]), 2)
-        b_top = tl.max(b_s, 3) * b_step[None, :, :]
+        b_top = tl.max(b_s, 3) * b_scale[None, :, :]
         b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
         # Axes 1 and 3 are in one thread. A warp has 16 of each 16 · WARPS queries, and a thread two of these, 8 apart.
-        b_over = b_top - b_threshold[:, None, None]
-        b_over = tl.reshape(b_over, [SHAPE.TILES, SHAPE.TILE // (16 * SHAPE.WARPS), SHAPE.WARPS, 2, 8, BLOCKS, 4])
-        b_over = tl.max(tl.max(b_over, 3), 1)
+        b_excess = b_top - b_threshold[:, None, None]
+        b_excess = tl.reshape(b_excess, [SHAPE.TILES, SHAPE.TILE // (16 * SHAPE.WARPS), SHAPE.WARPS, 2, 8, BLOCKS, 4])
+        b_excess = tl.max(tl.max(b_excess, 3), 1)
         o_b = i * BLOCK_N // SHAPE.INDEX_N + o_block
         b_at = b_flags[:, None] + o_b[None, :]
-        b_passes = (b_over >= 0) & (o_b[None, :] < b_end_block[:, None])[:, None, None, :, None]
+        b_passes = (b_excess >= 0) & (o_b[None, :] < b_end_block[:, None])[:, None, None, :, None]
         b_at = tl.broadcast_to(b_at[:, None, None, :, None], b_passes.shape)
         tl.store(b_at, tl.full(b_passes.shape, 1, tl.uint8), mask=b_passes)

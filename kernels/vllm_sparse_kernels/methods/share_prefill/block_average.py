@@ -48,7 +48,7 @@ class Spans(NamedTuple):
         lasts, block_starts = [], [0]
         for row, query_len in enumerate(rows.query_lens):
             length = min(query_len, TILE_TOKENS)
-            lasts += [row, rows.tokens[row] + query_len - length, length, rows.seq_lens[row] - length]
+            lasts += [row, rows.query_starts[row] + query_len - length, length, rows.seq_lens[row] - length]
             block_starts.append(block_starts[-1] + blocks[row])
         return Spans(
             block_tokens,
@@ -133,10 +133,10 @@ class BlockAverages:
                 MAP_STAGES=_map_stages(head_dim, shared_bytes(q.device)),
             )
         )
-        room, num_rows = index.workspace.empty, index.rows.num_rows
-        self.mean_keys = room(num_kv_heads, spans.num_blocks, head_dim)
-        self.scores = room(num_heads, spans.num_blocks)
-        mean_queries = room(num_heads, num_rows, head_dim)
+        empty, num_rows = index.workspace.empty, index.rows.num_rows
+        self.mean_keys = empty(num_kv_heads, spans.num_blocks, head_dim)
+        self.scores = empty(num_heads, spans.num_blocks)
+        mean_queries = empty(num_heads, num_rows, head_dim)
         selected = {"SELECTED": triton.next_power_of_2(len(heads))}
         _last_queries_kernel[(num_heads, num_rows)](
             self.queries, self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts,

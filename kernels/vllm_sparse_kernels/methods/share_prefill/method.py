@@ -351,15 +351,15 @@ def _share(
     Algorithm 3 fills patterns [heads, num_rows] int32, makes the maps of new pivots and keeps their estimates ã.
     Algorithm 2 writes the lists of shared and dense heads.
     """
-    rows, room = index.rows, index.workspace.empty
+    rows, empty = index.rows, index.workspace.empty
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape
     shares = on_device(tuple(head.kernel_share for head in method.fallback.of_heads(num_heads)), rows.device)
     args = ShareArgs(
         averages.heads, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
         pivots.exists, pivots.last_rows, pivots.maps, pivots.weights,
-        room(num_heads, rows.num_tiles, DIGITS.value), room(num_heads, rows.num_tiles, dtype=torch.int32),
-        room(num_heads, rows.num_tiles), pivots.spans.block_starts, rows.tile_bounds,
+        empty(num_heads, rows.num_tiles, DIGITS.value), empty(num_heads, rows.num_tiles, dtype=torch.int32),
+        empty(num_heads, rows.num_tiles), pivots.spans.block_starts, rows.device_tile_starts,
     )  # fmt: skip
     stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
     num_map_programs = len(slots) * rows.num_tiles

@@ -102,7 +102,7 @@ def write_block_lists(
         sink_tokens: Keys at the beginning of the sequence that are always kept.
         local_tokens: Minimum number of keys before a query that are always kept.
     """
-    _choose(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, None)
+    _launch_choice(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, None)
 
 
 def mark_blocks(
@@ -121,7 +121,7 @@ def mark_blocks(
         local_tokens: Minimum number of keys before a query that are always kept.
         marks: [n, tiles, width] uint8, contiguous; receives ``CHOSEN`` or 0 for each causal block of 32 keys.
     """
-    _choose(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, marks)
+    _launch_choice(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, marks)
 
 
 def write_marked_lists(marks: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor) -> None:
@@ -137,20 +137,21 @@ def write_marked_lists(marks: torch.Tensor, index: SparseIndex, first_tile: int,
     _list_kernel[(num_tiles, num_selected)](
         marks, *marks.stride()[:2], heads, index.rows.tiles, index.rows.num_tiles, first_tile,
         BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
-        PARTS=index.block_tokens // KEY_BLOCK.value, num_warps=4,
+        FINE_BLOCKS=index.block_tokens // KEY_BLOCK.value, num_warps=4,
     )  # fmt: skip
 
 
-def _choose(
+def _launch_choice(
     masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
     local_tokens: int, marks: torch.Tensor | None,
 ) -> None:  # fmt: skip
+    """Write ``marks``, or the lists if ``marks`` is None."""
     num_selected, num_tiles, _ = masses.shape
     _choose_kernel[(num_tiles, num_selected)](
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
         shares, sink_tokens, local_tokens,
         BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0), marks,
-        PARTS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
+        FINE_BLOCKS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
         num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
@@ -158,14 +159,14 @@ def _choose(
 @triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "stride_ids"])
 def _choose_kernel(
     masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, shares, sink, local,
-    lists, stride_ids, marks, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    lists, stride_ids, marks, FINE_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write one (tile, head)'s list or marks: the fewest blocks between sink and local region that hold ``kept_mass``.
 
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
     count towards the share, and at most ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are
-    numbers of tokens. PARTS neighbouring blocks form a block of the index, which is kept if one of them is.
+    numbers of tokens. FINE_BLOCKS neighbouring blocks form a block of the index, which is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end once a single
     mass decides.
@@ -184,60 +185,63 @@ def _choose_kernel(
         lists: BlockLists; written.
         stride_ids: Elements between two heads of ``lists.block_ids``.
         marks: uint8, laid out as ``masses``, written instead of the list; None to write the list.
-        PARTS: Blocks of 32 keys in an index block.
+        FINE_BLOCKS: Blocks of 32 keys in an index block.
         CHUNK: Masses that stay in registers.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
-    row = masses + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
-    # Candidates are the blocks between the sink and the local region.
+    tile_masses = masses + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+    # Candidates are the blocks between the sink and the local region. All others are always kept.
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
     _, _, _, position = load_tile(tiles, i_tile)
     end = tl.maximum(position - local, 0) // KEY_BLOCK
     _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
-    share = tl.load(shares.kept_mass + i_selected)
-    whole = share >= 1
-    if whole:
-        begin = num_blocks
-    b_first = tl.abs(_load(row, 0, begin, end, CHUNK))
-    most = tl.ceil(tl.load(shares.most_share + i_selected) * num_blocks).to(tl.int32)
-    bits, num_equal = _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK)
+    kept_mass = tl.load(shares.kept_mass + i_selected)
+    keeps_all = kept_mass >= 1
+    if keeps_all:
+        begin = num_blocks  # no candidates
+    b_first = tl.abs(_load_candidates(tile_masses, 0, begin, end, CHUNK))
+    max_blocks = tl.ceil(tl.load(shares.most_share + i_selected) * num_blocks).to(tl.int32)
+    bits, num_equal = _find_threshold(b_first, tile_masses, begin, end, num_blocks, kept_mass, max_blocks, CHUNK)
 
-    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
+    # Read the masses again, in order, and keep those above the threshold, the first of those equal to it, and peaks.
+    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * FINE_BLOCKS)
     ids = lists.block_ids + i_head * stride_ids + tl.load(lists.block_offsets + i_tile)
-    count, seen = 0, 0
+    count, num_seen = 0, 0  # length of the list, and masses equal to the threshold so far
     for first in range(0, num_blocks, LISTED_BLOCKS):
         o_n = first + tl.arange(0, LISTED_BLOCKS)
-        b_masses = _load(row, first, begin, end, LISTED_BLOCKS)
+        b_masses = _load_candidates(tile_masses, first, begin, end, LISTED_BLOCKS)
         b_bits = tl.abs(b_masses).to(tl.int32, bitcast=True)
         b_equal = (b_bits == bits).to(tl.int32)
-        b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal)) | (b_masses < 0)
-        seen += tl.sum(b_equal, 0)
+        b_above = b_bits > bits
+        b_is_first = (b_equal != 0) & (num_seen + tl.cumsum(b_equal, 0) <= num_equal)
+        b_chosen = b_above | b_is_first | (b_masses < 0)
+        num_seen += tl.sum(b_equal, 0)
         b_kept = (b_chosen | (o_n < begin) | (o_n >= end)).to(tl.int32)
         if marks is None:
-            count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS)
+            count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS)
         else:
-            target = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
-            tl.store(target + o_n, tl.where(b_kept != 0, CHOSEN, 0).to(tl.uint8), mask=o_n < num_blocks)
+            tile_marks = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+            tl.store(tile_marks + o_n, tl.where(b_kept != 0, CHOSEN, 0).to(tl.uint8), mask=o_n < num_blocks)
     if marks is None:
         tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
 
 
 @triton.jit
-def _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS: tl.constexpr):
+def _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS: tl.constexpr):
     """Append the index blocks in which ``b_kept``, which starts at block ``first``, flags a block of 32 keys.
 
     Returns the new count.
     """
-    WIDTH: tl.constexpr = b_kept.shape[0] // PARTS
-    b_kept = tl.max(tl.reshape(b_kept, [WIDTH, PARTS]), 1) != 0
-    o_p = first // PARTS + tl.arange(0, WIDTH)
+    WIDTH: tl.constexpr = b_kept.shape[0] // FINE_BLOCKS
+    b_kept = tl.max(tl.reshape(b_kept, [WIDTH, FINE_BLOCKS]), 1) != 0
+    o_p = first // FINE_BLOCKS + tl.arange(0, WIDTH)
     return append(ids, count, o_p, (o_p < num_causal) & (b_kept | (o_p >= diagonal)))
 
 
 @triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "stride_ids"])
 def _list_kernel(
-    marks, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, lists, stride_ids, PARTS: tl.constexpr
+    marks, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, lists, stride_ids, FINE_BLOCKS: tl.constexpr
 ):  # fmt: skip
     """Write one (tile, head)'s list of the index blocks with a mark, and of the diagonal.
 
@@ -253,101 +257,106 @@ def _list_kernel(
         first_tile: First tile of the run.
         lists: BlockLists; written.
         stride_ids: Elements between two heads of ``lists.block_ids``.
-        PARTS: Blocks of 32 keys in an index block.
+        FINE_BLOCKS: Blocks of 32 keys in an index block.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
-    row = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
+    tile_marks = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
-    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * PARTS)
+    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * FINE_BLOCKS)
     ids = lists.block_ids + i_head * stride_ids + tl.load(lists.block_offsets + i_tile)
     count = 0
     for first in range(0, num_blocks, LISTED_BLOCKS):
         o_n = first + tl.arange(0, LISTED_BLOCKS)
-        b_kept = (tl.load(row + o_n, mask=o_n < num_blocks, other=0) != 0).to(tl.int32)
-        count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, PARTS)
+        b_kept = (tl.load(tile_marks + o_n, mask=o_n < num_blocks, other=0) != 0).to(tl.int32)
+        count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS)
     tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
 
 
 @triton.jit
-def _load(row, first, begin, end, CHUNK: tl.constexpr):
-    """Load masses of blocks from ``first`` on, 0 outside of [begin, end)."""
+def _load_candidates(tile_masses, first, begin, end, CHUNK: tl.constexpr):
+    """Load masses of blocks from ``first`` on, 0 for blocks that are no candidates: outside of [begin, end)."""
     o_n = first + tl.arange(0, CHUNK)
-    return tl.load(row + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
+    return tl.load(tile_masses + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
 
 
 @triton.jit
-def _threshold(b_first, row, begin, end, num_blocks, share, most, CHUNK: tl.constexpr):
-    """Return (bits, number): masses above these bits are kept, and the first ``number`` of exactly these bits."""
-    inner, _ = _held(b_first, row, begin, end, 1, CHUNK)
-    outer = tl.zeros([], tl.float32)
+def _find_threshold(b_first, tile_masses, begin, end, num_blocks, kept_mass, max_blocks, CHUNK: tl.constexpr):
+    """Return (bits, number): masses above these bits are kept, and the first ``number`` of exactly these bits.
+
+    The kept candidates and the blocks that are always kept hold ``kept_mass`` of all mass.
+    """
+    candidate_mass, _ = _sum_and_count(b_first, tile_masses, begin, end, 1, CHUNK)
+    always_mass = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
         o_n = first + tl.arange(0, CHUNK)
-        b_outer = tl.load(row + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0)
-        outer += tl.sum(tl.abs(b_outer), 0)
-    target = tl.minimum(share * (inner + outer) - outer, inner)
-    return search_threshold(b_first, row, begin, end, target, most, CHUNK)
+        b_always = tl.load(tile_masses + o_n, mask=((o_n < begin) | (o_n >= end)) & (o_n < num_blocks), other=0.0)
+        always_mass += tl.sum(tl.abs(b_always), 0)
+    # Rounding must not put the target above what all candidates hold.
+    target = tl.minimum(kept_mass * (candidate_mass + always_mass) - always_mass, candidate_mass)
+    return search_threshold(b_first, tile_masses, begin, end, target, max_blocks, CHUNK)
 
 
 @triton.jit
-def search_threshold(b_first, row, begin, end, target, most, CHUNK: tl.constexpr):
+def search_threshold(b_first, tile_masses, begin, end, target, max_blocks, CHUNK: tl.constexpr):
     """Find the fewest masses of blocks [begin, end), heaviest first, that hold a sum.
 
     Args:
         b_first: [CHUNK] float32, absolute masses of the first CHUNK blocks, 0 outside of [begin, end).
-        row: Pointer to all masses.
+        tile_masses: Pointer to the masses of all blocks.
         begin: First block.
         end: End of the blocks.
         target: The sum.
-        most: Maximum number of blocks.
+        max_blocks: Maximum number of blocks.
         CHUNK: Masses that stay in registers.
 
     Returns:
         (bits, number): masses above these bits are kept, and the first ``number`` of exactly these bits.
     """
-    # Masses of at least ``bits`` reach the target, or there are at least ``most`` of them. Masses of at least
-    # ``too_many`` are too few.
+    # Bisection. The masses of at least ``low`` are enough: they reach the target, or there are at least ``max_blocks``.
+    # Those of at least ``high`` are not enough.
     # If the other blocks hold the entire target, there is no search: no mass has bits above the bits of 2.
-    bits = tl.where(target <= 0, TWO_BITS, 1)
-    too_many = TWO_BITS + 1
-    num_kept, num_above = end - begin, 0  # number of masses of at least ``bits`` (at most), and of ``too_many``
-    while (num_kept - num_above > 1) & (too_many - bits > 1):
-        middle = bits + (too_many - bits) // 2
-        held, count = _held(b_first, row, begin, end, middle, CHUNK)
-        reached = (held >= target) | (count >= most)
-        bits = tl.where(reached, middle, bits)
-        num_kept = tl.where(reached, count, num_kept)
-        too_many = tl.where(reached, too_many, middle)
-        num_above = tl.where(reached, num_above, count)
-    if too_many - bits > 1:  # at most one mass lies between them, and it is needed: all of at least ``bits`` are kept
-        bits -= 1
+    low = tl.where(target <= 0, TWO_BITS, 1)
+    high = TWO_BITS + 1
+    num_low, num_high = end - begin, 0  # number of masses of at least ``low`` (at first a bound), and of ``high``
+    while (num_low - num_high > 1) & (high - low > 1):
+        middle = low + (high - low) // 2
+        mass, count = _sum_and_count(b_first, tile_masses, begin, end, middle, CHUNK)
+        enough = (mass >= target) | (count >= max_blocks)
+        low = tl.where(enough, middle, low)
+        num_low = tl.where(enough, count, num_low)
+        high = tl.where(enough, high, middle)
+        num_high = tl.where(enough, num_high, count)
+    if high - low > 1:  # at most one mass lies between them, and it is needed: all of at least ``low`` are kept
+        low -= 1
         num_equal = 0
     else:
-        held, count = _held(b_first, row, begin, end, bits + 1, CHUNK)
-        num_equal = tl.ceil(tl.minimum((target - held) / tl.cast(bits, tl.float32, bitcast=True), 1e9)).to(tl.int32)
-        num_equal = tl.minimum(num_equal, most - count)
-    return bits, num_equal
+        mass, count = _sum_and_count(b_first, tile_masses, begin, end, low + 1, CHUNK)
+        num_equal = tl.ceil(tl.minimum((target - mass) / tl.cast(low, tl.float32, bitcast=True), 1e9)).to(tl.int32)
+        num_equal = tl.minimum(num_equal, max_blocks - count)
+    return low, num_equal
 
 
 @triton.jit
-def _held(b_first, row, begin, end, bits, CHUNK: tl.constexpr):
+def _sum_and_count(b_first, tile_masses, begin, end, bits, CHUNK: tl.constexpr):
     """Return sum and number of the masses of at least these bits.
 
     The sum never decreases as more masses count, even in floating point.
     """
-    held, count = _part(b_first, bits)
+    mass, count = _chunk_sum_and_count(b_first, bits)
     for first in range(CHUNK, end, CHUNK):
-        chunk_mass, chunk_count = _part(tl.abs(_load(row, first, begin, end, CHUNK)), bits)
-        held += chunk_mass
+        b_masses = tl.abs(_load_candidates(tile_masses, first, begin, end, CHUNK))
+        chunk_mass, chunk_count = _chunk_sum_and_count(b_masses, bits)
+        mass += chunk_mass
         count += chunk_count
-    return held, count
+    return mass, count
 
 
 @triton.jit
-def _part(b_masses, bits):
-    """Return (sum, number) of the masses of a chunk with at least these bits."""
+def _chunk_sum_and_count(b_masses, bits):
+    """Return sum and number of the masses of a chunk with at least these bits."""
     b_counts = b_masses.to(tl.int32, bitcast=True) >= bits
     # One reduction for both numbers, because the warps wait for each other in each. The count is exact below 2^24.
     b_pairs = tl.join(tl.where(b_counts, b_masses, 0.0), tl.where(b_counts, 1.0, 0.0))
-    held, count = tl.split(tl.sum(b_pairs, 0))
-    return held, count.to(tl.int32)
+    mass, count = tl.split(tl.sum(b_pairs, 0))
+    return mass, count.to(tl.int32)

@@ -84,9 +84,6 @@ SET_FIELDS = Constant(slabs.SET_FIELDS)
 PERMUTED = True
 """Whether keys are stored permuted within steps."""
 
-WIDEST = 256
-"""Maximum number of channels for which a program's queries and keys fit into shared memory."""
-
 LEAST_EXPONENT, EXPONENT_RANGE = Constant(-24.0), Constant(63.75)
 """Least exponent of a byte, and the range of exponents above it. The largest exponent rounds to the last byte,
 1.75 · 2^39."""
@@ -98,7 +95,7 @@ MASS_ROUNDS = 32
 class Scratch(NamedTuple):
     """Tensors that the launches of a run pass to each other."""
 
-    tops: Any  # [num_selected, num_tiles, SCORED] float32
+    tops: Any  # [num_selected, num_tiles, SCORED] float32, the reference of each query's scores
     diagonal: Any  # [num_selected, num_tiles, SCORED] float32, sums over the tile's own keys
     parts: Any  # [num_selected, num_tiles, num_spans, SCORED] float32, sums over the keys of spans
     bytes: Any  # [num_selected, num_tiles, num_rounds, SCORED, 4] int32
@@ -134,7 +131,7 @@ def set_tiles(num_scored: int) -> int:
     return 2 * TILES_OF_GROUP[num_scored]
 
 
-def room(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
+def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
     """Allocate the scratch of a run.
 
     Args:
@@ -155,11 +152,11 @@ def room(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspa
     )  # fmt: skip
 
 
-def stored(scratch: Scratch) -> StoredShares:
-    """Describe the shares that ``masses`` leaves in the scratch, for the floor.
+def stored_shares(scratch: Scratch) -> StoredShares:
+    """Describe the shares that ``compute_masses`` leaves in the scratch, for the floor.
 
     Args:
-        scratch: Scratch that ``room`` allocated for a run.
+        scratch: Scratch that ``allocate_scratch`` allocated for a run.
 
     Returns:
         A byte for each query and block.
@@ -167,10 +164,10 @@ def stored(scratch: Scratch) -> StoredShares:
     return StoredShares(scratch, scratch.bytes.view(torch.uint8), SPAN_TOKENS)
 
 
-def masses(
+def compute_masses(
     rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
-    """Compute the masses of a run: see ``portable.masses``.
+    """Compute the masses of a run: see ``portable.compute_masses``.
 
     The mass of all of the tile's own keys is stored at the first of their blocks; their other blocks have 0.
 
@@ -179,7 +176,7 @@ def masses(
         selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         run: The tiles to measure.
-        scratch: Scratch that ``room`` allocated for this run.
+        scratch: Scratch that ``allocate_scratch`` allocated for this run.
         target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept_mass, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
@@ -212,41 +209,42 @@ def _diagonal_kernel(
     Writes ``scratch.tops`` and ``scratch.diagonal``. It takes little time compared with that kernel: a few steps, with
     masks.
     """
-    PARTS: tl.constexpr = SCORED // DIAGONAL_QUERIES  # of a tile
+    TILE_PROGRAMS: tl.constexpr = SCORED // DIAGONAL_QUERIES  # programs of a tile
     i_selected = tl.program_id(2)
     tile_set = tile_sets + tl.program_id(0) * SET_FIELDS
-    i_tile = tl.load(tile_set) + tl.program_id(1) // PARTS
-    if (tl.program_id(1) // PARTS < tl.load(tile_set + 1)) & (tl.load(kept_mass + i_selected) < 1):
+    i_tile = tl.load(tile_set) + tl.program_id(1) // TILE_PROGRAMS
+    if (tl.program_id(1) // TILE_PROGRAMS < tl.load(tile_set + 1)) & (tl.load(kept_mass + i_selected) < 1):
         _, _, length, position = load_tile(tiles, i_tile)
-        o_m = tl.program_id(1) % PARTS * DIAGONAL_QUERIES + tl.arange(0, DIAGONAL_QUERIES)
+        o_m = tl.program_id(1) % TILE_PROGRAMS * DIAGONAL_QUERIES + tl.arange(0, DIAGONAL_QUERIES)
         o_query = position + scored_offsets(o_m, length, SCORED)
         o_d = tl.arange(0, KEPT_D)
         o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
-        b_factor = tl.load(rounded.factors + o_q)
+        b_query_scale = tl.load(rounded.query_scales + o_q)
         first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(tile_set + 2)
-        diagonal = position // STEP
-        num_diagonal = (position + length - 1) // STEP - diagonal + 1
+        first_own_step = position // STEP
+        num_own_steps = (position + length - 1) // STEP - first_own_step + 1
         b_top = tl.full([DIAGONAL_QUERIES], float("-inf"), tl.float32)
         b_sum = tl.zeros([DIAGONAL_QUERIES], tl.float32)
-        # The first step, the step before the tile's own steps, and then the tile's own steps.
-        for i in range(tl.where(diagonal == 0, 2, 0), num_diagonal + 2):
-            i_step = tl.where(i == 0, 0, diagonal + i - 2)
+        # The first step and the step before the tile's own steps count for the reference only, and the tile's own steps
+        # also for the sum.
+        for i in range(tl.where(first_own_step == 0, 2, 0), num_own_steps + 2):
+            i_step = tl.where(i == 0, 0, first_own_step + i - 2)
             first = i_step * STEP
-            b_u = _step_maxima(rounded, first_key + first, b_q, b_factor, o_query - first, KEPT_D)
+            b_u = _step_maxima(rounded, first_key + first, b_q, b_query_scale, o_query - first, KEPT_D)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite)
             if i >= 2:
                 b_sum += tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
             b_top = b_new
-        o_t = (i_selected * num_tiles + i_tile - first_tile) * SCORED + o_m
-        tl.store(scratch.tops + o_t, b_top)
-        tl.store(scratch.diagonal + o_t, b_sum)
+        o_top = (i_selected * num_tiles + i_tile - first_tile) * SCORED + o_m
+        tl.store(scratch.tops + o_top, b_top)
+        tl.store(scratch.diagonal + o_top, b_sum)
 
 
 @triton.jit
-def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
+def _step_maxima(rounded, first, b_q, b_query_scale, b_last, KEPT_D: tl.constexpr):
     """Compute the largest score of each query and block of the step that begins at key ``first``: [queries, 4].
 
     ``b_last``: each query's last key, counted from ``first``.
@@ -254,17 +252,17 @@ def _step_maxima(rounded, first, b_q, b_factor, b_last, KEPT_D: tl.constexpr):
     o_n = tl.arange(0, STEP)
     o_d = tl.arange(0, KEPT_D)
     b_k = tl.load(rounded.keys + (first + o_n)[:, None] * KEPT_D + o_d[None, :])
-    b_step = tl.load(rounded.steps + first // KEY_BLOCK + tl.arange(0, STEP_BLOCKS))
+    b_key_scale = tl.load(rounded.key_scales + first // KEY_BLOCK + tl.arange(0, STEP_BLOCKS))
     b_s = tl.dot(b_q, tl.trans(b_k))
     o_key = o_n // 2 % STEP_BLOCKS * KEY_BLOCK + o_n // 8 * 2 + o_n % 2  # the key in each slot of the permuted step
     b_s = tl.where(o_key[None, :] <= b_last[:, None], b_s, float("-inf"))
     b_s = tl.max(tl.max(tl.reshape(b_s, [b_q.shape[0], KEY_BLOCK // 2, STEP_BLOCKS, 2]), 3), 1)
-    # Factors are 0 past the row's end, and 0 times minus infinity would be NaN.
-    return tl.where(b_s == float("-inf"), b_s, b_s * (b_factor[:, None] * b_step[None, :]))
+    # Scales are 0 past the row's end, and 0 times minus infinity would be NaN.
+    return tl.where(b_s == float("-inf"), b_s, b_s * (b_query_scale[:, None] * b_key_scale[None, :]))
 
 
 @gluon.jit
-def _largest(b_a, b_b, b_c):
+def _largest_of_three(b_a, b_b, b_c):
     """Return the maximum of three values, which assembles to one instruction."""
     return gl.inline_asm_elementwise(
         "{.reg .b32 m; max.f16x2 m, $1, $2; max.f16x2 $0, m, $3;}", "=r,r,r,r", [b_a, b_b, b_c], gl.float16,
@@ -274,21 +272,25 @@ def _largest(b_a, b_b, b_c):
 
 @gluon.jit
 def _block_maxima(b_s):
-    """Compute the largest score of each block, [queries, 4] float32. One thread holds all 16 pairs of a block."""
+    """Compute the largest score of each block, [queries, 4] float32. One thread holds all 16 pairs of a block.
+
+    Column 8 a + 2 t + e of ``b_s`` [queries, 128] is key 2 a + e of block t. The axes become (query, t, e, four bits of
+    a). Splits separate the 16 values of a, which are registers of the thread. An instruction handles both values of e.
+    """
     b_s = b_s.reshape([b_s.shape[0], 2, 2, 2, 2, 4, 2]).permute((0, 5, 6, 1, 2, 3, 4))
     b_a, b_b = b_s.split()
     b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = _eighths(b_a)
     b_8, b_9, b_10, b_11, b_12, b_13, b_14, b_15 = _eighths(b_b)
-    b_low = _largest(_largest(b_0, b_1, b_2), b_3, b_4)
-    b_middle = _largest(_largest(b_5, b_6, b_7), b_8, b_9)
-    b_high = _largest(_largest(b_10, b_11, b_12), b_13, b_14)
-    b_even, b_odd = larger_pairs(_largest(b_low, b_middle, b_high), b_15).split()
+    b_low = _largest_of_three(_largest_of_three(b_0, b_1, b_2), b_3, b_4)
+    b_middle = _largest_of_three(_largest_of_three(b_5, b_6, b_7), b_8, b_9)
+    b_high = _largest_of_three(_largest_of_three(b_10, b_11, b_12), b_13, b_14)
+    b_even, b_odd = larger_pairs(_largest_of_three(b_low, b_middle, b_high), b_15).split()
     return gl.maximum(b_even, b_odd).to(gl.float32)
 
 
 @gluon.jit
 def _eighths(b_x):
-    """Return the eight pairs of a half."""
+    """Split the last three axes, of two elements each, into eight tensors."""
     b_a, b_b = b_x.split()
     b_aa, b_ab = b_a.split()
     b_ba, b_bb = b_b.split()
@@ -312,9 +314,9 @@ class Shared:
 class TileSet:
     """Work of one program of ``_scores_kernel``: up to two groups of tiles of one head, and one span of keys."""
 
-    query: gl.tensor  # place of the first tile's first scored query among all heads' queries
-    key: gl.tensor  # place of the span's first key among all heads' keys
-    place: gl.tensor  # of the first tile among all heads' tiles of the launch
+    first_query: gl.tensor  # number of the first tile's first scored query among the queries of all heads
+    first_key: gl.tensor  # number of the span's first key among the keys of all heads
+    i_head_tile: gl.tensor  # number of the first (head, tile) in the launch
     i_span: gl.tensor
     num_tiles: gl.tensor  # 1 to 4
 
@@ -362,17 +364,17 @@ def _scores_kernel(
     i_span, i_selected = gl.program_id(1), gl.program_id(2)
     tile_set = tile_sets + gl.program_id(0) * SET_FIELDS
     i_tile = gl.load(tile_set)
-    num_set = gl.load(tile_set + 1)
+    num_set_tiles = gl.load(tile_set + 1)
     first_step = i_span * (SPAN // STEP)
-    most = gl.where(gl.load(kept_mass + i_selected) < 1, SPAN // STEP, 0)
+    max_steps = gl.where(gl.load(kept_mass + i_selected) < 1, SPAN // STEP, 0)
     GROUP_TILES: gl.constexpr = TILE // SCORED
     # A group that has no tile takes the set's last one, and stores nothing.
-    steps_a = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set) - 1, first_step, most)
-    steps_b = _steps_of(tiles, i_tile, num_set - 1, first_step, most)
-    first_a = _steps_of(tiles, i_tile, 0, first_step, most)
-    first_b = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set - 1), first_step, most)
-    key = gl.load(heads + i_selected) // GROUP * rounded.num_keys + gl.load(tile_set + 2) + first_step * STEP
-    query = i_selected * rounded.num_queries + i_tile * SCORED
+    steps_a = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set_tiles) - 1, first_step, max_steps)
+    steps_b = _steps_of(tiles, i_tile, num_set_tiles - 1, first_step, max_steps)
+    first_steps_a = _steps_of(tiles, i_tile, 0, first_step, max_steps)
+    first_steps_b = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set_tiles - 1), first_step, max_steps)
+    first_key = gl.load(heads + i_selected) // GROUP * rounded.num_keys + gl.load(tile_set + 2) + first_step * STEP
+    first_query = i_selected * rounded.num_queries + i_tile * SCORED
 
     KEPT_D: gl.constexpr = bulk_keys.block_type.shape[1]
     q_tiles = gl.allocate_shared_memory(gl.float8e4nv, [2, TILE, KEPT_D], bulk_queries.layout)
@@ -382,15 +384,15 @@ def _scores_kernel(
     empty = new_barriers(STAGES, 2)
     fence_async_shared()
     barrier()
-    place = i_selected * num_tiles + i_tile - first_tile
+    i_head_tile = i_selected * num_tiles + i_tile - first_tile
     shared = Shared(q_tiles, q_full, Channel(k_steps, full, empty))
     tensors = ScoreTensors(rounded, scratch, num_spans, num_rounds)
-    work = TileSet(query, key, place, i_span, num_set)
+    work = TileSet(first_query, first_key, i_head_tile, i_span, num_set_tiles)
     gl.warp_specialize(
         [
-            (_consume, (shared, tensors, work, first_a, steps_a, SCORED, 0)),
-            (_consume, (shared, tensors, work, first_b, steps_b, SCORED, 1)),
-            (_produce, (shared, bulk_queries, bulk_keys, query, key, steps_b)),
+            (_consume, (shared, tensors, work, first_steps_a, steps_a, SCORED, 0)),
+            (_consume, (shared, tensors, work, first_steps_b, steps_b, SCORED, 1)),
+            (_produce, (shared, bulk_queries, bulk_keys, first_query, first_key, steps_b)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -398,30 +400,30 @@ def _scores_kernel(
 
 
 @gluon.jit
-def _steps_of(tiles, i_tile, i_member, first_step, most):
+def _steps_of(tiles, i_tile, i_member, first_step, max_steps):
     """Return the steps of a program that lie before the first query of tile ``i_member`` of a set."""
-    return gl.minimum(tile_of(tiles, i_tile + i_member).position() // STEP - first_step, most)
+    return gl.minimum(tile_of(tiles, i_tile + i_member).position() // STEP - first_step, max_steps)
 
 
 @gluon.jit
-def _produce(shared, bulk_queries, bulk_keys, query, key, num_steps):
+def _produce(shared, bulk_queries, bulk_keys, first_query, first_key, num_steps):
     """Load the queries of both groups, then the span's keys. The last tile reaches at least as many keys as others."""
     q_tiles, keys = shared.q_tiles, shared.keys
     q_full = shared.q_full.index(0)
     mbarrier.expect(q_full, 2 * TILE * q_tiles.shape[2])
-    bulk_load(bulk_queries, [query.to(gl.int32), 0], q_full, q_tiles.index(0))
-    bulk_load(bulk_queries, [(query + TILE).to(gl.int32), 0], q_full, q_tiles.index(1))
+    bulk_load(bulk_queries, [first_query.to(gl.int32), 0], q_full, q_tiles.index(0))
+    bulk_load(bulk_queries, [(first_query + TILE).to(gl.int32), 0], q_full, q_tiles.index(1))
     for i in range(num_steps):
         step = new_counter(STAGES).plus(i)
         keys.acquire_empty(step)
         full = keys.full_barrier(step)
         mbarrier.expect(full, STEP * keys.buffers.shape[2])
-        bulk_load(bulk_keys, [(key + i * STEP).to(gl.int32), 0], full, keys.buffer(step))
+        bulk_load(bulk_keys, [(first_key + i * STEP).to(gl.int32), 0], full, keys.buffer(step))
 
 
 @gluon.jit
-def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr, W: gl.constexpr):
-    """Score the tiles of group W. If they do not exist, keys are scored and nothing is stored.
+def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr, CONSUMER: gl.constexpr):
+    """Score the tiles of consumer group CONSUMER, 0 or 1. If they do not exist, keys are scored and nothing is stored.
 
     ``first_steps`` are the steps of the group's first tile, and ``num_steps`` those of its last tile, at most one more.
     The first tile's bytes of that additional step are never read.
@@ -435,32 +437,33 @@ def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr
     layout: gl.constexpr = _block_maxima(zero).type.layout
     o_m = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     o_t = gl.arange(0, STEP_BLOCKS, gl.SliceLayout(0, layout))
-    valid = o_m < (work.num_tiles - W * GROUP_TILES) * SCORED
-    tile = work.place + W * GROUP_TILES
+    valid = o_m < (work.num_tiles - CONSUMER * GROUP_TILES) * SCORED
+    i_head_tile = work.i_head_tile + CONSUMER * GROUP_TILES
     o_tile, o_query = o_m // SCORED, o_m % SCORED
-    b_factor = gl.load(rounded.factors + work.query + W * TILE + o_m, valid, 0.0)
-    b_top = gl.load(scratch.tops + tile * SCORED + o_m, valid, 0.0)
-    b_factor, b_shift = b_factor / EXPONENT_RANGE, (-LEAST_EXPONENT - b_top) / EXPONENT_RANGE
+    b_query_scale = gl.load(rounded.query_scales + work.first_query + CONSUMER * TILE + o_m, valid, 0.0)
+    b_top = gl.load(scratch.tops + i_head_tile * SCORED + o_m, valid, 0.0)
+    b_query_scale, b_shift = b_query_scale / EXPONENT_RANGE, (-LEAST_EXPONENT - b_top) / EXPONENT_RANGE
     b_sum = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
     b_word = gl.zeros([TILE, STEP_BLOCKS], gl.int32, layout)
     # The sum without the last step. A separate tensor: Triton would not carry a second name of the first sum on from
     # step to step.
     b_previous = gl.zeros([TILE, STEP_BLOCKS], gl.float32, layout)
-    words = scratch.bytes + (tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)) * (SCORED * 4)
+    i_round = i_head_tile.to(gl.int64) * tensors.num_rounds + work.i_span * (SPAN // ROUND)
+    words = scratch.bytes + i_round * (SCORED * 4)
     words = words + ((o_tile * (tensors.num_rounds * SCORED) + o_query)[:, None] * 4 + o_t[None, :])
-    steps = rounded.steps + work.key // KEY_BLOCK + o_t
-    b_step = gl.load(steps)
+    key_scales = rounded.key_scales + work.first_key // KEY_BLOCK + o_t
+    b_key_scale = gl.load(key_scales)
     mbarrier.wait(shared.q_full.index(0), 0)
     for i in range(num_steps):
         step = new_counter(STAGES).plus(i)
         keys.acquire_full(step)
         b_k = keys.buffer(step).permute((1, 0))
-        token = warpgroup_mma(shared.q_tiles.index(W), b_k, zero, use_acc=False, is_async=True)
-        b_next = gl.load(steps + gl.minimum(i + 1, num_steps - 1) * STEP_BLOCKS)
+        token = warpgroup_mma(shared.q_tiles.index(CONSUMER), b_k, zero, use_acc=False, is_async=True)
+        b_next_scale = gl.load(key_scales + gl.minimum(i + 1, num_steps - 1) * STEP_BLOCKS)
         b_s = warpgroup_mma_wait(0, deps=(token,))
         keys.release(step)
         # Saturating between 0 and 1 clamps the exponent, also for a product that is not finite.
-        b_share = _saturated(_block_maxima(b_s), b_factor[:, None] * b_step[None, :], b_shift[:, None])
+        b_share = _saturated(_block_maxima(b_s), b_query_scale[:, None] * b_key_scale[None, :], b_shift[:, None])
         b_x = gl.exp2(b_share * EXPONENT_RANGE + LEAST_EXPONENT)
         if GROUP_TILES > 1:
             b_previous = b_sum
@@ -468,10 +471,10 @@ def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
             gl.store(words + i // 4 * (SCORED * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
-        b_step = b_next
+        b_key_scale = b_next_scale
     if GROUP_TILES > 1:
         b_sum = gl.where((o_tile == 0)[:, None] & (first_steps < num_steps), b_previous, b_sum)
-    part = scratch.parts + (tile * tensors.num_spans + work.i_span) * SCORED
+    part = scratch.parts + (i_head_tile * tensors.num_spans + work.i_span) * SCORED
     part += o_tile * (tensors.num_spans * SCORED) + o_query
     gl.store(part, gl.sum(b_sum, 1), mask=valid & (o_m < num_steps * STEP))
 
@@ -525,8 +528,9 @@ def _masses_kernel(
         SCORED: Scored queries of a whole tile.
         ROUNDS: Rounds of one program.
     """
-    i_place, i_selected = gl.program_id(1), gl.num_programs(2) - 1 - gl.program_id(2)  # the newest are still in cache
-    tile = tile_of(tiles, first_tile + i_place)
+    i_run_tile = gl.program_id(1)
+    i_selected = gl.num_programs(2) - 1 - gl.program_id(2)  # the bytes that were written last are still in the cache
+    tile = tile_of(tiles, first_tile + i_run_tile)
     length, position = tile.length(), tile.position()
     scored = (length + TILE // SCORED - 1) // (TILE // SCORED)
     num_blocks = position // STEP * STEP_BLOCKS  # before the tile's own keys
@@ -537,17 +541,17 @@ def _masses_kernel(
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
         per_query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
         per_block: gl.constexpr = gl.SliceLayout(1, layout)
-        place = i_selected * num_tiles + i_place
+        i_head_tile = i_selected * num_tiles + i_run_tile
         line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         o_m = gl.arange(0, SCORED, line)
-        b_diagonal = gl.load(scratch.diagonal + place * SCORED + o_m)
+        b_diagonal = gl.load(scratch.diagonal + i_head_tile * SCORED + o_m)
         spans = (position // STEP * STEP + SPAN - 1) // SPAN
-        b_weight = _weights(scratch, num_spans, place, b_diagonal, spans, scored, o_m, SCORED)
-        out = target + i_selected.to(gl.int64) * stride_head + i_place * stride_tile
-        if begin == 0:
+        b_weight = _weights(scratch, num_spans, i_head_tile, b_diagonal, spans, scored, o_m, SCORED)
+        tile_masses = target + i_selected.to(gl.int64) * stride_head + i_run_tile * stride_tile
+        if begin == 0:  # this program also stores the mass of the tile's own keys
             mass = gl.sum(gl.where(o_m < scored, b_diagonal, 0.0) * b_weight, 0)
             num_diagonal = (position + length - 1) // KEY_BLOCK + 1 - num_blocks
-            gl.store(out + num_blocks + o_m, gl.where(o_m == 0, mass, 0.0), mask=o_m < num_diagonal)
+            gl.store(tile_masses + num_blocks + o_m, gl.where(o_m == 0, mass, 0.0), mask=o_m < num_diagonal)
         b_weight = gl.convert_layout(b_weight * UNIT, per_query)
         o_r = gl.arange(0, WARPS, gl.SliceLayout(1, per_block))
         o_t = gl.arange(0, 4, gl.SliceLayout(0, per_block))
@@ -555,7 +559,7 @@ def _masses_kernel(
         o_round = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
         o_word = gl.arange(0, SCORED, per_query)[None, :, None] * 4
         o_word = o_word + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-        words = scratch.bytes + place.to(gl.int64) * num_rounds * (SCORED * 4) + o_word
+        words = scratch.bytes + i_head_tile.to(gl.int64) * num_rounds * (SCORED * 4) + o_word
         b_next = gl.load(words + gl.minimum(begin + o_round, gl.maximum(end - 1, 0)) * (SCORED * 4))
         for i in range(begin, end, WARPS):
             b_word = b_next
@@ -568,14 +572,14 @@ def _masses_kernel(
                 b_mass = gl.sum(b_x, 1)
                 b_mass = gl.where(gl.max(b_x, 1) * scored.to(gl.float32) >= peak, -b_mass, b_mass)
                 o_block = i * 16 + slot * 4 + o_b
-                gl.store(out + o_block, b_mass, mask=o_block < num_blocks)
+                gl.store(tile_masses + o_block, b_mass, mask=o_block < num_blocks)
 
 
 @gluon.jit
-def _weights(scratch, num_spans, place, b_diagonal, spans, scored, o_m, SCORED: gl.constexpr):
+def _weights(scratch, num_spans, i_head_tile, b_diagonal, spans, scored, o_m, SCORED: gl.constexpr):
     """Return the factor of a query's exponentials in the tile's mean: 1 / (its sum · number of scored queries)."""
     b_sum = b_diagonal
-    parts = scratch.parts + place * num_spans * SCORED + o_m
+    parts = scratch.parts + i_head_tile * num_spans * SCORED + o_m
     for i in range(0, spans, 8):
         for j in gl.static_range(8):  # eight loads in flight
             b_sum += gl.load(parts + (i + j) * SCORED, mask=o_m < (spans - i - j) * SCORED, other=0.0)

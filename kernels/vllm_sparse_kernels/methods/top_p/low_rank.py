@@ -35,7 +35,7 @@ from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import key_args, key_offsets, padded_dim, query_args, widen
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.parameters import on_device
-from vllm_sparse_kernels.share_counts import EDGES, FIELDS, count_share
+from vllm_sparse_kernels.share_counts import EDGES, SHARE_FIELDS, count_share
 from vllm_sparse_kernels.workspace import Workspace
 
 PARTS = 16
@@ -133,13 +133,13 @@ def fill_maps(
         maps: [num_rows, num_kv_heads, 2, BLOCK_D, rank] in the dtype in which vectors are multiplied: of queries, then
             of keys; written.
         workspace: Memory of temporary tensors.
-        variance_shares: [num_rows, FIELDS] int64, to which the share of the score variance that the maps of each row
-            and kv head hold is added; None to leave it uncomputed.
+        variance_shares: [num_rows, SHARE_FIELDS] int64, to which the share of the score variance that the maps of each
+            row and kv head hold is added; None to leave it uncomputed.
     """
     q, cache, rows, _ = inputs
     num_kv_heads, block_d, rank = cache.num_kv_heads, maps.shape[3], maps.shape[4]
-    columns = min(block_d, COLUMNS.value)
-    squares = (block_d // columns) ** 2
+    width = min(block_d, COLUMNS.value)
+    num_squares = (block_d // width) ** 2
     at_once = _rows_at_once(rows.num_rows, num_kv_heads, block_d)
     shape = {"HEAD_DIM": cache.head_dim, "BLOCK_D": block_d}
     edges = None if variance_shares is None else on_device(EDGES, q.device)
@@ -153,13 +153,14 @@ def fill_maps(
         )  # fmt: skip
         for first_row in range(0, rows.num_rows, at_once):
             num_rows = min(at_once, rows.num_rows - first_row)
-            _products_kernel[(PARTS * 2, squares * num_kv_heads, num_rows)](
-                query_args(q), key_args(cache, rows.block_table), rows.tiles, rows.tile_bounds, rows.row_ends,
-                first_row, sums, **shape, GROUP=inputs.group, WIDTH=columns, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
-                num_warps=8, maxnreg=MAX_REGISTERS if squares == 1 else None,
+            _products_kernel[(PARTS * 2, num_squares * num_kv_heads, num_rows)](
+                query_args(q), key_args(cache, rows.block_table), rows.tiles, rows.device_tile_starts,
+                rows.device_seq_lens, first_row, sums,
+                **shape, GROUP=inputs.group, WIDTH=width, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
+                num_warps=8, maxnreg=MAX_REGISTERS if num_squares == 1 else None,
             )  # fmt: skip
             _second_moments_kernel[(block_d // STRIPE.value, num_kv_heads * 2, num_rows)](
-                rows.row_ends, first_row, sums, BLOCK_D=block_d, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
+                rows.device_seq_lens, first_row, sums, BLOCK_D=block_d, MOST_KEYS=SAMPLED_KEYS, PARTS=PARTS,
                 num_warps=4,
             )  # fmt: skip
             _maps_kernel[(num_kv_heads, num_rows)](
@@ -190,7 +191,7 @@ def _finite(b_x):
 
 @triton.jit(do_not_specialize=["first_row"])
 def _products_kernel(
-    queries, keys, tiles, bounds, row_ends, first_row, sums,
+    queries, keys, tiles, tile_starts, seq_lens, first_row, sums,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
     MOST_KEYS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -203,8 +204,8 @@ def _products_kernel(
         queries: QueryArgs.
         keys: KeyArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        bounds: [num_rows + 1] int32, each row's first tile.
-        row_ends: [num_rows] int32, each row's keys.
+        tile_starts: [num_rows + 1] int32, each row's first tile.
+        seq_lens: [num_rows] int32, each row's keys.
         first_row: First row of this launch.
         sums: SampleSums; ``key_sums``, ``key_products`` and ``query_products`` are written.
         HEAD_DIM: Channels of a head.
@@ -215,18 +216,18 @@ def _products_kernel(
         PARTS: Programs for one row's keys, and for its queries.
     """
     SIDE: tl.constexpr = BLOCK_D // WIDTH
-    i_part, i_kv, i_place = tl.program_id(0) % PARTS, tl.program_id(1) // (SIDE * SIDE), tl.program_id(2)
+    i_part, i_kv, i_launch_row = tl.program_id(0) % PARTS, tl.program_id(1) // (SIDE * SIDE), tl.program_id(2)
     i_square = tl.program_id(1) % (SIDE * SIDE)
     num_kv_heads = tl.num_programs(1) // (SIDE * SIDE)
     o_a = i_square // SIDE * WIDTH + tl.arange(0, WIDTH)
     o_b = i_square % SIDE * WIDTH + tl.arange(0, WIDTH)
-    i_row = first_row + i_place
+    i_row = first_row + i_launch_row
     o_s = tl.arange(0, GROUP_TOKENS)
     b_products = tl.zeros([WIDTH, WIDTH], tl.float32)
-    place = (i_place * num_kv_heads + i_kv).to(tl.int64) * PARTS + i_part
-    o_square = place * (BLOCK_D * BLOCK_D) + o_a[:, None] * BLOCK_D + o_b[None, :]
+    i_sum = (i_launch_row * num_kv_heads + i_kv).to(tl.int64) * PARTS + i_part
+    o_square = i_sum * (BLOCK_D * BLOCK_D) + o_a[:, None] * BLOCK_D + o_b[None, :]
     if tl.program_id(0) < PARTS:
-        seq_len = tl.load(row_ends + i_row)
+        seq_len = tl.load(seq_lens + i_row)
         stride = sampling_period(seq_len, MOST_KEYS) * GROUP_TOKENS
         table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
         base = keys.k + i_kv.to(tl.int64) * keys.stride_head
@@ -244,9 +245,9 @@ def _products_kernel(
             b_a, b_b = b_a_next, b_b_next
         tl.store(sums.key_products + o_square, b_products)
         if i_square < SIDE:
-            tl.store(sums.key_sums + place * BLOCK_D + o_b, b_sum)
+            tl.store(sums.key_sums + i_sum * BLOCK_D + o_b, b_sum)
     else:
-        begin, end = tl.load(bounds + i_row), tl.load(bounds + i_row + 1)
+        begin, end = tl.load(tile_starts + i_row), tl.load(tile_starts + i_row + 1)
         num_queries = _queries_of_tile(end - begin)
         for i_tile in range(begin + i_part, end, PARTS):
             _, token, length, _ = load_tile(tiles, i_tile)
@@ -279,14 +280,14 @@ def _queries_of_tile(num_tiles):
 
 @triton.jit(do_not_specialize=["first_row"])
 def _second_moments_kernel(
-    row_ends, first_row, sums, BLOCK_D: tl.constexpr, MOST_KEYS: tl.constexpr, PARTS: tl.constexpr
+    seq_lens, first_row, sums, BLOCK_D: tl.constexpr, MOST_KEYS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Add up the parts of a row and kv head into STRIPE rows of the queries' moment or of the keys' covariance.
 
     Grid: (stripes, 2 · kv heads, rows); even programs process queries, and odd programs keys. Bound by memory.
 
     Args:
-        row_ends: [num_rows] int32, each row's keys.
+        seq_lens: [num_rows] int32, each row's keys.
         first_row: First row of this launch.
         sums: SampleSums; ``moments`` and ``means`` are written. Moments of queries are not divided by the number of
             queries, which would only scale them.
@@ -294,28 +295,28 @@ def _second_moments_kernel(
         MOST_KEYS: Maximum number of keys in the sample.
         PARTS: Programs that added up a row's keys.
     """
-    i_kv, takes_keys, i_place = tl.program_id(1) // 2, tl.program_id(1) % 2, tl.program_id(2)
+    i_kv, takes_keys, i_launch_row = tl.program_id(1) // 2, tl.program_id(1) % 2, tl.program_id(2)
     num_kv_heads = tl.num_programs(1) // 2
     o_r, o_d = tl.program_id(0) * STRIPE + tl.arange(0, STRIPE), tl.arange(0, BLOCK_D)
-    place = (i_place * num_kv_heads + i_kv).to(tl.int64)
+    i_row_head = (i_launch_row * num_kv_heads + i_kv).to(tl.int64)
     o_stripe = o_r[:, None] * BLOCK_D + o_d[None, :]
-    products = (sums.key_products if takes_keys else sums.query_products) + place * (PARTS * BLOCK_D * BLOCK_D)
+    products = (sums.key_products if takes_keys else sums.query_products) + i_row_head * (PARTS * BLOCK_D * BLOCK_D)
     b_moment = tl.zeros([STRIPE, BLOCK_D], tl.float32)
     for i in range(PARTS):
         b_moment += tl.load(products + i * (BLOCK_D * BLOCK_D) + o_stripe)
     if takes_keys:
-        key_sums = sums.key_sums + place * (PARTS * BLOCK_D)
+        key_sums = sums.key_sums + i_row_head * (PARTS * BLOCK_D)
         b_row, b_mean = tl.zeros([STRIPE], tl.float32), tl.zeros([BLOCK_D], tl.float32)
         for i in range(PARTS):
             b_row += tl.load(key_sums + i * BLOCK_D + o_r)
             b_mean += tl.load(key_sums + i * BLOCK_D + o_d)
-        seq_len = tl.load(row_ends + first_row + i_place)
+        seq_len = tl.load(seq_lens + first_row + i_launch_row)
         stride = sampling_period(seq_len, MOST_KEYS) * GROUP_TOKENS
         count = seq_len // stride * GROUP_TOKENS + tl.minimum(seq_len % stride, GROUP_TOKENS)
         b_row, b_mean = b_row / count, b_mean / count
         b_moment = b_moment / count - b_row[:, None] * b_mean[None, :]
-        tl.store(sums.means + place * BLOCK_D + o_r, b_row)
-    moments = sums.moments + (place * 2 + takes_keys) * (BLOCK_D * BLOCK_D)
+        tl.store(sums.means + i_row_head * BLOCK_D + o_r, b_row)
+    moments = sums.moments + (i_row_head * 2 + takes_keys) * (BLOCK_D * BLOCK_D)
     tl.store(moments + o_stripe, b_moment)
 
 
@@ -336,18 +337,18 @@ def _maps_kernel(
         means: [num_rows, kv heads, RANK] float32, of mapped keys; written.
         maps: [num_rows, kv heads, 2, BLOCK_D, RANK]; written.
         edges: [NUM_EDGES] float32, ``share_counts.EDGES``; None without ``variance_shares``.
-        variance_shares: [num_rows, FIELDS] int64, to which the share of the score variance is added; or None.
+        variance_shares: [num_rows, SHARE_FIELDS] int64, to which the share of the score variance is added; or None.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         RANK: r.
         ITERATIONS: Steps of the iteration.
     """
-    i_kv, i_place = tl.program_id(0), tl.program_id(1)
+    i_kv, i_launch_row = tl.program_id(0), tl.program_id(1)
     num_kv_heads = tl.num_programs(0)
-    place = (i_place * num_kv_heads + i_kv).to(tl.int64)
-    query_moment = sums.moments + place * (2 * BLOCK_D * BLOCK_D)
+    i_row_head = (i_launch_row * num_kv_heads + i_kv).to(tl.int64)
+    query_moment = sums.moments + i_row_head * (2 * BLOCK_D * BLOCK_D)
     key_moment = query_moment + BLOCK_D * BLOCK_D
-    x_map = sums.iterates + place * (2 * BLOCK_D * RANK)
+    x_map = sums.iterates + i_row_head * (2 * BLOCK_D * RANK)
     w_map = x_map + BLOCK_D * RANK  # C_q X
     o_r, o_d = tl.arange(0, RANK), tl.arange(0, BLOCK_D)
     b_q = tl.load(query_moment + o_d * (BLOCK_D + 1))
@@ -366,11 +367,11 @@ def _maps_kernel(
         b_inverse = _inverse_factor(_gram(x_map, w_map, BLOCK_D, RANK), RANK)
         if i < ITERATIONS - 1:
             # The next iteration computes X from C_q X, so X is not needed here.
-            _combine(b_inverse, w_map, sums.means + place * BLOCK_D, w_map, BLOCK_D, RANK)
+            _combine(b_inverse, w_map, sums.means + i_row_head * BLOCK_D, w_map, BLOCK_D, RANK)
         else:
-            i_maps = ((first_row + i_place) * num_kv_heads + i_kv).to(tl.int64)
+            i_maps = ((first_row + i_launch_row) * num_kv_heads + i_kv).to(tl.int64)
             target = maps + i_maps * (2 * BLOCK_D * RANK)
-            mean = sums.means + place * BLOCK_D
+            mean = sums.means + i_row_head * BLOCK_D
             _combine(b_inverse, x_map, mean, target, BLOCK_D, RANK)
             b_mean = _combine(b_inverse, w_map, mean, target + BLOCK_D * RANK, BLOCK_D, RANK)
             tl.store(means + i_maps * RANK + o_r, b_mean)
@@ -380,7 +381,7 @@ def _maps_kernel(
                 _multiply(w_map, key_moment, scale_k, x_map, BLOCK_D, RANK)
                 variance = _variance(query_moment, key_moment, scale_q, scale_k, HEAD_DIM, BLOCK_D)
                 share = _inner_product(w_map, x_map, BLOCK_D, RANK) / variance
-                count_share(share, edges, variance_shares + (first_row + i_place).to(tl.int64) * FIELDS)
+                count_share(share, edges, variance_shares + (first_row + i_launch_row).to(tl.int64) * SHARE_FIELDS)
 
 
 @triton.jit

@@ -45,8 +45,7 @@ docs/quality.md has densities and losses on trained models, also for other rules
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -63,7 +62,7 @@ from vllm_sparse_kernels.methods.top_p.choice import (
     write_block_lists,
     write_marked_lists,
 )
-from vllm_sparse_kernels.methods.top_p.floor import FloorShares, add_for_floor, count_kept_shares
+from vllm_sparse_kernels.methods.top_p.floor import FloorShares, StoredShares, add_for_floor, count_kept_shares
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
 from vllm_sparse_kernels.methods.top_p.low_rank import rank_of
 from vllm_sparse_kernels.methods.top_p.rounding import (
@@ -89,9 +88,27 @@ from vllm_sparse_kernels.selection.engine import (
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import on_device, require
-from vllm_sparse_kernels.selection.slabs import Run, slabs_of
+from vllm_sparse_kernels.selection.slabs import Run, TileBytes, slabs_of
+from vllm_sparse_kernels.workspace import Workspace
 
-hopper: ModuleType | None
+
+class _MassKernels(Protocol):
+    """What the modules ``hopper`` and ``portable`` provide: kernels that compute the masses of blocks."""
+
+    PERMUTED: bool  # whether keys are stored permuted within steps
+
+    def tile_bytes(self, num_scored: int) -> TileBytes: ...
+    def set_tiles(self, num_scored: int) -> int: ...
+    def allocate_scratch(
+        self, num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace
+    ) -> Any: ...
+    def compute_masses(
+        self, rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Any, target: torch.Tensor
+    ) -> None: ...
+    def stored_shares(self, scratch: Any) -> StoredShares: ...
+
+
+hopper: _MassKernels | None
 try:
     from vllm_sparse_kernels.methods.top_p import hopper
 except (ImportError, AttributeError) as error:  # this release of Triton lacks a name of Gluon
@@ -99,6 +116,9 @@ except (ImportError, AttributeError) as error:  # this release of Triton lacks a
     MISSING_GLUON: str | None = str(error)
 else:
     MISSING_GLUON = None
+
+HOPPER_CHANNELS = 256
+"""Maximum number of channels for which the queries and keys of a program fit into Hopper's shared memory."""
 
 CHANNELS = Literal["low_rank", "half", "all"]
 QUERIES = Literal["half", "all"]
@@ -293,11 +313,10 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
     reason = gluon_refusal(spec.capability, MISSING_GLUON)
     if reason is not None:
         return reason
-    assert hopper is not None
     assert isinstance(spec.method, TopP)
     channels = spec.method.kept_channels(spec.head_dim)
-    if channels > hopper.WIDEST:
-        return f"it multiplies at most {hopper.WIDEST} channels, not {channels}"
+    if channels > HOPPER_CHANNELS:
+        return f"it multiplies at most {HOPPER_CHANNELS} channels, not {channels}"
     return None
 
 
@@ -334,7 +353,7 @@ def select_on_portable(
     _select(portable, method, LayerInputs(q, cache, index.rows, scale), index, heads)
 
 
-def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
+def _select(kernels: _MassKernels, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
     """Fill the lists of ``heads`` with the masses that the module ``kernels`` computes."""
     index.clear_stripes(heads)
     num_selected = heads.shape[0]
@@ -352,32 +371,32 @@ def _select(kernels: ModuleType, method: TopP, inputs: LayerInputs, index: Spars
     tile_bytes, set_tiles = kernels.tile_bytes(storage.num_scored), kernels.set_tiles(storage.num_scored)
     with workspace.frame():
         moments = row_moments(inputs, storage, workspace, index.variance_shares)
-        queries, factors = round_queries(inputs, moments, heads, storage, workspace)
+        queries, query_scales = round_queries(inputs, moments, heads, storage, workspace)
         for slab in slabs_of(index.rows, num_selected, tile_bytes, set_tiles):
             with workspace.frame():
-                keys, steps = round_keys(inputs, slab, moments, storage, kernels.PERMUTED, workspace)
-                rounded = Rounded(queries, factors, queries.shape[1], keys, steps, keys.shape[1])
+                keys, key_scales = round_keys(inputs, slab, moments, storage, kernels.PERMUTED, workspace)
+                rounded = Rounded(queries, query_scales, queries.shape[1], keys, key_scales, keys.shape[1])
                 for run in slab.runs:
                     with workspace.frame():
                         _select_run(kernels, method, rounded, selected, shares, floors_on_device, index, run)
 
 
 def _select_run(
-    kernels: ModuleType, method: TopP, rounded: Rounded, selected: Selected, shares: Shares,
+    kernels: _MassKernels, method: TopP, rounded: Rounded, selected: Selected, shares: Shares,
     floors: torch.Tensor | None, index: SparseIndex, run: Run,
 ) -> None:  # fmt: skip
     """Write the lists of a run. ``floors`` [n] float32; None if no head has a floor."""
     num_selected, workspace = selected.heads.shape[0], index.workspace
-    scratch = kernels.room(num_selected, run.num_tiles, method.num_scored, run.reach, workspace)
+    scratch = kernels.allocate_scratch(num_selected, run.num_tiles, method.num_scored, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
-    kernels.masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    choice = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
+    kernels.compute_masses(rounded, selected, index.rows.tiles, run, scratch, masses)
+    choice_args = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
     if floors is None:
-        write_block_lists(*choice)
+        write_block_lists(*choice_args)
         return
     marks = workspace.empty(*masses.shape, dtype=torch.uint8)
-    mark_blocks(*choice, marks)
-    stored = kernels.stored(scratch)
+    mark_blocks(*choice_args, marks)
+    stored = kernels.stored_shares(scratch)
     add_for_floor(
         stored, marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile, method.sink_tokens,
         method.local_tokens,

@@ -43,7 +43,7 @@ SPAN = Constant(SPAN_TOKENS)
 MASS_BLOCKS = 64
 """Blocks of one program of ``_masses_kernel``."""
 
-MOST = Constant(60000.0)
+MAX_SCORE = Constant(60000.0)
 """Limit of the absolute value of scores: half precision cannot represent much larger numbers."""
 
 
@@ -96,7 +96,7 @@ def blocks_of(reach: int) -> int:
     return ceil_div(reach, STEP.value) * STEP_BLOCKS.value
 
 
-def room(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
+def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
     """Allocate the scratch of a run.
 
     Args:
@@ -116,11 +116,11 @@ def room(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspa
     )  # fmt: skip
 
 
-def stored(scratch: Scratch) -> StoredShares:
-    """Describe the scores that ``masses`` leaves in the scratch, for the floor.
+def stored_shares(scratch: Scratch) -> StoredShares:
+    """Describe the scores that ``compute_masses`` leaves in the scratch, for the floor.
 
     Args:
-        scratch: Scratch that ``room`` allocated for a run.
+        scratch: Scratch that ``allocate_scratch`` allocated for a run.
 
     Returns:
         Scores of each query and block, in half precision.
@@ -128,7 +128,7 @@ def stored(scratch: Scratch) -> StoredShares:
     return StoredShares(scratch, scratch.scores, SPAN_TOKENS)
 
 
-def masses(
+def compute_masses(
     rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
     """Compute, for each tile and block, the mean share of the tile's scored queries in the block.
@@ -138,7 +138,7 @@ def masses(
         selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
         tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
         run: The tiles to measure.
-        scratch: Scratch that ``room`` allocated for this run.
+        scratch: Scratch that ``allocate_scratch`` allocated for this run.
         target: [num_selected, tiles of the run, width] float32; receives the masses, negative where the share of some
             query is at least ``selected.peak``. Undefined past a tile's causal blocks.
     """
@@ -219,31 +219,32 @@ def _scores_kernel(
         o_block = tl.arange(0, STEP_BLOCKS)
         o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
-        b_factor = tl.load(rounded.factors + o_q)
+        b_query_scale = tl.load(rounded.query_scales + o_q)
         first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(tile_set + 2)
-        place = (i_selected * num_tiles + i_tile - first_tile).to(tl.int64)
-        target = scratch.scores + place * num_blocks * SCORED + o_m[:, None]
+        i_head_tile = (i_selected * num_tiles + i_tile - first_tile).to(tl.int64)
+        tile_scores = scratch.scores + i_head_tile * num_blocks * SCORED + o_m[:, None]
         b_top = tl.full([SCORED], float("-inf"), tl.float32)
         b_sum = tl.zeros([SCORED], tl.float32)
         for i in range(begin, end, STEP):
             b_k = tl.load(rounded.keys + (first_key + i + o_n)[:, None] * KEPT_D + o_d[None, :])
-            b_step = tl.load(rounded.steps + (first_key + i) // BLOCK + o_block)
+            b_key_scale = tl.load(rounded.key_scales + (first_key + i) // BLOCK + o_block)
             if WIDEN:
                 b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
             else:
                 b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
             b_s = tl.where((i + o_n)[None, :] <= o_query[:, None], b_s, float("-inf"))
             b_s = tl.max(tl.reshape(b_s, [SCORED, STEP_BLOCKS, BLOCK]), 2)
-            # No product with minus infinity, because factors past the row's end are 0.
-            b_u = tl.maximum(b_s, -65504.0) * (b_factor[:, None] * b_step[None, :])
-            b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MOST), MOST)).to(tl.float16)
-            tl.store(target + (i // BLOCK + o_block)[None, :] * SCORED, b_u)
+            # The lowest finite half stands in for minus infinity: scales past the row's end are 0, and 0 · ∞ is NaN.
+            b_u = tl.maximum(b_s, -65504.0) * (b_query_scale[:, None] * b_key_scale[None, :])
+            b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MAX_SCORE), MAX_SCORE)).to(tl.float16)
+            tl.store(tile_scores + (i // BLOCK + o_block)[None, :] * SCORED, b_u)
+            # Maximum and sum of exponentials of the stored scores, as in the online softmax.
             b_u = b_u.to(tl.float32)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
             b_top = b_new
-        parts = scratch.parts + (place * num_spans + i_span) * (2 * SCORED) + o_m
+        parts = scratch.parts + (i_head_tile * num_spans + i_span) * (2 * SCORED) + o_m
         tl.store(parts, b_top)
         tl.store(parts + SCORED, b_sum)
 
@@ -278,25 +279,26 @@ def _masses_kernel(
     o_b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept_mass + i_selected) < 1):
         o_m = tl.arange(0, SCORED)
-        place = i_selected * tl.num_programs(1) + i_tile
-        parts = scratch.parts + place * num_spans * (2 * SCORED) + o_m
+        i_head_tile = i_selected * tl.num_programs(1) + i_tile
+        parts = scratch.parts + i_head_tile * num_spans * (2 * SCORED) + o_m
+        # Join the maxima and sums of the spans.
         b_top = tl.full([SCORED], float("-inf"), tl.float32)
         b_sum = tl.zeros([SCORED], tl.float32)
         for i in range((reach + SPAN - 1) // SPAN):
-            b_part = tl.load(parts + i * (2 * SCORED))
-            b_new = tl.maximum(b_top, b_part)
+            b_part_top = tl.load(parts + i * (2 * SCORED))
+            b_new = tl.maximum(b_top, b_part_top)
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_other = tl.load(parts + i * (2 * SCORED) + SCORED) * tl.exp2(b_part - b_finite)
-            b_sum = b_sum * tl.exp2(b_top - b_finite) + b_other
+            b_part_sum = tl.load(parts + i * (2 * SCORED) + SCORED) * tl.exp2(b_part_top - b_finite)
+            b_sum = b_sum * tl.exp2(b_top - b_finite) + b_part_sum
             b_top = b_new
         scored = num_scored(length, SCORED)
         in_row = o_m < scored
         b_weight = tl.where(in_row, 1 / (b_sum * scored), 0.0)
-        scores = scratch.scores + (place * num_blocks + o_b)[:, None] * SCORED + o_m[None, :]
+        scores = scratch.scores + (i_head_tile * num_blocks + o_b)[:, None] * SCORED + o_m[None, :]
         is_score = (o_b < num_causal)[:, None] & in_row[None, :]
         b_u = tl.load(scores, mask=is_score, other=float("-inf")).to(tl.float32)
         b_share = tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :]
         b_mass = tl.sum(b_share, 1)
         b_mass = tl.where(tl.max(b_share, 1) * scored >= peak, -b_mass, b_mass)
-        out = target + i_selected * stride_head + i_tile.to(tl.int64) * stride_tile
-        tl.store(out + o_b, b_mass, mask=o_b < num_causal)
+        tile_masses = target + i_selected * stride_head + i_tile.to(tl.int64) * stride_tile
+        tl.store(tile_masses + o_b, b_mass, mask=o_b < num_causal)

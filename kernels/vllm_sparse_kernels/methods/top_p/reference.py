@@ -24,7 +24,7 @@ KEY_BLOCK = 32
 LARGEST = 15
 TINY = 1e-20  # replaces the largest magnitude of zeros
 LEAST_CHANNELS = 64
-SAMPLE, EVERY = 64, 8  # of EVERY consecutive groups of keys, the first is sampled
+GROUP_TOKENS, GROUP_PERIOD = 64, 8  # of GROUP_PERIOD consecutive groups of keys, the first is sampled
 SAMPLED_KEYS, ITERATIONS, RIDGE, JITTER, TOO_LARGE = 8192, 2, 1e-3, 1e-6, 1e15
 """For ``low_rank_maps``: keys of the sample; steps; addends of diagonals; magnitude from which elements count as 0."""
 
@@ -134,7 +134,7 @@ def count_kept_shares(
         shares: [queries, blocks].
         chosen: [blocks] bool, blocks that are kept for the whole tile.
         kept: [blocks] bool, blocks that are kept for the whole tile or for a query.
-        counts: [FIELDS] int64; increased.
+        counts: [SHARE_FIELDS] int64; increased.
     """
     if method.floor > 0 and method.kept_mass < 1:
         whole = shares.sum(1)
@@ -222,7 +222,7 @@ def estimated_vectors(
     """
     num_kv_heads, head_dim = keys.shape[1:]
     if not method.is_low_rank(head_dim):
-        sample = keys[torch.arange(len(keys), device=keys.device) // SAMPLE % EVERY == 0]
+        sample = keys[torch.arange(len(keys), device=keys.device) // GROUP_TOKENS % GROUP_PERIOD == 0]
         kept = kept_channels(method, sample, queries)
         kept_queries = queries * kept.repeat_interleave(queries.shape[1] // num_kv_heads, 0)
         return kept_queries, (keys - sample.mean(0)) * kept
@@ -267,7 +267,7 @@ def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:
     period = 1
     while period * SAMPLED_KEYS < len(keys):
         period *= 2
-    sampled_keys = finite(keys[torch.arange(len(keys), device=keys.device) // SAMPLE % period == 0])
+    sampled_keys = finite(keys[torch.arange(len(keys), device=keys.device) // GROUP_TOKENS % period == 0])
     tiles = queries.split(TILE_TOKENS)
     num_queries = 128 if len(tiles) <= 16 else 64 if len(tiles) <= 32 else 32
     sampled_queries = finite(torch.cat([tile[:num_queries] for tile in tiles]))
@@ -317,7 +317,7 @@ def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -
     """
     num_kv_heads, head_dim = sample.shape[1:]
     count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS) if method.channels == "half" else head_dim
-    squares = sum(part[: SAMPLE // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
+    squares = sum(part[: GROUP_TOKENS // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
     weights = sample.var(0, correction=0) * squares.view(num_kv_heads, -1, head_dim).sum(1)
     order = weights.argsort(dim=1, descending=True, stable=True)
     return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
@@ -334,5 +334,5 @@ def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
         The represented numbers, of the same shape.
     """
     groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
-    step = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
-    return ((groups * (1 / step)).to(torch.float8_e4m3fn).float() * step).flatten(0, 1)[: len(x)]
+    scale = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
+    return ((groups * (1 / scale)).to(torch.float8_e4m3fn).float() * scale).flatten(0, 1)[: len(x)]

@@ -46,16 +46,16 @@ LARGEST = Constant(15.0)
 MAGIC = Constant(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
 TINY = Constant(1e-20)  # replaces the largest magnitude of zeros
 
-SAMPLE = Constant(64)
-"""Keys of a group of the sample. The sample has half as many queries of each tile."""
+GROUP_TOKENS = Constant(64)
+"""Keys in a group of the sample. The sample has half as many queries of each tile."""
 
-EVERY = Constant(8)
+GROUP_PERIOD = Constant(8)
 """Out of this many consecutive groups of keys, the first belongs to the sample."""
 
 SPLIT_GROUPS = 4
 """Groups of the sample that one program adds up."""
 
-SPLIT_TOKENS = SAMPLE.value * EVERY.value * SPLIT_GROUPS
+SPLIT_TOKENS = GROUP_TOKENS.value * GROUP_PERIOD.value * SPLIT_GROUPS
 
 LEAST_CHANNELS = 64
 """Minimum number of channels. With fewer, the product no longer dominates the time, and only quality would drop."""
@@ -88,13 +88,16 @@ class Storage(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Queries and keys of a slab in e4m3. They are scaled so that scores are logarithms to base 2."""
+    """Queries and keys of a slab in e4m3.
+
+    A score, as an exponent of two, is the product times the scale of its query and the scale of its key's block.
+    """
 
     queries: Any  # [num_selected, num_queries, KEPT_D], of scored queries
-    factors: Any  # [num_selected, num_queries] float32, 0 past the row's end
+    query_scales: Any  # [num_selected, num_queries] float32, times the softmax's scale; 0 past the row's end
     num_queries: int  # whole tiles
     keys: Any  # [num_kv_heads, num_keys, KEPT_D]
-    steps: Any  # [num_kv_heads, num_keys / 32] float32
+    key_scales: Any  # [num_kv_heads, num_keys / 32] float32
     num_keys: int  # a multiple of 128
 
 
@@ -107,8 +110,8 @@ def row_moments(
         inputs: Queries, cache and rows of the step.
         storage: Number of channels, and whether they are combinations or the channels that affect scores most.
         workspace: Memory of temporary tensors.
-        variance_shares: [num_rows, FIELDS] int64, to which the shares of the score variance that maps hold are added;
-            None to leave them uncounted.
+        variance_shares: [num_rows, SHARE_FIELDS] int64, to which the shares of the score variance that maps hold are
+            added; None to leave them uncounted.
 
     Returns:
         Mean keys, and channels or maps, in the workspace.
@@ -130,14 +133,14 @@ def row_moments(
         squares = workspace.empty(rows.num_tiles, num_heads, block_d) if chooses else None
         shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
         _key_sums_kernel[(num_splits, num_kv_heads, rows.num_rows)](
-            key_args(cache, rows.block_table), rows.row_ends, sums, **shape, GROUPS=SPLIT_GROUPS,
+            key_args(cache, rows.block_table), rows.device_seq_lens, sums, **shape, SPLIT_GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 16, 4),
         )  # fmt: skip
         if chooses:
             _query_squares_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, squares, **shape)
         _moments_kernel[(rows.num_rows, num_kv_heads)](
-            sums, num_splits, squares, rows.tile_bounds, rows.row_ends, means, channels,
-            GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, GROUPS=SPLIT_GROUPS,
+            sums, num_splits, squares, rows.device_tile_starts, rows.device_seq_lens, means, channels,
+            GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, SPLIT_GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 8, 4),
         )  # fmt: skip
     return Moments(means, channels, None)
@@ -156,23 +159,23 @@ def round_queries(
         workspace: Memory of both results.
 
     Returns:
-        Values [num_selected, num_tiles · num_scored, kept_d] of ``storage.dtype``, and their factors
-        [num_selected, num_tiles · num_scored] float32, 0 past a row's end.
+        Values [num_selected, num_tiles · num_scored, kept_d] of ``storage.dtype``, and their scales
+        [num_selected, num_tiles · num_scored] float32, times the softmax's scale; 0 past a row's end.
     """
     q, rows = inputs.q, inputs.rows
     num_scored = storage.num_scored
     num_queries = rows.num_tiles * num_scored
     num_selected = heads.shape[0]
     values = workspace.empty(num_selected, num_queries, storage.kept_d, dtype=storage.dtype)
-    factors = workspace.empty(num_selected, num_queries)
+    scales = workspace.empty(num_selected, num_queries)
     block_d = padded_dim(q.shape[2])
     num_rounded = min(vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device)), num_scored)
     _round_queries_kernel[(rows.num_tiles * (num_scored // num_rounded), num_selected)](
-        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E.value, values, factors, num_queries,
+        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E.value, values, scales, num_queries,
         HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
         KV_HEADS=moments.means.shape[1], SCORED=num_scored, ROUNDED=num_rounded, num_warps=8,
     )  # fmt: skip
-    return values, factors
+    return values, scales
 
 
 def round_keys(
@@ -189,21 +192,21 @@ def round_keys(
         workspace: Memory of both results.
 
     Returns:
-        Values [num_kv_heads, num_keys, kept_d] of ``storage.dtype``, and steps [num_kv_heads, num_keys / 32] float32.
+        Values [num_kv_heads, num_keys, kept_d] of ``storage.dtype``, and scales [num_kv_heads, num_keys / 32] float32.
     """
     cache, rows = inputs.cache, inputs.rows
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
-    steps = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
+    scales = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
     block_d = padded_dim(cache.head_dim)
     num_rounded = vectors_at_once(block_d, storage.kept_d, shared_bytes(cache.keys.device))
     num_programs = ceil_div(slab.longest, 128) * (128 // num_rounded)
     _round_keys_kernel[(num_programs, cache.num_kv_heads, slab.key_starts.shape[0])](
-        key_args(cache, rows.block_table), rows.row_ends, slab.first_row, slab.key_starts, moments, values, steps,
-        slab.num_keys,
+        key_args(cache, rows.block_table), rows.device_seq_lens, slab.first_row, slab.key_starts, moments, values,
+        scales, slab.num_keys,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, KEPT_D=storage.kept_d, PERMUTED=permuted, ROUNDED=num_rounded,
         num_warps=8 if storage.low_rank else 4,
     )  # fmt: skip
-    return values, steps
+    return values, scales
 
 
 def vectors_at_once(block_d: int, kept_d: int, limit_bytes: int) -> int:
@@ -239,26 +242,26 @@ def rounding_bytes(block_d: int, kept_d: int, num_vectors: int = KEY_BLOCK.value
 
 
 @triton.jit
-def _key_sums_kernel(keys, row_ends, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr):
+def _key_sums_kernel(keys, seq_lens, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_GROUPS: tl.constexpr):
     """Sum the sample's keys and their squares, of one row, kv head and split.
 
     Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key of the sample once.
 
     Args:
         keys: KeyArgs.
-        row_ends: [num_rows] int32, each row's keys.
+        seq_lens: [num_rows] int32, each row's keys.
         sums: [num_rows, kv heads, splits, 2, BLOCK_D] float32; written.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
-        GROUPS: Groups of the sample that one program adds up.
+        SPLIT_GROUPS: Groups of the sample that one program adds up.
     """
     i_split, i_kv, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(row_ends + i_row)
-    if i_split * (SAMPLE * EVERY * GROUPS) < seq_len:
-        b_sum = tl.zeros([SAMPLE, BLOCK_D], tl.float32)
-        b_square = tl.zeros([SAMPLE, BLOCK_D], tl.float32)
-        for i in tl.static_range(GROUPS):
-            o_n = (i_split * GROUPS + i) * (SAMPLE * EVERY) + tl.arange(0, SAMPLE)
+    seq_len = tl.load(seq_lens + i_row)
+    if i_split * (GROUP_TOKENS * GROUP_PERIOD * SPLIT_GROUPS) < seq_len:
+        b_sum = tl.zeros([GROUP_TOKENS, BLOCK_D], tl.float32)
+        b_square = tl.zeros([GROUP_TOKENS, BLOCK_D], tl.float32)
+        for i in tl.static_range(SPLIT_GROUPS):
+            o_n = (i_split * SPLIT_GROUPS + i) * (GROUP_TOKENS * GROUP_PERIOD) + tl.arange(0, GROUP_TOKENS)
             b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
             b_sum += b_k
             b_square += b_k * b_k
@@ -283,16 +286,17 @@ def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
-    length = tl.minimum(length, SAMPLE // 2)
-    b_q = load_queries(queries, i_head, token, length, SAMPLE // 2, HEAD_DIM, BLOCK_D).to(tl.float32)
+    length = tl.minimum(length, GROUP_TOKENS // 2)
+    b_q = load_queries(queries, i_head, token, length, GROUP_TOKENS // 2, HEAD_DIM, BLOCK_D).to(tl.float32)
     target = squares + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + tl.arange(0, BLOCK_D)
     tl.store(target, tl.sum(b_q * b_q, 0) / length)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _moments_kernel(
-    sums, num_splits, squares, bounds, row_ends, means, channels,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUPS: tl.constexpr,
+    sums, num_splits, squares, tile_starts, seq_lens, means, channels,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
+    SPLIT_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Compute the mean key of one row and kv head, and its KEPT_D channels with the largest weights.
 
@@ -304,44 +308,44 @@ def _moments_kernel(
         sums: [num_rows, kv heads, num_splits, 2, BLOCK_D] float32.
         num_splits: Splits of the longest row.
         squares: [num_tiles, heads, BLOCK_D] float32, or None.
-        bounds: [num_rows + 1] int32, a row's first tile.
-        row_ends: [num_rows] int32, each row's keys.
+        tile_starts: [num_rows + 1] int32, each row's first tile.
+        seq_lens: [num_rows] int32, each row's keys.
         means: [num_rows, kv heads, BLOCK_D] float32; written.
         channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
         GROUP: Query heads of a kv head.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
         KEPT_D: Number of channels that the estimate multiplies.
-        GROUPS: Groups of the sample that one program adds up.
+        SPLIT_GROUPS: Groups of the sample that one program adds up.
     """
     i_row, num_kv_heads = tl.program_id(0), tl.num_programs(1)
     i_kv = i_row * num_kv_heads + tl.program_id(1)
-    seq_len = tl.load(row_ends + i_row)
+    seq_len = tl.load(seq_lens + i_row)
     o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, 32)
-    splits = (seq_len + SAMPLE * EVERY * GROUPS - 1) // (SAMPLE * EVERY * GROUPS)
+    splits = (seq_len + GROUP_TOKENS * GROUP_PERIOD * SPLIT_GROUPS - 1) // (GROUP_TOKENS * GROUP_PERIOD * SPLIT_GROUPS)
     b_sum = tl.zeros([32, BLOCK_D], tl.float32)
     b_square = tl.zeros([32, BLOCK_D], tl.float32)
     for i in range(0, splits, 32):
         at = sums + (i_kv * num_splits + i + o_s)[:, None] * (2 * BLOCK_D) + o_d[None, :]
         b_sum += tl.load(at, mask=(i + o_s < splits)[:, None], other=0.0)
         b_square += tl.load(at + BLOCK_D, mask=(i + o_s < splits)[:, None], other=0.0)
-    whole = seq_len // (SAMPLE * EVERY) * SAMPLE
-    count = (whole + tl.minimum(seq_len % (SAMPLE * EVERY), SAMPLE)).to(tl.float32)
+    whole = seq_len // (GROUP_TOKENS * GROUP_PERIOD) * GROUP_TOKENS
+    count = (whole + tl.minimum(seq_len % (GROUP_TOKENS * GROUP_PERIOD), GROUP_TOKENS)).to(tl.float32)
     b_mean = tl.sum(b_sum, 0) / count
     tl.store(means + i_kv * BLOCK_D + o_d, b_mean)
     if KEPT_D < BLOCK_D:
-        b_weight = tl.maximum(tl.fma(-b_mean, b_mean, tl.sum(b_square, 0) / count), 0.0)
+        b_weight = tl.maximum(tl.fma(-b_mean, b_mean, tl.sum(b_square, 0) / count), 0.0)  # variance of the keys
         b_weight *= _mean_square(
-            squares, bounds + i_row, tl.program_id(1) * GROUP, num_kv_heads * GROUP, GROUP, BLOCK_D
+            squares, tile_starts + i_row, tl.program_id(1) * GROUP, num_kv_heads * GROUP, GROUP, BLOCK_D
         )
         keep_heaviest(channels + i_kv * KEPT_D, b_weight, HEAD_DIM, KEPT_D)
 
 
 @triton.jit
-def _mean_square(squares, bounds, first_head, num_heads, GROUP: tl.constexpr, BLOCK_D: tl.constexpr):
+def _mean_square(squares, tile_starts, first_head, num_heads, GROUP: tl.constexpr, BLOCK_D: tl.constexpr):
     """Compute the mean square of the row's queries in GROUP heads, up to a factor: [BLOCK_D]."""
     o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, 32)
-    begin, end = tl.load(bounds) * GROUP, tl.load(bounds + 1) * GROUP
+    begin, end = tl.load(tile_starts) * GROUP, tl.load(tile_starts + 1) * GROUP
     b_square = tl.zeros([32, BLOCK_D], tl.float32)
     for i in range(begin, end, 32):
         o_i = i + o_s  # tile by tile, and by head within a tile
@@ -396,7 +400,7 @@ def in_e4m3(b_x, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_queries"])
 def _round_queries_kernel(
-    queries, tiles, row_moments, heads, factor, values, factors, num_queries,
+    queries, tiles, row_moments, heads, softmax_scale, values, scales, num_queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
     SCORED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -409,9 +413,9 @@ def _round_queries_kernel(
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         row_moments: Moments.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        factor: The softmax's scale, in base 2.
+        softmax_scale: The softmax's scale, in base 2.
         values: [n, num_tiles · SCORED, KEPT_D]; written.
-        factors: [n, num_tiles · SCORED] float32, 0 past the row's end; written.
+        scales: [n, num_tiles · SCORED] float32, times ``softmax_scale``; 0 past the row's end; written.
         num_queries: num_tiles · SCORED.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
@@ -435,16 +439,16 @@ def _round_queries_kernel(
         b_q = kept_of(b_q, row_moments.channels + i_moments * KEPT_D, KEPT_D)
     else:
         b_q = mapped(b_q, row_moments.maps + i_moments * (2 * BLOCK_D * KEPT_D), KEPT_D)
-    b_step = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
+    b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_selected.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
-    b_q = b_q * (1.0 / b_step)[:, None]
+    b_q = b_q * (1.0 / b_scale)[:, None]
     tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
-    tl.store(factors + o_r, tl.where(in_row, b_step * factor, 0.0))
+    tl.store(scales + o_r, tl.where(in_row, b_scale * softmax_scale, 0.0))
 
 
 @triton.jit(do_not_specialize=["first_row"])
 def _round_keys_kernel(
-    keys, row_ends, first_row, key_starts, row_moments, values, steps, num_keys,
+    keys, seq_lens, first_row, key_starts, row_moments, values, scales, num_keys,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, PERMUTED: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):  # fmt: skip
@@ -455,12 +459,12 @@ def _round_keys_kernel(
 
     Args:
         keys: KeyArgs.
-        row_ends: [num_rows] int32, each row's keys.
+        seq_lens: [num_rows] int32, each row's keys.
         first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
         row_moments: Moments.
         values: [kv heads, num_keys, KEPT_D]; written.
-        steps: [kv heads, num_keys / 32] float32; written.
+        scales: [kv heads, num_keys / 32] float32; written.
         num_keys: Keys of the slab.
         HEAD_DIM: Channels of a head.
         BLOCK_D: HEAD_DIM rounded up to a power of two.
@@ -468,9 +472,9 @@ def _round_keys_kernel(
         PERMUTED: Whether keys are permuted for Hopper's products, within steps of 128.
         ROUNDED: Keys of a program, a multiple of 32.
     """
-    i_part, i_kv, i_place = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i_row = first_row + i_place
-    seq_len = tl.load(row_ends + i_row)
+    i_part, i_kv, i_slab_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_row = first_row + i_slab_row
+    seq_len = tl.load(seq_lens + i_row)
     i_step = i_part // (128 // ROUNDED)
     if i_step * 128 < seq_len:
         o_c = tl.arange(0, KEPT_D)
@@ -486,12 +490,12 @@ def _round_keys_kernel(
             b_mean = tl.load(row_moments.means + i_moments * KEPT_D + o_c)
             b_k = mapped(b_k, row_moments.maps + (i_moments * 2 + 1) * (BLOCK_D * KEPT_D), KEPT_D)
         b_k = tl.where((o_key < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
-        b_step = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [ROUNDED // 32, 32]), 1)
-        b_step = tl.maximum(b_step, TINY) / LARGEST
-        first = i_kv.to(tl.int64) * num_keys + tl.load(key_starts + i_place) + i_step * 128
-        o_step = i_part % (128 // ROUNDED) * (ROUNDED // 32) + tl.arange(0, ROUNDED // 32)
-        tl.store(steps + first // 32 + o_step, b_step)
-        b_k = tl.reshape(b_k, [ROUNDED // 32, 32, KEPT_D]) * (1.0 / b_step)[:, None, None]
+        b_scale = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [ROUNDED // 32, 32]), 1)
+        b_scale = tl.maximum(b_scale, TINY) / LARGEST
+        first = i_kv.to(tl.int64) * num_keys + tl.load(key_starts + i_slab_row) + i_step * 128
+        o_scale = i_part % (128 // ROUNDED) * (ROUNDED // 32) + tl.arange(0, ROUNDED // 32)
+        tl.store(scales + first // 32 + o_scale, b_scale)
+        b_k = tl.reshape(b_k, [ROUNDED // 32, 32, KEPT_D]) * (1.0 / b_scale)[:, None, None]
         b_k = tl.reshape(b_k, [ROUNDED, KEPT_D])
         o_slot = o_n
         if PERMUTED:
