@@ -23,7 +23,6 @@ from tests.helpers import scenario, server_levels
 from tests.helpers.switch_load import under_the_switch
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
@@ -79,7 +78,7 @@ def check(server: Server) -> None:
     sparse = {f"sparse {i}": (scenario.prompt(SPARSE_TOKENS, seed=100 + i), 8, 1) for i in range(NUM_EACH)}
     dealt = [pair for pairs in zip(exact.items(), sparse.items(), strict=True) for pair in pairs]
     answers = scenario.ask_together(server, dict(dealt))
-    report = parse_metrics(server.get(FRESH_METRICS_PATH))
+    report = scenario.counted(server)
     assert report.rows["dense", Fallback.REQUESTED] == NUM_EACH
     assert report.rows_of("sparse") == NUM_EACH
     assert report.rows_of("dense") == NUM_EACH
@@ -114,7 +113,7 @@ def test_facts_are_found_under_every_option(option: str) -> None:
             answers = list(pool.map(partial(scenario.ask, server, max_tokens=VALUE_TOKENS, level=level), prompts))
             num_right = sum(answer.token_ids == tuple(value) for answer, value in zip(answers, values))
             assert num_right >= 46, (option, level, num_right)
-        page, log = server.get(FRESH_METRICS_PATH), server.log_path.read_text(errors="replace")
+        page, log = scenario.fresh_page(server), server.log_path.read_text(errors="replace")
     report = parse_metrics(page)
     assert report.problem() is None
     assert report.rows_of("sparse") > len(prompts)
