@@ -70,10 +70,10 @@ class TestSteps:
 
         def stuck(self: TwoGpus, lab: Lab) -> None:
             lab._started = [Stuck()]  # type: ignore[list-item]
-            time.sleep(60)
+            time.sleep(600)
 
         monkeypatch.setattr(two_gpus.Server, "stop", Stuck.stop)
-        monkeypatch.setattr(two_gpus, "LIMITS", {"one": (1.0, 0.0), "tensor": (5.0, 0.0), "others": (5.0, 0.0)})
+        monkeypatch.setattr(two_gpus, "LIMITS", {"one": (1.0, 0.0), "tensor": (600.0, 0.0), "others": (600.0, 0.0)})
         replace_step(monkeypatch, "one", stuck)
         replace_step(monkeypatch, "tensor", lambda self, lab: after.append("tensor"))
         with pytest.raises(typer.Exit):
@@ -87,7 +87,7 @@ class TestSteps:
         def fail(self: TwoGpus, lab: Lab) -> None:
             raise ServerError("out of memory")
 
-        monkeypatch.setattr(two_gpus, "LIMITS", dict.fromkeys(("one", "tensor", "others"), (5.0, 0.0)))
+        monkeypatch.setattr(two_gpus, "LIMITS", dict.fromkeys(("one", "tensor", "others"), (600.0, 0.0)))
         replace_step(monkeypatch, "one", fail)
         replace_step(monkeypatch, "tensor", lambda self, lab: None)
         with pytest.raises(typer.Exit):
