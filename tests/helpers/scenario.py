@@ -25,6 +25,17 @@ CONCURRENT_LENGTHS = (1, 63, 300, 777, 1000, 1301)
 PAGE_TOKENS = 128
 
 
+def overcommit_args() -> tuple[str, ...]:
+    """Return arguments with which requests start without room for all of their prompts, and preempt each other.
+
+    Otherwise the number of preemptions depends on when requests arrive. Some releases of vLLM have no such argument.
+    """
+    from vllm.config import SchedulerConfig
+
+    has_argument = "scheduler_reserve_full_isl" in SchedulerConfig.__dataclass_fields__
+    return ("--no-scheduler-reserve-full-isl",) if has_argument else ()
+
+
 class Servers(NamedTuple):
     stock: Server
     ours: Server

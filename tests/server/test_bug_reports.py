@@ -178,7 +178,7 @@ class TestConfiguredByNestedYaml:
         (path := folder / "config.yaml").write_text(yaml.safe_dump(config))
         # On a CPU, ``Server`` sets its own cache size unless an argument does.
         args = ("--config", str(path), "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", str(24 << 20))
-        with Server(small_model, args) as server:
+        with Server(small_model, (*args, *scenario.overcommit_args())) as server:
             yield server
 
     def test_the_settings_are_those_of_the_file(self, server: Server) -> None:
