@@ -19,8 +19,10 @@ from vllm_sparse_backend.evaluation.vllm_server import Server
 DEADLINE_S = 300.0
 """Seconds after which tests no longer wait for a server, on a machine of any load."""
 CHUNK_TOKENS = 512
-SERVER_ARGS = ("--max-model-len", "8192", "--enable-prompt-tokens-details")
-SERVER_ARGS += ("--max-num-batched-tokens", str(CHUNK_TOKENS))
+SERVER_ARGS = (
+    *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
+    *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
+)
 CONCURRENT_LENGTHS = (1, 63, 300, 777, 1000, 1301)
 PAGE_TOKENS = 128
 
