@@ -20,10 +20,9 @@ from rich.console import Console
 
 from benchmarks.figures import Report
 from benchmarks.options import Json, Results
+from tests.helpers.scenario import counted
 from tests.helpers.tiny_models import make_model
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, device_name, sparse_args
 
@@ -109,12 +108,12 @@ class Asker:
 
     def rows(self) -> tuple[int, int]:
         """Return the number of rows that ran exact on request, and of sparse rows."""
-        report = parse_metrics(self.server.get(FRESH_METRICS_PATH))
+        report = counted(self.server)
         return report.rows["dense", Fallback.REQUESTED], report.rows_of("sparse")
 
     def is_exact(self) -> bool:
         """Return whether no layer of the server runs sparse. It then counts no rows."""
-        return set(parse_metrics(self.server.get(FRESH_METRICS_PATH)).attention) == {"dense"}
+        return set(counted(self.server).attention) == {"dense"}
 
     def cell(self, way: str, variant: str) -> str:
         path = way.partition(",")[0]

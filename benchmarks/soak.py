@@ -87,6 +87,8 @@ class Asking:
     seed: int = 0
     most_requests: int | None = None
     """The load ends after this many requests, even if time is left; None for no limit."""
+    least_requests: int = 0
+    """The load goes on until this many requests have ended, even if the time is over."""
 
 
 Samples = list[tuple[float, int]]
@@ -185,9 +187,10 @@ def soak(
     began = time.monotonic()
 
     def run(client: Client) -> None:
-        while time.monotonic() - began < asking.seconds:
+        while True:
             with lock:
-                if next(numbers, None) is None:
+                is_over = time.monotonic() - began >= asking.seconds and outcome.num_requests >= asking.least_requests
+                if is_over or next(numbers, None) is None:
                     return
                 request = client.next()
             error, received = _send(server, request)

@@ -4,6 +4,9 @@
 With ``--dist loadfile``, a process runs entire files, so fixtures and caches of a module exist once. Files whose tests
 use the fixture ``servers`` stay together, so these servers start once. At the end of a run, each reason for skipped
 tests is printed with the number of tests.
+
+Random searches by hypothesis draw the same cases in every run, and have no time limits, so that a result depends on
+neither chance nor the machine's load. ``--hypothesis-profile=random`` draws other cases.
 """
 
 import os
@@ -20,6 +23,7 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
+from hypothesis import HealthCheck, settings
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -32,6 +36,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     save_what_is_thrown_away()
     sum_float32_products_in_float64()
 
+
+settings.register_profile("random", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("random"), derandomize=True)
+settings.load_profile("same")
 
 ROOT = Path(__file__).parents[1]
 SHARES_SERVERS = re.compile(r"\bservers: Servers\b")

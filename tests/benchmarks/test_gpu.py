@@ -3,6 +3,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,18 +13,47 @@ import pytest
 from benchmarks import gpu
 from benchmarks.figures import Report
 
+BUDGET_S, STEP_S = 3000.0, 1000.0
+SLOW = "import time; print('begun', flush=True); open({!r}, 'w').close(); time.sleep(600)"
+"""A program that creates a file when it has begun, and takes long."""
 
-def test_each_step_has_its_time_and_the_next_one_runs_all_the_same(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+
+def end_time_when(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the time of ``SLOW`` be over when it has created its file, and let other programs have any time."""
+
+    class Process(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if self.args != [sys.executable, "-c", SLOW.format(str(begun))] or self.has_been_late:
+                return super().wait()
+            while not begun.exists():
+                time.sleep(0.01)
+            self.has_been_late = True
+            raise subprocess.TimeoutExpired(self.args, 0.0 if timeout is None else timeout)
+
+        has_been_late = False
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", Process)
+
+
+def test_each_step_has_its_time_and_the_next_one_runs_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, mark = tmp_path / "begun", tmp_path / "mark"
+    end_time_when(begun, monkeypatch)
     steps = {
-        "slow": [["-c", "import time; time.sleep(60)"], ["-c", f"open({str(mark)!r}, 'w')"]],
+        "slow": [["-c", SLOW.format(str(begun))], ["-c", f"open({str(mark)!r}, 'w')"]],
         "wrong": [["-c", "raise SystemExit(3)"]],
         "fine": [["-c", "pass"], ["-c", "pass"]],
     }
-    problems = {name: problem for name, _, problem in gpu.run(steps, 60, step_s=2)}
-    assert problems == {"slow": "took longer than 2 s", "wrong": "ended with 3", "fine": None}
+    problems = {name: problem for name, _, problem in gpu.run(steps, BUDGET_S, STEP_S)}
+    assert problems == {"slow": "took longer than 1000 s", "wrong": "ended with 3", "fine": None}
     assert not mark.exists()
-    assert [problem for *_, problem in gpu.run({"late": steps["slow"]}, 0)] == ["took longer than 0 s"]
+
+
+def test_no_step_takes_longer_than_its_limit_or_the_budget() -> None:
+    steps = {"slow": [["-c", "import time; time.sleep(600)"]]}
+    assert [problem for *_, problem in gpu.run(steps, BUDGET_S, step_s=1)] == ["took longer than 1 s"]
+    assert [problem for *_, problem in gpu.run(steps, 0)] == ["took longer than 0 s"]
 
 
 @pytest.mark.parametrize(("gib", "lengths"), [(80, "8192,32768,131072"), (24, "8192,32768")])
@@ -44,20 +76,23 @@ def test_two_cards_run_two_steps_at_a_time_each_on_its_own(tmp_path: Path, capfd
         return [["-c", code]]
 
     steps = {"a": step("a", "b"), "b": step("b", "a"), "c": step("c", "d"), "d": step("d", "c")}
-    ended = [(name, problem) for name, _, problem in gpu.run(steps, 60, step_s=20, cards=["4", "7"])]
+    ended = [(name, problem) for name, _, problem in gpu.run(steps, BUDGET_S, STEP_S, ["4", "7"])]
     assert sorted(ended) == [(name, None) for name in "abcd"]
     assert {name for name, _ in ended[:2]} == {"a", "b"}
     assert sorted(capfd.readouterr().out.splitlines()) == ["a on 4", "b on 7", "c on 4", "d on 7"]
 
 
-def test_a_step_on_one_of_two_cards_may_fail_or_take_too_long(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_step_on_one_of_two_cards_may_fail_or_take_too_long(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_time_when(tmp_path / "begun", monkeypatch)
     steps = {
-        "slow": [["-c", "import time; print('begun', flush=True); time.sleep(60)"]],
+        "slow": [["-c", SLOW.format(str(tmp_path / "begun"))]],
         "wrong": [["-c", "raise SystemExit('no memory')"]],
         "fine": [["-c", "pass"]],
     }
-    problems = {name: problem for name, _, problem in gpu.run(steps, 60, step_s=2, cards=["0", "1"])}
-    assert problems == {"slow": "took longer than 2 s", "wrong": "ended with 1", "fine": None}
+    problems = {name: problem for name, _, problem in gpu.run(steps, BUDGET_S, STEP_S, ["0", "1"])}
+    assert problems == {"slow": "took longer than 1000 s", "wrong": "ended with 1", "fine": None}
     assert sorted(capfd.readouterr().out.splitlines()) == ["begun", "no memory"]
 
 

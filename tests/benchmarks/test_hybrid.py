@@ -107,7 +107,7 @@ def test_the_reason_is_found_behind_the_rank_that_torch_writes() -> None:
 
 def test_an_engine_that_fails_is_told_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hybrid.sys, "executable", "false")
-    parts, problem = hybrid.run_engine("ours", tmp_path, 1, 1, tmp_path / "log", limit_s=20)
+    parts, problem = hybrid.run_engine("ours", tmp_path, 1, 1, tmp_path / "log", limit_s=600)
     assert parts == []
     assert problem is not None
     assert problem == "ended with 1: no error in its log"

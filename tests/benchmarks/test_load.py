@@ -9,7 +9,7 @@ import pytest
 from benchmarks import load
 from benchmarks.figures import of_serve
 from benchmarks.load import Mix
-from tests.helpers.stub_server import Stub, running
+from tests.helpers.stub_server import SimulatedClock, Stub, running
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.report import Report
 
@@ -27,7 +27,7 @@ def test_what_failed_is_not_counted_and_gives_no_figures(monkeypatch):
     mix = Mix(4, 2.0, (30,), (500,), output_tokens=3)
     for fault in (False, True):
         report = Report("serve", "here")
-        with running(Stub("stock", [], lambda n: 0)) as url:
+        with running(Stub("stock", [], lambda n: 0, SimulatedClock())) as url:
             servers = [(name, Endpoint.connect(name, url)) for name in ("stock", "ours")]
             load.compare(servers, mix, None, report)
         stock, ours = report.cases

@@ -2,7 +2,6 @@
 """Timing of GET /metrics: pages that are late or lack this backend's series."""
 
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -17,8 +16,28 @@ OURS = b'x 1\nsparse_prefill_up{engine="0"} 1\nsparse_prefill_layers{attention="
 LATE_S = 0.15
 
 
+class Clock:
+    """A clock that advances only when a page is late, and between reads. It stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    monotonic = perf_counter
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
 @pytest.fixture
-def server() -> Iterator[Any]:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def server(clock: Clock) -> Iterator[Any]:
     """Every fourth page is late, and every third page is a stock server's."""
     pages: list[int] = []
 
@@ -29,7 +48,7 @@ def server() -> Iterator[Any]:
         def do_GET(self) -> None:
             pages.append(1)
             if len(pages) % 4 == 0:
-                time.sleep(LATE_S)
+                clock.sleep(LATE_S)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"x 1\n" if len(pages) % 3 == 0 else OURS)
@@ -40,10 +59,13 @@ def server() -> Iterator[Any]:
         httpd.shutdown()
 
 
-def test_pages_that_are_late_and_pages_without_our_series(server: Any) -> None:
+def test_pages_that_are_late_and_pages_without_our_series(
+    server: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrape, "time", clock)
     seconds, without = scrape.read_often(server, 12)
     assert without == 4
-    assert sum(taken >= LATE_S for taken in seconds) == 3
+    assert seconds == pytest.approx([0, 0, 0, LATE_S] * 3)
 
 
 @pytest.mark.parametrize(("count", "share", "expected"), [(200, 0.99, 198), (100, 0.5, 50), (1, 0.99, 1), (3, 0.5, 2)])

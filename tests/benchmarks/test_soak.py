@@ -4,6 +4,7 @@
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ class TestCounters:
         assert {reason for _, reason in done.audit.counted.rows} == {"", "requested", "too_short", "short_query"}
         assert len(done.bounds) == 4
         assert {taken for _, taken in done.outcome.device_bytes} == {10**9}
+        done.outcome.device_bytes = [(i / 10, 10**9) for i in range(10)]  # a busy machine may have too few samples
         report = Report("soak", "here", None, tmp_path / "figures.json")
         add_figures(report, self.ASKING, done, "a stub")
         figures = {name.partition(" s: ")[2]: figure for name, figure in report.figures.items()}
@@ -95,6 +97,12 @@ class TestCounters:
         asking = replace(self.ASKING, seconds=60.0, most_requests=7)
         done = soak_and_check(CountingServer(served), asking, Prompts(range(3000)), None)  # type: ignore[arg-type]
         assert (done.outcome.num_requests, done.problems) == (7, [])
+
+    def test_a_load_goes_on_until_it_has_its_number_of_requests(self, served: Served) -> None:
+        asking = replace(self.ASKING, seconds=0.0, least_requests=7)
+        done = soak_and_check(CountingServer(served), asking, Prompts(range(3000)), None)  # type: ignore[arg-type]
+        assert 7 <= done.outcome.num_requests < 7 + asking.clients
+        assert done.problems == []
 
     def test_that_are_off(self, served: Served) -> None:
         (tiles, *_) = self.checked(CountingServer(served, "tiles"), served).problems
@@ -136,7 +144,15 @@ def test_growth() -> None:
 def test_memory_that_grows(
     monkeypatch: pytest.MonkeyPatch, served: Served, by: int, expected_problems: list[str]
 ) -> None:
+    """Twenty samples of the server's memory in the load's time, on a machine of any load."""
+
+    def watch(
+        samples: module.Samples, look: Callable[[], int], every_s: float, began: float, over: threading.Event
+    ) -> None:
+        samples += [(i / 20, look()) for i in range(20)]
+
     monkeypatch.setattr(module, "LEAST_S_TO_GROW", 1.0)
+    monkeypatch.setattr(module, "_watch", watch)
     taken = itertools.count(100, by)
     asking = TestCounters.ASKING
     done = soak_and_check(CountingServer(served), asking, Prompts(range(3000)), taken.__next__)  # type: ignore[arg-type]

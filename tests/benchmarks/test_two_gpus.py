@@ -13,7 +13,7 @@ import typer
 from benchmarks import two_gpus
 from benchmarks.two_gpus import CHECKED, DEFAULT, ONE, STOCK, TENSOR, Lab, Running, Spec, TwoGpus
 from tests.helpers.folders import model_folder
-from tests.helpers.stub_server import Stub, running
+from tests.helpers.stub_server import SimulatedClock, Stub, running
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError
 
@@ -70,10 +70,10 @@ class TestSteps:
 
         def stuck(self: TwoGpus, lab: Lab) -> None:
             lab._started = [Stuck()]  # type: ignore[list-item]
-            time.sleep(60)
+            time.sleep(600)
 
         monkeypatch.setattr(two_gpus.Server, "stop", Stuck.stop)
-        monkeypatch.setattr(two_gpus, "LIMITS", {"one": (1.0, 0.0), "tensor": (5.0, 0.0), "others": (5.0, 0.0)})
+        monkeypatch.setattr(two_gpus, "LIMITS", {"one": (1.0, 0.0), "tensor": (600.0, 0.0), "others": (600.0, 0.0)})
         replace_step(monkeypatch, "one", stuck)
         replace_step(monkeypatch, "tensor", lambda self, lab: after.append("tensor"))
         with pytest.raises(typer.Exit):
@@ -87,7 +87,7 @@ class TestSteps:
         def fail(self: TwoGpus, lab: Lab) -> None:
             raise ServerError("out of memory")
 
-        monkeypatch.setattr(two_gpus, "LIMITS", dict.fromkeys(("one", "tensor", "others"), (5.0, 0.0)))
+        monkeypatch.setattr(two_gpus, "LIMITS", dict.fromkeys(("one", "tensor", "others"), (600.0, 0.0)))
         replace_step(monkeypatch, "one", fail)
         replace_step(monkeypatch, "tensor", lambda self, lab: None)
         with pytest.raises(typer.Exit):
@@ -164,18 +164,18 @@ class TestServers:
 
 class TestMeasurements:
     @pytest.fixture
-    def measured(self, tmp_path):
+    def measured(self, tmp_path, monkeypatch):
         """Speeds of four stubs: ours is four times as fast as stock on a single card, and twice as fast on two
         cards."""
         test, lab, log = options(tmp_path), Lab(tmp_path / "out", 100), []
+        clock = SimulatedClock.of_client(monkeypatch)
         seconds = {(STOCK, ONE): 0.04, (DEFAULT, ONE): 0.01, (STOCK, TENSOR): 0.02, (DEFAULT, TENSOR): 0.01}
         for layout, cards in ((ONE, (0,)), (TENSOR, (0, 1))):
             with ExitStack() as stack:
                 servers = []
                 for setting in (STOCK, DEFAULT):
                     name = "stock" if setting == STOCK else "ours"
-                    # Tokens that a busy machine delivers together have no TPOT: 20 ms keep them apart.
-                    stub = Stub(name, log, lambda length, s=seconds[setting, layout]: s, token_s=0.02)
+                    stub = Stub(name, log, lambda length, s=seconds[setting, layout]: s, clock)
                     url = stack.enter_context(running(stub))
                     servers.append((test.timed_spec(test.model, setting, layout, cards), StubServer(url)))
                 test.measure_speed(lab, servers, len(cards))
@@ -193,6 +193,7 @@ class TestMeasurements:
                 for case in lab.report.cases_of("speed", label=f"large, {setting}, {layout}", tokens=length)
             }
             gains = [times[STOCK, layout] / times[DEFAULT, layout] for layout in (ONE, TENSOR)]
+            assert gains == pytest.approx([4, 2])
             about = f"large, default, TP 1, {length} tokens"
             assert rows[f"{about}: TTFT, speed-up over stock"]["value"] == pytest.approx(gains[0], rel=1e-3)
             assert "×" not in rows[f"{about}: TTFT"]["device"]

@@ -45,7 +45,7 @@ def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write)
 
 
 @pytest.mark.full
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) -> None:
     num_heads, size = data.draw(st.sampled_from([(8, 1), (8, 2), (8, 8), (12, 3), (12, 4), (40, 8), (14, 7)]))

@@ -14,11 +14,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.helpers.proxies import free_port, started_proxy
+from tests.helpers.proxies import closed_port, started_proxy
 
 pytest.importorskip("aiohttp", reason="needs what vLLM installs")
 
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DEADLINE_S = 120.0
+"""Seconds in which an answer or an abort must arrive on a machine of any load."""
 
 
 class Decode(BaseHTTPRequestHandler):
@@ -50,7 +52,7 @@ class Decode(BaseHTTPRequestHandler):
         for event in b"data: 1\n\n", b"data: [DONE]\n\n":
             self.wfile.write(b"%x\r\n%s\r\n" % (len(event), event))
             self.wfile.flush()
-            self.release.wait(20)
+            self.release.wait(DEADLINE_S)
         self.wfile.write(b"0\r\n\r\n")
 
     def _answer(self, status: int, body: bytes) -> None:
@@ -82,7 +84,7 @@ def post(url: str, body: Any, path: str = "/v1/completions") -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", "Authorization": "Bearer k"}
     try:
-        with DIRECT.open(urllib.request.Request(url + path, data, headers), timeout=30) as answer:
+        with DIRECT.open(urllib.request.Request(url + path, data, headers), timeout=DEADLINE_S) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)
@@ -156,7 +158,7 @@ def test_what_has_no_salt_is_refused(url: str) -> None:
 
 
 def test_other_requests_and_answers_pass_as_they_are(url: str) -> None:
-    with DIRECT.open(f"{url}/metrics?a=b%20c", timeout=30) as answer:
+    with DIRECT.open(f"{url}/metrics?a=b%20c", timeout=DEADLINE_S) as answer:
         assert json.load(answer) == {"path": "/metrics?a=b%20c"}
         assert answer.headers["X-Request-Id"] == "7"
     assert post(url, {"prompt": "refused"})[0] == 418
@@ -166,7 +168,7 @@ def test_a_stream_is_passed_on_part_by_part(url: str) -> None:
     """The first event arrives before the server sends the second."""
     Decode.release.clear()
     data = json.dumps({"stream": True}).encode()
-    with DIRECT.open(urllib.request.Request(f"{url}/v1/completions", data), timeout=30) as answer:
+    with DIRECT.open(urllib.request.Request(f"{url}/v1/completions", data), timeout=DEADLINE_S) as answer:
         assert answer.headers["Content-Type"] == "text/event-stream"
         assert answer.read(9) == b"data: 1\n\n"
         Decode.release.set()
@@ -174,7 +176,7 @@ def test_a_stream_is_passed_on_part_by_part(url: str) -> None:
 
 
 def test_a_decode_server_that_does_not_answer() -> None:
-    with started_proxy(f"http://127.0.0.1:{free_port()}") as url:
+    with closed_port() as port, started_proxy(f"http://127.0.0.1:{port}") as url:
         status, answer = post(url, {"prompt": "a"})
         assert status == 502
         assert "does not answer" in answer["error"]["message"]
@@ -182,15 +184,15 @@ def test_a_decode_server_that_does_not_answer() -> None:
 
 def go_while_it_waits(url: str, waits: threading.Event) -> None:
     """Send a slow request, and close the connection when the server has started on it."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=DEADLINE_S)
     connection.request("POST", "/v1/completions", json.dumps({"prompt": "slow"}).encode())
-    assert waits.wait(30)
+    assert waits.wait(DEADLINE_S)
     connection.close()
 
 
 def test_a_client_that_goes_aborts_a_request_without_a_stream(url: str) -> None:
     go_while_it_waits(url, Decode.waits)
-    assert Decode.aborted.wait(30)
+    assert Decode.aborted.wait(DEADLINE_S)
 
 
 TRANSFER = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "10.0.0.1", "remote_port": 5600}
@@ -290,7 +292,7 @@ class TestPair:
         Prefill.bodies.clear()
         Decode.release.clear()
         data = json.dumps({"stream": True, "stream_options": {"include_usage": True}}).encode()
-        with DIRECT.open(urllib.request.Request(f"{pair_url}/v1/completions", data), timeout=30) as answer:
+        with DIRECT.open(urllib.request.Request(f"{pair_url}/v1/completions", data), timeout=DEADLINE_S) as answer:
             assert answer.read(9) == b"data: 1\n\n"
             Decode.release.set()
             assert answer.read() == b"data: [DONE]\n\n"
@@ -302,7 +304,7 @@ class TestPair:
         for body, header in (({}, None), ({"vllm_xargs": {"sparse_prefill_report": True}}, '{"level": "fast"}')):
             data = json.dumps({"prompt": "a", **body}).encode()
             request = urllib.request.Request(f"{pair_url}/v1/completions", data, {"Accept-Encoding": "gzip"})
-            with DIRECT.open(request, timeout=30) as answer:
+            with DIRECT.open(request, timeout=DEADLINE_S) as answer:
                 assert answer.headers["sparse-prefill-report"] == header
 
     @pytest.mark.parametrize(
@@ -352,21 +354,22 @@ class TestPair:
 
     def test_a_client_that_goes_aborts_the_prefill(self, pair_url: str) -> None:
         go_while_it_waits(pair_url, Prefill.waits)
-        assert Prefill.aborted.wait(30)
+        assert Prefill.aborted.wait(DEADLINE_S)
 
     def test_a_pair_is_healthy_if_each_server_is(self, pair_url: str) -> None:
-        with DIRECT.open(f"{pair_url}/health", timeout=30) as answer:
+        with DIRECT.open(f"{pair_url}/health", timeout=DEADLINE_S) as answer:
             assert answer.status == 200
         Prefill.is_healthy = False
         try:
             with pytest.raises(urllib.error.HTTPError) as refused:
-                DIRECT.open(f"{pair_url}/health", timeout=30)
+                DIRECT.open(f"{pair_url}/health", timeout=DEADLINE_S)
             assert refused.value.code == 503
         finally:
             Prefill.is_healthy = True
 
     def test_a_prefill_server_that_does_not_answer(self, decode: ThreadingHTTPServer) -> None:
-        with started_proxy(f"http://127.0.0.1:{decode.server_port}", f"http://127.0.0.1:{free_port()}") as url:
+        decode_url = f"http://127.0.0.1:{decode.server_port}"
+        with closed_port() as port, started_proxy(decode_url, f"http://127.0.0.1:{port}") as url:
             status, answer = post(url, {"prompt": "a"})
         assert status == 502
         assert "the prefill server" in answer["error"]["message"]

@@ -41,7 +41,9 @@ class Stub(Api):
         self.root: Path | None = None
         self.prompts: list[list[int]] = []
         self.levels: list[object] = []
-        self.busy, self.most_busy, self.lock = 0, 0, threading.Lock()
+        self.busy, self.most_busy, self.changed = 0, 0, threading.Condition()
+        self.awaited = 1
+        """Number of concurrent requests that the first requests wait for."""
 
     def at(self, folder: Path) -> "Stub":
         self.root = folder
@@ -74,11 +76,13 @@ class Stub(Api):
 
     def complete(self, body: dict) -> tuple[int, dict]:
         """Count concurrent requests, and answer them one at a time."""
-        with self.lock:
+        with self.changed:
             self.busy += 1
             self.most_busy = max(self.most_busy, self.busy)
-        time.sleep(0.05)
-        with self.lock:
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most_busy >= self.awaited, timeout=60)
+        time.sleep(0.05)  # a client that sends too many requests sends another
+        with self.changed:
             self.busy -= 1
             return self.answer(body)
 
@@ -187,6 +191,7 @@ def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path
 
 def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path) -> None:
     stub, out, concurrency = Stub(lambda distance: 1), tmp_path / "all.json", 3
+    stub.awaited = concurrency
     with running(stub) as url:
         command = ("--url", url, "--lengths", 1000, "--facts", 2, "--count", 8, "--concurrency", concurrency)
         assert run(*command, "--json", out).exit_code == 0

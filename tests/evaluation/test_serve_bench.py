@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve` against stub servers of known speed."""
+"""`bench serve` against stub servers of known speed, on a simulated clock."""
 
 import json
 import random
@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.figures import main as figures_of, of_serve, read_figures
-from tests.helpers.stub_server import Stub, running
+from tests.helpers.stub_server import SimulatedClock, Stub, running
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED
@@ -38,12 +38,17 @@ def log():
 
 
 @pytest.fixture
-def pair(log):
+def clock(monkeypatch):
+    return SimulatedClock.of_client(monkeypatch)
+
+
+@pytest.fixture
+def pair(log, clock):
     """Addresses of two stubs. Ours is four times as fast as stock."""
     with ExitStack() as stack:
 
         def start(**ours):
-            stubs = Stub("stock", log, lambda n: 0.08), Stub("ours", log, lambda n: 0.02, **ours)
+            stubs = Stub("stock", log, lambda n: 0.08, clock), Stub("ours", log, lambda n: 0.02, clock, **ours)
             return [stack.enter_context(running(stub)) for stub in stubs]
 
         yield start
@@ -60,7 +65,7 @@ def test_running_servers_are_compared(pair, log, tmp_path):
     assert list(cases) == ["40 tokens", "900 tokens", "20 new after 300 cached"]
     for case in cases.values():
         assert case["failures"] == 0
-        assert 2 < case["ttft_speed_up"] < 6
+        assert case["ttft_speed_up"] == pytest.approx(4)
         assert len(case["answers"]["stock"]) == len(case["answers"]["ours"]) == 4
     figures_of(out, tmp_path / "results.json")
     figures = {row["name"]: row["value"] for row in read_figures(tmp_path / "results.json")}
@@ -90,7 +95,7 @@ def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
         cases = [case for case in cases_of(tmp_path / "all.json") if case["label"] == label]
         assert [case["part"] for case in cases] == ["latency"] * 3 + ["density"]
         assert [case["density"] for case in cases[:3]] == [density] * 3
-        assert all(case["ttft_speed_up"] > 1.3 for case in cases[:3])
+        assert [case["ttft_speed_up"] for case in cases[:3]] == pytest.approx([4] * 3)
         assert cases[-1]["density"] == pytest.approx(density)
     # Each prompt goes to all of them in turn, back and forth; stock gets it once for any number of levels.
     of_900 = [name for name, prompt in log if len(prompt) == 900]
@@ -100,7 +105,7 @@ def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
     assert all(log[i - 1] == (log[i][0], log[i][1][:300]) for i in at)
 
 
-def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, tmp_path, monkeypatch):
+def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, clock, tmp_path, monkeypatch):
     """The servers are stand-ins that count how many of them run at a time."""
     up = []
 
@@ -110,7 +115,7 @@ def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, 
 
         def __enter__(self):
             name, first_s = ("ours", 0.02) if self.is_ours else ("stock", 0.08)
-            self.running = running(Stub(name, log, lambda n: first_s))
+            self.running = running(Stub(name, log, lambda n: first_s, clock))
             self.url = self.running.__enter__()
             up.append(self)
             assert len(up) == 1
@@ -128,7 +133,8 @@ def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, 
     parts = [(case["label"], case["part"]) for case in cases_of(out)]
     names = ("a_shape", "profile streaming")
     assert parts == [(name, "latency") for name in names for _ in range(2)] + [(name, "density") for name in names]
-    assert all(case["ttft_speed_up"] > 1.3 for case in cases_of(out) if case["part"] == "latency")
+    speed_ups = [case["ttft_speed_up"] for case in cases_of(out) if case["part"] == "latency"]
+    assert speed_ups == pytest.approx([4] * 4)
     prompts = [tuple(prompt) for _, prompt in log]
     assert prompts == prompts[:6] * 3
 
@@ -178,7 +184,7 @@ def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
     written = json.loads((tmp_path / "all.json").read_text())
     good, bad = (case for case in written["cases"] if case["part"] == "latency")
     assert (good["failures"], bad["failures"]) == (0, 4)  # including the warm-up request
-    assert good["ttft_speed_up"] > 1
+    assert good["ttft_speed_up"] == pytest.approx(4)
     assert bad["ours_first_s"] is None
     assert "ttft_speed_up" not in bad
     figures = [name for name, value, *_ in of_serve(written["cases"]) if value is not None]
@@ -210,12 +216,10 @@ def test_first_and_later_tokens_are_the_servers(pair):
     """This also holds if several tokens arrive at a time: TPOT is the time from the first to the last token, divided by
     their number."""
     for burst in (1, 4):
-        _, ours = pair(token_s=0.02, burst=burst)
+        _, ours = pair(token_s=0.03, burst=burst)
         answer = Endpoint.connect("ours", ours).ask([5] * 50, 9)
-        assert 0.02 <= answer.first_token_s < 0.2
         assert answer.tokens == 9
-        assert 0.018 < answer.token_s < 0.08
-        assert 0.019 * burst < answer.pause_s < 2
+        assert (answer.first_token_s, answer.token_s, answer.pause_s) == pytest.approx((0.02, 0.03, 0.03 * burst))
 
 
 def test_tokens_that_come_in_one_burst_have_no_time_of_their_own():
@@ -263,10 +267,10 @@ def test_prompts_have_their_length_and_begin_apart():
         Prompts([1] * 100)
 
 
-def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log):
+def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log, clock):
     assert [serve_bench.repeats_of(Length(n), 21) for n in (1000, 20_000, 131_072)] == [21, 10, 3]
     assert serve_bench.repeats_of(Length(131_072), 2) == 2
-    with running(Stub("stock", log, lambda n: 0)) as url:
+    with running(Stub("stock", log, lambda n: 0, clock)) as url:
         servers = [Endpoint.connect("stock", url)] * 2
         list(serve_bench.alternate_requests(servers, [Length(40_000)], Prompts(list(range(2000))), 1, 1, lambda: None))
     assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]

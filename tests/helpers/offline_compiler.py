@@ -161,7 +161,7 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack, local = (re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK", "LOCAL"))
     if registers is None or stack is None or local is None:

@@ -5,6 +5,7 @@ Prompts are token ids drawn with a fixed seed. Their lengths do not align with c
 """
 
 import random
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,11 +16,26 @@ from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
+DEADLINE_S = 300.0
+"""Seconds after which tests no longer wait for a server, on a machine of any load."""
 CHUNK_TOKENS = 512
-SERVER_ARGS = ("--max-model-len", "8192", "--enable-prompt-tokens-details")
-SERVER_ARGS += ("--max-num-batched-tokens", str(CHUNK_TOKENS))
+SERVER_ARGS = (
+    *("--max-model-len", "8192", "--enable-prompt-tokens-details"),
+    *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
+)
 CONCURRENT_LENGTHS = (1, 63, 300, 777, 1000, 1301)
 PAGE_TOKENS = 128
+
+
+def overcommit_args() -> tuple[str, ...]:
+    """Return arguments with which requests start without room for all of their prompts, and preempt each other.
+
+    Otherwise the number of preemptions depends on when requests arrive. Some releases of vLLM have no such argument.
+    """
+    from vllm.config import SchedulerConfig
+
+    has_argument = "scheduler_reserve_full_isl" in SchedulerConfig.__dataclass_fields__
+    return ("--no-scheduler-reserve-full-isl",) if has_argument else ()
 
 
 class Servers(NamedTuple):
@@ -37,9 +53,23 @@ class Answer:
     cached_tokens: int
 
 
+def fresh_page(server: Server) -> str:
+    """Return a page of /metrics with counts that all engines gave after the call.
+
+    An engine on a busy machine may be late: a page then has its earlier counts, and ``up`` 0, so it is read again.
+    """
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        page = server.get(FRESH_METRICS_PATH)
+        if all(parse_metrics(page).by("up", "engine").values()):
+            return page
+        assert time.monotonic() < deadline, f"an engine gave no counts within {DEADLINE_S:.0f} s"
+        time.sleep(0.5)
+
+
 def counted(server: Server, before: MetricsReport | None = None) -> MetricsReport:
     """Return the counters of rows and layers on /metrics, minus those in ``before``."""
-    report = parse_metrics(server.get(FRESH_METRICS_PATH))
+    report = parse_metrics(fresh_page(server))
     if before is None:
         return report
     return MetricsReport(report.samples - before.samples)

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI-compatible servers with preset speed, answers and faults: threads in this process, without a model."""
+"""OpenAI-compatible servers with preset speed, answers and faults: threads in this process, without a model.
+
+Their speed is simulated: the times that a client measures do not depend on the machine or its load.
+"""
 
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from vllm_sparse_backend.config.metrics import SWITCH_PATH
+from vllm_sparse_backend.evaluation import client
 
 MODEL = "stub-model"
 METRICS = """# TYPE sparse_prefill_up gauge
@@ -58,6 +63,45 @@ def token(logprobs: list[float] | None = None) -> bytes:
     return f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
 
 
+class SimulatedClock:
+    """The clock of stubs and of the client that times them. Only stubs advance it, by the times that they should take.
+
+    A stub first waits until the client has read the time at which the stub's last event arrived.
+    """
+
+    DEADLINE_S = 120.0
+
+    def __init__(self) -> None:
+        self._now_s, self._num_reads = 0.0, 0
+        self._was_read = threading.Condition()
+
+    @staticmethod
+    def of_client(monkeypatch: pytest.MonkeyPatch) -> "SimulatedClock":
+        """Return a new clock that ``evaluation.client`` reads."""
+        clock = SimulatedClock()
+        monkeypatch.setattr(client, "time", clock)
+        return clock
+
+    def perf_counter(self) -> float:
+        with self._was_read:
+            self._num_reads += 1
+            self._was_read.notify_all()
+            return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        with self._was_read:
+            self._now_s += seconds
+
+    @contextmanager
+    def until_arrival(self) -> Iterator[None]:
+        """Wait until the client has read the time for the event that is sent in this context."""
+        num_reads = self._num_reads
+        yield
+        with self._was_read:
+            arrived = self._was_read.wait_for(lambda: self._num_reads > num_reads, self.DEADLINE_S)
+        assert arrived, f"the client did not time an event within {self.DEADLINE_S:.0f} s"
+
+
 class Stub(Api):
     """``first_s`` maps a prompt's length to the time of its first token; ``fault`` may name a request's fault.
 
@@ -65,11 +109,11 @@ class Stub(Api):
     """
 
     def __init__(
-        self, name: str, log: list[tuple[str, list[int]]], first_s: Callable[[int], float], token_s: float = 0.001,
-        fault: Callable[[int], str | None] = lambda length: None, burst: int = 1,
+        self, name: str, log: list[tuple[str, list[int]]], first_s: Callable[[int], float], clock: SimulatedClock,
+        token_s: float = 0.002, fault: Callable[[int], str | None] = lambda length: None, burst: int = 1,
     ) -> None:  # fmt: skip
         self.name, self.log, self.fault = name, log, fault
-        self.first_s, self.token_s, self.burst = first_s, token_s, burst
+        self.first_s, self.clock, self.token_s, self.burst = first_s, clock, token_s, burst
         self.lock = threading.Lock()
         self.kept = self.causal = 0
 
@@ -88,16 +132,19 @@ class Stub(Api):
         self.log.append((level or self.name, prompt))
         fault = self.fault(len(prompt))
         with self.lock:  # one request at a time, like prefill
-            time.sleep(self.first_s(len(prompt)))
+            self.clock.advance(self.first_s(len(prompt)))
             self.causal += 100 * len(prompt)
             self.kept += round(100 * len(prompt) * LEVELS.get(level, 0.25))
         left = body["max_tokens"] - (fault == "short")
-        logprob = float("nan") if fault == "nan" else -1.5
+        if fault == "nan":  # the client refuses such an event, and does not time it
+            send(token([float("nan")] * left))
+            return
         count = 1
         while left > 0:
-            send(token([logprob] * min(left, count)))
+            with self.clock.until_arrival():
+                send(token([-1.5] * min(left, count)))
             left, count = left - count, self.burst
-            time.sleep(self.token_s * min(max(left, 0), count))
+            self.clock.advance(self.token_s * min(max(left, 0), count))
         if fault == "error":
             send(b'data: {"error": {"message": "out of cache"}}\n\n')
 

@@ -14,6 +14,9 @@ from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.vllm_server import Server
 from vllm_sparse_kernels.rows import ceil_div
 
+LEAST_READINGS = 11
+"""Minimum readings of the counters, on a server of any speed."""
+
 
 def counters(page: str) -> dict[str, float]:
     """Return this backend's counters on a page of /metrics, by sample."""
@@ -43,16 +46,18 @@ def under_the_switch(server: Server, stock: Server, endpoint: Endpoint, prompts:
         return scenario.ask(server, prompts[i], level=0 if i % 2 == 0 else (None, "fast")[i % 4 == 1])
 
     def read() -> None:
-        while not over.wait(0.2):
+        while not over.wait(0.2) or len(readings) < LEAST_READINGS:
             readings.append(counters(server.get("/metrics")))
 
     with ThreadPoolExecutor(9) as pool:  # eight clients, and the reader
         reading = pool.submit(read)
         answers = []
-        for i, to in zip(range(0, len(prompts), ceil_div(len(prompts), 4)), (*switch.To, *switch.To)):
-            switch.ask(server.url, to)
-            answers += pool.map(send, range(len(prompts))[i : i + ceil_div(len(prompts), 4)])
-        over.set()
+        try:
+            for i, to in zip(range(0, len(prompts), ceil_div(len(prompts), 4)), (*switch.To, *switch.To)):
+                switch.ask(server.url, to)
+                answers += pool.map(send, range(len(prompts))[i : i + ceil_div(len(prompts), 4)])
+        finally:
+            over.set()
         reading.result()
         expected = dict(zip(exact, pool.map(lambda i: scenario.ask(stock, prompts[i]), exact)))
     fallen = {

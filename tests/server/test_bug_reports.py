@@ -6,8 +6,11 @@ blocks kept. Both must equal stock.
 """
 
 import http.client
+import itertools
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -19,8 +22,6 @@ import yaml
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Answer, Servers
-from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = pytest.mark.server
@@ -127,7 +128,7 @@ def broken_off(server: Server, prompt: list[int], num_tokens: int) -> int:
 
     On a busy machine, vLLM puts several tokens into one event, so events do not count tokens.
     """
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=scenario.DEADLINE_S)
     options = {"max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True, "return_token_ids": True}
     body = {"model": server.model, "prompt": prompt, **options}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
@@ -177,11 +178,11 @@ class TestConfiguredByNestedYaml:
         (path := folder / "config.yaml").write_text(yaml.safe_dump(config))
         # On a CPU, ``Server`` sets its own cache size unless an argument does.
         args = ("--config", str(path), "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", str(24 << 20))
-        with Server(small_model, args) as server:
+        with Server(small_model, (*args, *scenario.overcommit_args())) as server:
             yield server
 
     def test_the_settings_are_those_of_the_file(self, server: Server) -> None:
-        report = parse_metrics(server.get(FRESH_METRICS_PATH))
+        report = scenario.counted(server)
         assert report.attention == {"torch": 4}
 
     @pytest.mark.parametrize("level", LEVELS)
@@ -217,17 +218,28 @@ class TestConfiguredByNestedYaml:
     def test_counters_of_several_processes_never_fall(self, server: Server) -> None:
         """vllm#18053: this holds for any answering process while requests run, without waiting for an engine."""
         pages: list[dict[str, float]] = []
+        answered: list[scenario.Answer] = []
+        numbers, enough = itertools.count(), threading.Event()
+
+        def send_requests() -> None:
+            while not enough.is_set():
+                number = next(numbers)
+                answered.append(scenario.ask(server, scenario.prompt(3000 + number % 6, seed=6000 + number), 8))
+
+        deadline = time.monotonic() + scenario.DEADLINE_S
         with ThreadPoolExecutor(3) as pool:
-            requests = [
-                pool.submit(scenario.ask, server, scenario.prompt(3000 + i, seed=6000 + i), 8) for i in range(6)
-            ]
-            while not all(request.done() for request in requests):
-                page = server.get("/metrics")
-                samples = re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", page)
-                pages.append({name: float(value) for name, value in samples})
-        assert len(pages) > 20
+            clients = [pool.submit(send_requests) for _ in range(3)]
+            try:
+                while len(pages) <= 20 or len(answered) < 6 or pages[-1] == pages[0]:
+                    assert not any(client.done() for client in clients)
+                    assert time.monotonic() < deadline
+                    samples = re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", server.get("/metrics"))
+                    pages.append({name: float(value) for name, value in samples})
+            finally:
+                enough.set()
+        for client in clients:
+            client.result()
         for earlier, later in pairwise(pages):
             assert {name for name, value in earlier.items() if later.get(name, -1.0) < value} == set()
-        assert pages[-1] != pages[0]
-        (last, again) = (parse_metrics(server.get(FRESH_METRICS_PATH)) for _ in range(2))
+        (last, again) = (scenario.counted(server) for _ in range(2))
         assert last == again

@@ -103,7 +103,7 @@ def ask(server: Server, request: Hostile) -> Said:
     message = urllib.request.Request(server.url + request.path, request.body, request.headers)
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with direct.open(message, timeout=120) as response:
+        with direct.open(message, timeout=scenario.DEADLINE_S) as response:
             said = Said(response.status, response.read().decode())
     except urllib.error.HTTPError as error:
         said = Said(error.code, error.read().decode())

@@ -111,7 +111,7 @@ def test_a_wrong_flag_or_setting_ends_the_server_in_one_line(
     log = tmp_path / "server.log"
     with (
         pytest.raises(ServerError, match=r"exited with code [^0]"),
-        Server(mla_model, (*arguments, "--max-model-len", "4096"), log_path=log, ready_timeout_s=240),
+        Server(mla_model, (*arguments, "--max-model-len", "4096"), log_path=log),
     ):
         pass
     last = log.read_text(errors="replace").rstrip().splitlines()[-1]

@@ -23,7 +23,6 @@ from tests.helpers import scenario, server_levels
 from tests.helpers.switch_load import under_the_switch
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
@@ -33,7 +32,7 @@ from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_kernels import TILE_TOKENS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
-SchedulerConfig = pytest.importorskip("vllm.config").SchedulerConfig
+pytest.importorskip("vllm")
 
 NUM_EACH, EXACT_TOKENS, SPARSE_TOKENS, MIN_TOKENS, RUNNER = 4, 2000, 3000, 256, "VLLM_USE_V2_MODEL_RUNNER"
 PARAMS = {"sink_tokens": 64, "local_tokens": 128}
@@ -79,7 +78,7 @@ def check(server: Server) -> None:
     sparse = {f"sparse {i}": (scenario.prompt(SPARSE_TOKENS, seed=100 + i), 8, 1) for i in range(NUM_EACH)}
     dealt = [pair for pairs in zip(exact.items(), sparse.items(), strict=True) for pair in pairs]
     answers = scenario.ask_together(server, dict(dealt))
-    report = parse_metrics(server.get(FRESH_METRICS_PATH))
+    report = scenario.counted(server)
     assert report.rows["dense", Fallback.REQUESTED] == NUM_EACH
     assert report.rows_of("sparse") == NUM_EACH
     assert report.rows_of("dense") == NUM_EACH
@@ -106,15 +105,15 @@ def test_facts_are_found_under_every_option(option: str) -> None:
     if option == "fp8 cache" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("fp8 caches are for GPUs of compute capability 9.0 (H100, H200)")
     args = (*sparse_args(OF_FACTS), *scenario.SERVER_ARGS, "--dtype", "bfloat16", *DETAILS, *settings.args)
-    if option == "no room for all" and "scheduler_reserve_full_isl" in SchedulerConfig.__dataclass_fields__:
-        args += ("--no-scheduler-reserve-full-isl",)
+    if option == "no room for all":
+        args += scenario.overcommit_args()
     prompts, values = zip(*asked_for_facts(48))
     with Server(BUNDLED, args, env=dict(settings.env)) as server, ThreadPoolExecutor(8) as pool:
         for level in (None, 0):
             answers = list(pool.map(partial(scenario.ask, server, max_tokens=VALUE_TOKENS, level=level), prompts))
             num_right = sum(answer.token_ids == tuple(value) for answer, value in zip(answers, values))
             assert num_right >= 46, (option, level, num_right)
-        page, log = server.get(FRESH_METRICS_PATH), server.log_path.read_text(errors="replace")
+        page, log = scenario.fresh_page(server), server.log_path.read_text(errors="replace")
     report = parse_metrics(page)
     assert report.problem() is None
     assert report.rows_of("sparse") > len(prompts)

@@ -45,7 +45,7 @@ def rust(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def post(server: Server, path: str, body: object) -> requests.Response:
-    return requests.post(f"{server.url}{path}", json=body, timeout=60)
+    return requests.post(f"{server.url}{path}", json=body, timeout=scenario.DEADLINE_S)
 
 
 def rows(server: Server) -> dict[tuple[str, str], float]:
@@ -104,7 +104,7 @@ def test_a_forged_mark_counts_for_nothing(rust: Server) -> None:
 def test_what_it_misses_is_in_the_log_and_the_switch_is_vllms_route_for_development(rust: Server) -> None:
     log = rust.log_path.read_text()
     assert log.count(rust_frontend.MISSING) == 1
-    assert "sparse_prefill" not in requests.get(f"{rust.url}/metrics", timeout=60).text
+    assert "sparse_prefill" not in requests.get(f"{rust.url}/metrics", timeout=scenario.DEADLINE_S).text
     assert post(rust, SWITCH_PATH, {"to": "exact"}).status_code == 404
     before = rows(rust).get(("dense", "exact"), 0)
     try:

@@ -18,7 +18,6 @@ from tests.helpers.scenario import Servers
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
@@ -119,7 +118,7 @@ def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(answere
 def test_a_guard_that_checks_every_step_looks_at_every_level_and_trips_in_none(
     servers: Servers, answered: Answered
 ) -> None:
-    page = servers.ours.get(FRESH_METRICS_PATH)
+    page = scenario.fresh_page(servers.ours)
     for level in ("default", "fast", "everything"):
         assert re.search(rf'\nsparse_prefill_guard_checks_total{{.*layer="0",level="{level}".* [1-9]', page), level
     assert not scenario.counted(servers.ours).by("guard_trips").total()
@@ -189,11 +188,11 @@ def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(
     try:
         switch.ask(servers.ours.url, switch.To.EXACT)
         answers.append(scenario.ask_together(servers.ours, named))
-        assert re.search(r"\nsparse_prefill_switched_exact{.*} 1", servers.ours.get(FRESH_METRICS_PATH))
+        assert re.search(r"\nsparse_prefill_switched_exact{.*} 1", scenario.fresh_page(servers.ours))
     finally:
         switch.ask(servers.ours.url, switch.To.ON)
     answers.append(scenario.ask_together(servers.ours, named))
-    assert re.search(r"\nsparse_prefill_switched_exact{.*} 0", servers.ours.get(FRESH_METRICS_PATH))
+    assert re.search(r"\nsparse_prefill_switched_exact{.*} 0", scenario.fresh_page(servers.ours))
     exact, after = answers
     assert_same(exact, dict.fromkeys(named, answered.stock.answers["chunks"]))
     assert_same(after, before)

@@ -20,7 +20,6 @@ import pytest
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Answer, Servers
 from vllm_sparse_backend.cli import switch
-from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
 
@@ -143,7 +142,7 @@ def test_the_switch_reaches_every_engine(divided: Divided) -> None:
         switched = scenario.ask_together(server, requests)
         meanwhile = scenario.counted(server, before)
         assert not meanwhile.rows_of("sparse")
-        switches = re.findall(r"\nsparse_prefill_switched_exact{.*} (\S+)", server.get(FRESH_METRICS_PATH))
+        switches = re.findall(r"\nsparse_prefill_switched_exact{.*} (\S+)", scenario.fresh_page(server))
         assert [float(value) for value in switches] == [1.0] * divided.layout.engines
     finally:
         switch.ask(server.url, switch.To.ON)

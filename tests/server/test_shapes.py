@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.server, pytest.mark.full, *([pytest.mark.gpu] if has_c
 pytest.importorskip("vllm")
 
 ROOT = Path(__file__).parents[2]
+DEADLINE_S = 3600.0
+"""Seconds for all shapes of a server; they take minutes."""
 EVERY, FOURTH = {"0", "1", "2", "3"}, {"3"}
 SPARSE_LAYERS = {
     "windows": FOURTH,
@@ -44,7 +46,7 @@ def run(which: str, names: list[str], folder: Path) -> Lines:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.helpers.server_shapes", str(folder), which, *names]
     env |= OFFLINE | ({} if has_cuda() else CPU_ENV) | {"PYTHONPATH": paths}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     return {line["name"]: line for line in lines}

@@ -23,7 +23,7 @@ SETTINGS = {"method": "vertical_slash", "params": PARAMS, "min_tokens": 256, "mi
 def tell(server: Server, path: str) -> None:
     """Send a POST request without a body, to vLLM's routes for developers."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(urllib.request.Request(server.url + path, method="POST"), timeout=120) as response:
+    with direct.open(urllib.request.Request(server.url + path, method="POST"), timeout=scenario.DEADLINE_S) as response:
         assert response.status == 200
 
 

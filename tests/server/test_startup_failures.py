@@ -26,7 +26,7 @@ def test_the_server_does_not_start_and_says_why_at_last(small_model: Path, tmp_p
     args = sparse_args({"profile": str(tmp_path / "other.yaml")})
     with (
         pytest.raises(ServerError, match=r"exited with code [^0]"),
-        Server(small_model, args, log_path=log, ready_timeout_s=240),
+        Server(small_model, args, log_path=log),
     ):
         pass
     said = log.read_text(errors="replace")

@@ -456,6 +456,14 @@ class TestWaysIn:
             assert plain.post("/v1/completions", {"prompt": prompt, **asking(0)}) == (200, "exact")
         assert threads == [True, False]
 
+    @pytest.fixture(scope="class")
+    def parsing_s(self) -> float:
+        """CPU time that json takes for a body of 300,000 keys, as a measure of this machine's speed."""
+        text = json.dumps({"spars" + str(i): [] for i in range(300_000)})
+        begun = time.process_time()
+        json.loads(text)
+        return time.process_time() - begun
+
     @pytest.mark.parametrize(
         "body",
         [
@@ -466,13 +474,14 @@ class TestWaysIn:
         ],
         ids=["keys", "long keys", "lists", "deep"],
     )
-    def test_work_on_a_body_is_bounded(self, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_work_on_a_body_is_bounded(self, body: Any, parsing_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It takes half of the time of json for as many keys, in CPU time, which other processes do not change."""
         compared = []
         monkeypatch.setattr(middleware, "looks_like", lambda key, ours: compared.append(key))
         fields = body if isinstance(body, dict) else {"a": body}
         begun = time.process_time()
         assert list(middleware.our_keys(fields)) == []
-        assert time.process_time() - begun < 5
+        assert time.process_time() - begun < 5 * parsing_s
         assert len(compared) <= middleware.MOST_SLIPS
 
     def test_a_body_of_more_keys_than_anybody_sends_is_refused_unparsed(

@@ -90,7 +90,7 @@ def without_data(lengths: list[tuple[int, int]], shape: tuple[int, int, int] = (
 @pytest.mark.parametrize(("name", "values", "block_tokens"), CASES, ids=str)
 def test_nothing_takes_more_than_it_announces(name: str, values: dict[str, Any], block_tokens: int) -> None:
     @given(lengths=LENGTHS)
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=8)
     def check(lengths: list[tuple[int, int]]) -> None:
         for taken, announced in peaks(name, values, without_data(lengths), block_tokens):
             assert taken <= announced
@@ -146,7 +146,7 @@ OTHER_SHAPES = [
 
 
 @pytest.mark.usefixtures("no_kernels")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     shape=st.sampled_from(OTHER_SHAPES),
     channels=st.sampled_from(["half", "low_rank"]),
@@ -181,7 +181,7 @@ def test_maps_take_hardly_more_memory_than_picked_channels(lengths: list[tuple[i
 
 @pytest.mark.parametrize("channels", ["half", "low_rank"])
 @pytest.mark.parametrize("num_heads", [5, 10, 16, 32])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     rows=st.tuples(st.integers(1, 260), st.integers(0, 900), st.integers(0, 200), st.integers(0, 900)),
 )

@@ -109,7 +109,7 @@ def test_reference_sums_by_their_definition():
 
 
 @pytest.mark.full
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     context_len=st.integers(0, 300),
     query_len=st.integers(1, 300),

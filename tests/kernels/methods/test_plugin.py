@@ -88,8 +88,6 @@ def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from tests.helpers import scenario
     from tests.helpers.tiny_models import make_model
-    from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-    from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
     from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 
     params = {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512}
@@ -98,7 +96,7 @@ def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
     path = {"PYTHONPATH": environment["PYTHONPATH"]}
     with Server(make_model(tmp_path / "model"), args, env=path) as server:
         scenario.ask(server, scenario.prompt(2001, seed=11))
-        report = parse_metrics(server.get(FRESH_METRICS_PATH))
+        report = scenario.counted(server)
     assert report.problem() is None
     assert all(0 < layer.density < 0.7 for layer in report.layers.values())
 

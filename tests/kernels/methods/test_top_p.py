@@ -327,7 +327,7 @@ def test_rounding_without_fp8_is_that_of_fp8() -> None:
 
 
 def test_the_reference_rounds_by_block() -> None:
-    x = torch.randn(70, 2, 64)
+    x = torch.randn(70, 2, 64, generator=torch.Generator().manual_seed(0))
     rounded = round_to_e4m3(x, 32)
     assert float((rounded - x).abs().max() / x.abs().max()) < 1 / 16
     largest = x[:32, 0].abs().max()
@@ -335,7 +335,7 @@ def test_the_reference_rounds_by_block() -> None:
 
 
 @pytest.mark.full
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), min_size=1, max_size=3),
     kept_mass=st.floats(0.01, 0.999),

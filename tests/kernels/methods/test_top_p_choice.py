@@ -68,7 +68,7 @@ def test_chosen_masses(sizes: list[int], method: TopP, held: int, monkeypatch: p
     check_choice(method, sizes, 1024)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     sizes=st.lists(st.one_of(st.integers(-40, 40), st.sampled_from([0, 0, 1, 500])), min_size=1, max_size=30),
     kept_mass=st.integers(1, 63).map(lambda x: x / 64),

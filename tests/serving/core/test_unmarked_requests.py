@@ -215,6 +215,8 @@ class TestInputThread:
     """vLLM's input thread, with requests from its socket: a refusal ends a request, but neither the thread nor the
     engine."""
 
+    DEADLINE_S = 120.0
+
     @pytest.fixture
     def running(self, core: Callable[..., Core], tmp_path: Any) -> Iterator[tuple[Core, zmq.Socket[bytes]]]:
         engine, address = core(), f"ipc://{tmp_path}/input"
@@ -227,7 +229,7 @@ class TestInputThread:
                     engine.process_input_sockets([address], None, b"core", ready)  # type: ignore[arg-type]
 
             threading.Thread(target=run, daemon=True).start()
-            assert ready.wait(10)
+            assert ready.wait(self.DEADLINE_S)
             socket.recv_multipart()
             yield engine, socket
 
@@ -238,7 +240,7 @@ class TestInputThread:
         for request_id, vllm_xargs in requests.items():
             frames = [b"core", EngineCoreRequestType.ADD.value, *sent(vllm_xargs, request_id)]
             socket.send_multipart(frames)
-        kind, (request, _) = engine.input_queue.get(timeout=20)
+        kind, (request, _) = engine.input_queue.get(timeout=self.DEADLINE_S)
         assert (kind, request.request_id) == (EngineCoreRequestType.ADD, "good")
         assert Mark.read(request.sampling_params.extra_args) == salted("exact")
         assert engine.input_queue.empty()

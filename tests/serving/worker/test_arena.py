@@ -81,7 +81,7 @@ def small_room(times: float) -> Room:
 
 class TestSlabs:
     @given(lengths=st.lists(LENGTHS, min_size=1, max_size=6), times=st.sampled_from([1.0, 1.1, 1.5, 4.0]))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     def test_every_token_runs_once_and_every_slab_fits(self, lengths: list[tuple[int, int]], times: float) -> None:
         """The cut of a row does not depend on other rows: a row that fits alone is not cut in a batch that does not
         fit."""
@@ -158,7 +158,7 @@ class TestEveryStep:
         assert arena_bytes("default", 131_072, 8192) <= 1.05 * (BEFORE_MIB << 20)
 
     @pytest.mark.parametrize("method", [*METHODS])
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(lengths=st.tuples(st.integers(1, 4096), st.integers(0, 65_536)), heads=st.sampled_from(WORKERS))
     def test_a_row_of_any_length_fits(self, method: str, lengths: tuple[int, int], heads: tuple[int, int, int]) -> None:
         """A row fits alone and uncut, because the arena is sized for the row that needs most."""

@@ -166,7 +166,7 @@ class TestMetadata:
 
     @pytest.mark.full
     @given(lengths=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), min_size=1, max_size=12))
-    @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
     def test_each_token_belongs_to_one_part(
         self, builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]]
     ) -> None:
