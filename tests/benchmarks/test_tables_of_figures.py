@@ -23,13 +23,13 @@ def values_of(name: str) -> dict[str, Decimal]:
     return {row["name"]: Decimal(str(row["value"])) for row in read_figures(ROOT / "docs/results" / name)}
 
 
-def table(page: str, *columns: str) -> list[list[str]]:
-    """Return the rows of the only table of a page whose header begins with these columns."""
+def table(page: str, *columns: str, place: int = 0) -> list[list[str]]:
+    """Return the rows of a table of a page: of those whose headers begin with these columns, the one at ``place``."""
     lines = [
         [cell.strip() for cell in line.strip()[1:-1].split("|")] if line.startswith("|") else []
         for line in (ROOT / page).read_text().splitlines()
     ]
-    (start,) = [i for i, cells in enumerate(lines) if cells[: len(columns)] == list(columns)]
+    start = [i for i, cells in enumerate(lines) if cells[: len(columns)] == list(columns)][place]
     rows = list(itertools.takewhile(bool, lines[start + 2 :]))
     assert rows, (page, columns)
     return rows
@@ -123,6 +123,56 @@ def test_the_papers_densities_and_times() -> None:
         names += [other for other in values if other.startswith(f"{name}: time of calibration")] or [""]
         for cell, name in zip(cells, names, strict=True):
             assert shows(cell, values[name]) if cell else name not in values, name
+
+
+def setting(cell: str) -> str:
+    """Return a setting as the files of code-lm's figures name it."""
+    return cell.replace("`", "") + ", code-lm-29m-128k"
+
+
+@pytest.mark.parametrize(("place", "quantity"), [(0, "right answers ÷ stock's"), (1, "perplexity ÷ stock's")])
+def test_answers_and_perplexity_by_setting(place: int, quantity: str) -> None:
+    values = values_of("quality.json")
+    lengths = ("12,000", "32,000", "65,000", "130,000")
+    for name, *cells in table("docs/quality.md", "setting", *lengths, place=place):
+        for tokens, cell in zip(lengths, cells, strict=True):
+            row = f"{name.replace('`', '')}, {tokens} tokens, code-lm-29m-128k: {quantity}"
+            assert shows(cell, values[row]), row
+
+
+def test_speed_and_density_by_setting() -> None:
+    values = values_of("performance.json")
+    columns = [
+        f"after {tokens}: {quantity}" for quantity in ("times faster", "density") for tokens in ("24,576", "122,880")
+    ]
+    for name, *cells in table("docs/quality.md", "setting", "speed-up after 24,576"):
+        for column, cell in zip(columns, cells, strict=True):
+            row = f"whole method, {setting(name)}, {column}"
+            assert shows(cell, values[row]), row
+
+
+@pytest.mark.parametrize(("place", "tokens"), [(0, "24,576"), (1, "122,880")])
+def test_methods(place: int, tokens: str) -> None:
+    values = values_of("performance.json")
+    for name, selection, *cells in table("docs/performance.md", "method", "selection", place=place):
+        row = f"selection, {setting(name)}, chunk after {tokens}: share of FlashAttention-3"
+        assert shows(selection, values[row]), row
+        for quantity, cell in zip(("times faster", "density", "output error"), cells, strict=True):
+            row = f"whole method, {setting(name)}, after {tokens}: {quantity}"
+            assert shows(cell, values[row]), row
+
+
+def test_efficiency_of_attention() -> None:
+    values = values_of("performance.json")
+    shares = ("1", "0.5", "0.2", "0.08", "0.03")
+    for tokens, width, *cells in table("docs/performance.md", "tokens before the chunk", "keys per block", *shares):
+        for share, cell in zip(shares, cells, strict=True):
+            (row,) = [
+                name
+                for name in values
+                if re.fullmatch(f"attend, .*after {tokens}, blocks of {width}, density {share}: efficiency", name)
+            ]
+            assert shows(cell, values[row]), row
 
 
 def test_two_gpus() -> None:
