@@ -218,3 +218,38 @@ def test_crossovers_by_engine() -> None:
             (entry,) = crossovers.find(DEVICES["H100"], engine, method, shape)
             assert entry.shape == shape
             assert entry.min_tokens == number(cell), (model, engine)
+
+
+MLA_SHAPES = ("deepseek-r1's shape, 16 heads", "kimi-k2's shape, 8 heads")
+MLA_METHODS = {
+    "dense, with these kernels": "dense",
+    "`a_shape`": "A-shape",
+    "`top_p`, 192 channels": "top_p 0.9",
+    "`top_p`, 192 channels (`all`)": "top_p 0.9",
+    "`top_p`, 128 channels": "top_p 0.9, 128 channels",
+    "`top_p`, 128 channels (`half`)": "top_p 0.9, 128 channels",
+    "`top_p`, 64 channels": "top_p 0.9, 64 channels",
+    "`top_p`, 64 channels, `most_share` 0.25": "top_p 0.9, 64 channels, at most a quarter",
+}
+"""Names of methods in docs/results/cards.json, by their names in docs/mla.md."""
+
+
+def test_times_of_latent_attention() -> None:
+    """The times of K2 with earlier kernels have no rows: they were measured before the present kernels' times."""
+    values = values_of("cards.json")
+    without_row = []
+    for name, *cells in table("docs/mla.md", "method", "R1", "R1, selection"):
+        is_earlier = name.startswith("*earlier*: ")
+        kernels = "earlier MLA kernels" if is_earlier else "MLA kernels"
+        method = MLA_METHODS[name.removeprefix("*earlier*: ")]
+        for shape, of_shape in zip(MLA_SHAPES, (cells[:3], cells[3:]), strict=True):
+            row = f"{kernels}, {shape}, 8,192 tokens after 65,536, {method}, "
+            quantities = ("step: attend's time to stock's", "step: selection's time to stock's", "chunk: density")
+            for quantity, cell in zip(quantities, of_shape, strict=True):
+                if cell in ("", "–"):
+                    continue
+                if row + quantity in values:
+                    assert shows(cell, values[row + quantity]), row + quantity
+                else:
+                    without_row.append((is_earlier, shape))
+    assert without_row == [(True, MLA_SHAPES[1])] * 6
