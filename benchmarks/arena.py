@@ -27,7 +27,7 @@ from vllm_sparse_backend.config.crossover_table import UNMEASURED_MIN_QUERY_TOKE
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_backend.serving.worker.arena import Arena, ArenaSize, LayerNeed, Room, Row
+from vllm_sparse_backend.serving.worker.arena import Arena, ArenaSize, LayerNeed, Room, SparseRow
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.layer import Layer
@@ -83,10 +83,10 @@ def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
     return size.num_bytes
 
 
-def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LEN) -> list[Row]:
+def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LEN) -> list[SparseRow]:
     """Return random sparse rows of a step, each long enough to run sparse. Half of the steps have a single row."""
     num_rows = generator.choice((1, 1, 1, 2, 3, 4, 8))
-    left, rows = max_tokens, list[Row]()
+    left, rows = max_tokens, list[SparseRow]()
     for number in range(num_rows):
         most = min(left, max_len - UNMEASURED_MIN_TOKENS)
         if most < 1:
@@ -94,12 +94,12 @@ def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LE
         query_len = most if number == num_rows - 1 and generator.random() < 0.5 else generator.randint(1, most)
         longest = max_len - query_len
         context_len = generator.choice((longest, generator.randint(UNMEASURED_MIN_TOKENS, longest)))
-        rows.append(Row(number, max_tokens - left, query_len, context_len))
+        rows.append(SparseRow(number, max_tokens - left, query_len, context_len))
         left -= query_len
     return rows
 
 
-def table_of(rows: Sequence[Row], device: torch.device = META) -> torch.Tensor:
+def table_of(rows: Sequence[SparseRow], device: torch.device = META) -> torch.Tensor:
     """Return a block table. If it has memory, its entries are the rows' numbers."""
     return torch.arange(len(rows), dtype=torch.int32, device=device)[:, None]
 
@@ -129,14 +129,14 @@ class Worker:
         self.cache = PagedCache(*page.split(self.head_dim, dim=-1))
         self.engines = {group.method: group.method.select_engines for group in layer.groups}
 
-    def run(self, rows: Sequence[Row]) -> None:
+    def run(self, rows: Sequence[SparseRow]) -> None:
         """Select with each engine and attend over the kept keys, on the host only; count tensors that do not fit."""
         tokens = rows[-1].token + rows[-1].query_len
         q = torch.empty(tokens, self.heads[0], self.head_dim, dtype=torch.float16, device=META)
         for slab in self.room.slabs(rows, table_of(rows)):
             for i_engine in range(max(map(len, self.engines.values()))):
                 arena = Arena(META, torch.empty(self.room.num_bytes, dtype=torch.uint8, device=META))
-                index = self.layer.index(slab.rows, arena)
+                index = self.layer.allocate_index(slab.rows, arena)
                 for group in self.layer.groups:
                     engines: Sequence[SelectEngine] = self.engines[group.method]
                     heads = torch.empty(len(group.heads), dtype=torch.int32, device=META)
@@ -147,7 +147,7 @@ class Worker:
                 self.num_misses += arena.overflows
                 self.peak_bytes = max(self.peak_bytes, arena.peak_bytes)
 
-    def cuts(self, rows: Sequence[Row]) -> dict[int, list[Any]]:
+    def cuts(self, rows: Sequence[SparseRow]) -> dict[int, list[Any]]:
         """Return the cuts of each row: its chunks by first token, and their tiles by run."""
         cuts: dict[int, list[Any]] = {row.number: [] for row in rows}
         begins = {row.number: row.token for row in rows}
@@ -203,7 +203,7 @@ def count_cut_differently(number: int, seed: int = 0) -> int:
             rows = [replace(row, number=i_row) for i_row, row in enumerate(sparse)]
             together = worker.cuts(rows) if rows else {}
             for row in rows:
-                alone = worker.cuts([Row(0, 0, row.query_len, row.context_len)])
+                alone = worker.cuts([SparseRow(0, 0, row.query_len, row.context_len)])
                 differing += together[row.number] != alone[0]
     return differing
 

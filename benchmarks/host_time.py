@@ -41,7 +41,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.serving import compat, hooks
-from vllm_sparse_backend.serving.worker.arena import Arena, Row, kernel_rows
+from vllm_sparse_backend.serving.worker.arena import Arena, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
@@ -166,7 +166,7 @@ class Pass:
         layer = torch.nn.Module()
 
         def run() -> None:
-            rows = kernel_rows([Row(0, 0, self.query_len, self.context_len)], table)
+            rows = kernel_rows([SparseRow(0, 0, self.query_len, self.context_len)], table)
             metadata = SimpleNamespace(sparse=SparseStep((Slab(rows),), ()))
             with torch.inference_mode():
                 for impl in self.impls:

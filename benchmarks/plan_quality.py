@@ -263,6 +263,6 @@ def kept_shares(captured: Capture, plans: Sequence[Plan], *how: Any) -> list[flo
 def select_layer(groups: LayerPlan, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float) -> SparseIndex:
     """Return the selection of one layer's groups, as on a server."""
     layer = Layer.of(groups, cache.head_dim, q.device)
-    index = layer.index(rows)
+    index = layer.allocate_index(rows)
     layer.select(q, cache, index, scale)
     return index

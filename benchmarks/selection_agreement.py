@@ -68,7 +68,7 @@ def least_agreement(method: str, head_dim: int, batches: Sequence[Batch]) -> flo
         raise BenchError(f"{method}: the selection engine {first.name} is not usable here: {refusal}")
 
     def select(engine: SelectEngine, batch: Batch) -> SparseIndex:
-        index = layer.index(batch.rows)
+        index = layer.allocate_index(batch.rows)
         index.block_counts.zero_()
         engine.select(group.method, batch.q, batch.cache, index, heads, batch.scale)
         index.check(heads.tolist())

@@ -2,7 +2,7 @@
 """Prefill of one layer, for serving, the guard, calibration and evaluation.
 
     at start-up: plan (method of each head) → ``Layer.of``
-    each step:   ``run`` = ``Layer.index`` (allocate) → ``Layer.select`` (keys) → ``Layer.attend`` (output)
+    each step:   ``run`` = ``Layer.allocate_index`` (allocate) → ``Layer.select`` (keys) → ``Layer.attend`` (output)
 
 On a GPU, kernels select and an engine attends. On a CPU, the references do both in plain torch.
 """
@@ -203,7 +203,7 @@ class Layer:
         """Name of the engine that computes attention."""
         return self.engine.name if self.by_kernels else "torch"
 
-    def index(self, rows: Rows, workspace: Workspace | None = None) -> SparseIndex:
+    def allocate_index(self, rows: Rows, workspace: Workspace | None = None) -> SparseIndex:
         """Allocate the layer's index for some rows. Equal layers share the layout of their indices.
 
         Args:
@@ -229,7 +229,7 @@ class Layer:
         Args:
             query: [num_tokens, num_heads, head_dim] queries of the step.
             cache: Keys and values of the layer.
-            index: The index from ``index``; its lists are overwritten.
+            index: The index from ``allocate_index``; its lists are overwritten.
             scale: Factor from q·k to scores.
 
         Raises:
@@ -308,7 +308,7 @@ def run(
         The filled index, which lies in the workspace.
     """
     query, cache, rows, scale = inputs
-    index = layer.index(rows, workspace)
+    index = layer.allocate_index(rows, workspace)
     layer.select(query, cache, index, scale)
     if check:
         index.check()

@@ -10,7 +10,7 @@ import torch
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_backend.serving.worker.arena import Arena, LayerNeed, Memory, Room, Row, kernel_rows
+from vllm_sparse_backend.serving.worker.arena import Arena, LayerNeed, Memory, Room, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
@@ -31,7 +31,7 @@ def make_impls(
     heads = SHAPE.num_kv_heads, SHAPE.head_dim
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
     needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
-    longest = kernel_rows([Row(0, 0, LARGEST_CHUNK, LONGEST - LARGEST_CHUNK)])
+    longest = kernel_rows([SparseRow(0, 0, LARGEST_CHUNK, LONGEST - LARGEST_CHUNK)])
     num_bytes = Room(needs, 1 << 60).needed(longest)
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = Memory(Arena(device, buffer), Room(needs, num_bytes))

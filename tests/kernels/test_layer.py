@@ -72,12 +72,12 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     offsets: dict[Layer, torch.Tensor] = {}
     for layer in [*layers, *layers]:
         with arena.frame():
-            index = layer.index(rows, arena)
+            index = layer.allocate_index(rows, arena)
             assert fits(index, arena.buffer)
             assert offsets.setdefault(layer, index.stripe_offsets) is index.stripe_offsets
             assert not index.stripe_counts.any()
     assert arena.peak_bytes == max(needed)
-    wider = dataclasses.replace(layers[0], block_tokens=128).index(rows)
+    wider = dataclasses.replace(layers[0], block_tokens=128).allocate_index(rows)
     assert wider.block_ids.shape[1] < index.block_ids.shape[1]
 
 
@@ -97,7 +97,7 @@ def test_an_index_has_room_for_the_shares_that_a_head_counts(
     layer, rows = layer_of(*methods), batch().rows
     needed = SparseIndex.bytes_for(rows, NUM_HEADS, 64, 0, *counted)
     arena = Workspace(CPU, torch.full((needed,), 255, dtype=torch.uint8))
-    index = layer.index(rows, arena)
+    index = layer.allocate_index(rows, arena)
     assert arena.peak_bytes == needed
     for counts, is_counted in zip((index.kept_shares, index.variance_shares), counted, strict=True):
         assert (counts is not None) is is_counted
@@ -160,7 +160,7 @@ def test_selection_does_not_depend_on_the_engine(
         dataclasses.replace(Layer.of(groups, head_dim, sample.q.device, wanted), by_kernels=True)
         for wanted in ("auto", PORTABLE.name)
     )
-    spec, kept = AttendSpec.of(sample.cache, layer.index(sample.rows), None), {}
+    spec, kept = AttendSpec.of(sample.cache, layer.allocate_index(sample.rows), None), {}
     for engine in (engine for engine in ENGINES.values() if engine.refusal(spec) is None):
         out = sample.empty_out()
         index = run(dataclasses.replace(layer, engine=engine), inputs_of(sample), out)

@@ -173,6 +173,7 @@ def streaming(**changes: Any) -> Any:
         ({"model_config.enable_prompt_embeds": True}, "given with --enable-prompt-embeds"),
         ({"model_config.skip_tokenizer_init": True}, "given with --skip-tokenizer-init"),
         ({"lora_config": object()}, "given with --enable-lora"),
+        ({"cache_config.calculate_kv_scales": True}, "given with --calculate-kv-scales"),
         ({"parallel_config.pipeline_parallel_size": 2}, "given with --pipeline-parallel-size 2"),
         ({"parallel_config.data_parallel_size": 2}, "given with --data-parallel-size 2 and experts"),
         ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),

@@ -121,7 +121,7 @@ class LayerPrompt:
             rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
             layer, out = Layer.of(groups, batch.cache.head_dim, batch.q.device), batch.empty_out()
             if engines:  # the engine that a server uses
-                spec = AttendSpec.of(batch.cache, layer.index(rows), layer.options)
+                spec = AttendSpec.of(batch.cache, layer.allocate_index(rows), layer.options)
                 layer = replace(layer, engine=choose_engine(engines, spec).engine)
             yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
 

@@ -26,7 +26,7 @@ class TimedLayer:
     def of(batch: Batch, groups: LayerPlan, engine: str) -> "TimedLayer":
         """Prepare a layer's chunk for attention on the engine named ``engine``."""
         served = layers.Layer.of(groups, batch.cache.head_dim, batch.q.device, engine)
-        return TimedLayer(batch, served, served.index(batch.rows), batch.empty_out())
+        return TimedLayer(batch, served, served.allocate_index(batch.rows), batch.empty_out())
 
     @property
     def options(self) -> AttendOptions | None:

@@ -582,6 +582,8 @@ READ_CLASSES = (
     ReadClass(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", ("_prefill_backend", "reorder_batch_threshold")),
     ReadClass(MLA_WORKER, _MLA_ATTENTION, "MLACommonPrefillMetadata",
          ("query_start_loc", "max_query_len", "chunked_context", "prefill_backend")),
+    ReadClass(STREAMING_OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("get_model",)),
+    ReadClass(STREAMING_NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", ("get_model",)),
     ReadClass(OLDER, "vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids",)),
     ReadClass(NEWER, "vllm.v1.worker.gpu.states", "RequestState", ("index_to_req_id",)),
     ReadClass(UNNUMBERED, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),

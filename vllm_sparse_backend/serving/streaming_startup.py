@@ -41,6 +41,8 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
     other_layers = "the heads are measured in a run without a cache, in which only plain attention works"
     yield _flag(model, "is_hybrid"), "a hybrid model", other_layers
     yield _flag(model, "is_encoder_decoder"), "an encoder-decoder model", other_layers
+    has_dynamic_scales = _flag(vllm_config.cache_config, "calculate_kv_scales")
+    yield has_dynamic_scales, "--calculate-kv-scales", "the scales would be those of the prompt for the measurement"
     yield getattr(vllm_config, "lora_config", None) is not None, "--enable-lora", "adapters can change what heads do"
     yield _flag(model, "skip_tokenizer_init"), "--skip-tokenizer-init", "the measurement needs a prompt"
     stages = getattr(parallel, "pipeline_parallel_size", 1)

@@ -29,7 +29,7 @@ from vllm_sparse_backend.serving.worker.arena import (
     LayerNeed,
     Memory,
     Room,
-    Row,
+    SparseRow,
     kernel_rows,
     largest_steps,
 )
@@ -54,28 +54,28 @@ def needs(method: str = "vertical_slash", **params: Any) -> list[LayerNeed]:
     return [LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU) for groups in plan.layers if groups]
 
 
-def in_turn(lengths: list[tuple[int, int]]) -> list[Row]:
+def in_turn(lengths: list[tuple[int, int]]) -> list[SparseRow]:
     """Return rows of (context_len, query_len) with an unused token between them."""
-    rows: list[Row] = []
+    rows: list[SparseRow] = []
     for context_len, query_len in lengths:
         token = rows[-1].token + rows[-1].query_len + 1 if rows else 0
-        rows.append(Row(len(rows), token, query_len, context_len))
+        rows.append(SparseRow(len(rows), token, query_len, context_len))
     return rows
 
 
-def dealt(room: Room, rows: list[Row]) -> list[list[Row]]:
+def dealt(room: Room, rows: list[SparseRow]) -> list[list[SparseRow]]:
     """Return the rows of each slab as they were cut, identified by the block table."""
     slabs = room.slabs(rows, torch.arange(len(rows), dtype=torch.int32)[:, None])
     parts = [
         (slab.rows.block_table[:, 0].tolist(), slab.rows.query_starts, slab.rows.query_lens, slab.rows.context_lens)
         for slab in slabs
     ]
-    return [[Row(*fields) for fields in zip(*part, strict=True)] for part in parts]
+    return [[SparseRow(*fields) for fields in zip(*part, strict=True)] for part in parts]
 
 
 def small_room(times: float) -> Room:
     """Return room for a multiple of the memory that a tile of the longest row needs."""
-    one_tile = Room(needs(), 0).needed(kernel_rows([Row(0, 0, 128, LONGEST - 128)]))
+    one_tile = Room(needs(), 0).needed(kernel_rows([SparseRow(0, 0, 128, LONGEST - 128)]))
     return Room(needs(), int(one_tile * times))
 
 
@@ -93,7 +93,7 @@ class TestSlabs:
             assert len({row.number for row in slab}) == len(slab)
         for row in rows:
             chunks = [chunk for slab in slabs for chunk in slab if chunk.number == row.number]
-            alone = dealt(room, [Row(0, row.token, row.query_len, row.context_len)])
+            alone = dealt(room, [SparseRow(0, row.token, row.query_len, row.context_len)])
             assert [chunk.query_len for chunk in chunks] == [chunk.query_len for slab in alone for chunk in slab]
             assert chunks[0].token == row.token
             assert sum(chunk.query_len for chunk in chunks) == row.query_len
@@ -140,7 +140,7 @@ class TestEveryStep:
         worker = Worker((10, 2, 128), 8192, share=0.5)
         monkeypatch.setattr(Room, "slabs", lambda self, rows, table: (Slab(kernel_rows(rows, table)),))
         with without_launches():
-            worker.run([Row(0, 0, 8192, 100_000)])
+            worker.run([SparseRow(0, 0, 8192, 100_000)])
         assert worker.num_misses > 0
 
     def test_no_row_is_cut_otherwise_than_alone(self) -> None:
@@ -150,7 +150,7 @@ class TestEveryStep:
     def test_nor_where_a_shorter_row_once_took_more_than_the_longest(self, heads: tuple[int, int, int]) -> None:
         worker = Worker(heads, 8192)
         for query_len in range(128, 8193, 640):
-            row, other = Row(0, 0, query_len, 126_464 - query_len), Row(1, query_len, 700, 20_000)
+            row, other = SparseRow(0, 0, query_len, 126_464 - query_len), SparseRow(1, query_len, 700, 20_000)
             assert worker.cuts([row, other])[0] == worker.cuts([row])[0]
             assert len(worker.room.chunks(row)) == 1  # the arena is large enough for any
 
@@ -170,8 +170,8 @@ class TestEveryStep:
         size = ArenaSize.of([need], *limits, Thresholds(0, 1))
         assert size is not None
         query_len, context_len = lengths[0], min(lengths[1], 65_536 - lengths[0])
-        assert Room([need], size.num_bytes).chunks(Row(0, 0, query_len, context_len)) == [
-            Row(0, 0, query_len, context_len)
+        assert Room([need], size.num_bytes).chunks(SparseRow(0, 0, query_len, context_len)) == [
+            SparseRow(0, 0, query_len, context_len)
         ]
 
 
@@ -251,7 +251,7 @@ class TestForward:
         params = {"sink_tokens": 64, "local_tokens": 128}
         (layer,), builder = built(0, method="a_shape", params=params, check_index=True)
         step, room = make_step(layer, self.LENGTHS), builder.room
-        num_bytes = room.needed(kernel_rows([Row(0, 0, 128, 8000)]))
+        num_bytes = room.needed(kernel_rows([SparseRow(0, 0, 128, 8000)]))
         outputs = []
         for memory in (
             layer.impl.worker.memory,
@@ -268,7 +268,7 @@ class TestForward:
 
     def test_a_row_without_room_is_dense_and_counted(self, built: Callable[..., Any]) -> None:
         (layer,), builder = built(0)
-        needed = builder.room.needed(kernel_rows([Row(0, 0, 1, 2000)]))
+        needed = builder.room.needed(kernel_rows([SparseRow(0, 0, 1, 2000)]))
         use_room(builder, Room(builder.room.layers, needed))
         common = make_common([(1000, 300), (5000, 300)])
         rows = builder.row_classifier.classify(common, 0, max_decode_tokens=1)

@@ -24,7 +24,7 @@ from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.config.settings import GuardConfig, load_config
-from vllm_sparse_backend.serving.worker.arena import Row, kernel_rows
+from vllm_sparse_backend.serving.worker.arena import SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.counters import HostCopy, Recorder
 from vllm_sparse_backend.serving.worker.guard import MOST_DOUBLINGS, RECOVERY_SHARE, Guard, PendingCheck, pick_queries
 from vllm_sparse_backend.serving.worker.step import Slab
@@ -78,7 +78,7 @@ class TestWhatIsChecked:
         assert len({tuple(checked) for checked in steps.values()}) == 32
 
     def test_any_queries_of_any_row(self) -> None:
-        rows = [Row(0, 7, 300, 50), Row(1, 307, 20, 400), Row(2, 400, 128, 0)]
+        rows = [SparseRow(0, 7, 300, 50), SparseRow(1, 307, 20, 400), SparseRow(2, 400, 128, 0)]
         slabs = [Slab(kernel_rows(rows[:2])), Slab(kernel_rows(rows[2:]))]
         picked = Counter((tokens.start, tokens.stop) for tokens in (pick_queries(s, slabs) for s in range(500)))
         # If a row ends within a tile, queries of the previous tile complete it.

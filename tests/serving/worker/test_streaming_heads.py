@@ -22,7 +22,7 @@ from vllm_sparse_backend.config.profile import SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import streaming_heads
-from vllm_sparse_backend.serving.worker.arena import LayerNeed, Row, kernel_rows
+from vllm_sparse_backend.serving.worker.arena import LayerNeed, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
@@ -221,7 +221,7 @@ class TestResult:
 
         def checksum(weight: torch.Tensor) -> Any:
             model = torch.nn.Module()
-            model.register_buffer("weight", weight)
+            model.register_buffer("weight", weight, persistent=False)
             ((name, *properties),) = streaming_heads.weight_checksums(model)
             assert name == "weight"
             return tuple(properties)
@@ -284,7 +284,7 @@ class TestRunning:
         scored = METHODS["top_p"].parameters(**params)
         plain = LayerNeed.of(layer_plan([scored] * 8), 2, 128, 2, torch.device("cpu"))
         for query_len, context_len in ((1, 50_000), (100, 60_001), (2048, 131_072), (8192, 49_152), (8192, 122_880)):
-            rows = kernel_rows([Row(0, 0, query_len, context_len)])
+            rows = kernel_rows([SparseRow(0, 0, query_len, context_len)])
             for number in range(1, 9):
                 groups = layer_plan([STREAMING] * number + [scored] * (8 - number))
                 assert replace(plain, groups=groups).num_bytes(rows) <= plain.num_bytes(rows)

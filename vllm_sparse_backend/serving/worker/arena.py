@@ -166,7 +166,7 @@ class LayerNeed:
 
 
 @dataclass(frozen=True)
-class Row:
+class SparseRow:
     """A sparse row, or a part of a sparse row.
 
     Attributes:
@@ -184,7 +184,7 @@ class Row:
     prompt_len: int | None = None
 
     @staticmethod
-    def sparse_of(row: BatchRow, number: int) -> "Row":
+    def sparse_of(row: BatchRow, number: int) -> "SparseRow":
         """Return the part of a batch's row that does not run on the dense backend.
 
         Args:
@@ -195,11 +195,11 @@ class Row:
             The sparse part of the row.
         """
         num_dense = row.dense_end - row.token
-        return Row(
+        return SparseRow(
             number, row.dense_end, row.query_len - num_dense, row.context_len + num_dense, prompt_len=row.prompt_len
         )
 
-    def chunks(self, query_tokens: int) -> list["Row"]:
+    def chunks(self, query_tokens: int) -> list["SparseRow"]:
         """Cut the row into chunks.
 
         Args:
@@ -244,7 +244,7 @@ class Room:
         """
         return max(layer.num_bytes(rows) for layer in self.layers)
 
-    def fits(self, row: Row) -> bool:
+    def fits(self, row: SparseRow) -> bool:
         """Return whether the row fits into the arena, whole or in chunks.
 
         Args:
@@ -257,7 +257,7 @@ class Room:
 
     def slabs(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[SparseRow],
         block_table: torch.Tensor,
         request: RequestLevel = SERVER_LEVEL,
         is_long: bool = False,
@@ -280,7 +280,7 @@ class Room:
             whole = kernel_rows(rows, block_table)
             if self.needed(whole) <= self.num_bytes:
                 return (Slab(whole, request, is_long),)
-        packed: list[list[Row]] = []
+        packed: list[list[SparseRow]] = []
         for chunk in chunks:
             # Two chunks of the same row would need its pages twice.
             if packed and packed[-1][-1].number != chunk.number and self._fits([*packed[-1], chunk]):
@@ -289,7 +289,7 @@ class Room:
                 packed.append([chunk])
         return tuple(Slab(kernel_rows(part, block_table), request, is_long) for part in packed)
 
-    def chunks(self, row: Row) -> list[Row]:
+    def chunks(self, row: SparseRow) -> list[SparseRow]:
         """Cut a row into the fewest chunks of equal size that fit into the arena one at a time.
 
         Args:
@@ -306,13 +306,13 @@ class Room:
             num_tiles = ceil_div(num_tiles, 2)
 
     def _row_fits_alone(self, query_len: int, context_len: int) -> bool:
-        return self._fits([Row(0, 0, query_len, context_len)])
+        return self._fits([SparseRow(0, 0, query_len, context_len)])
 
-    def _fits(self, rows: Sequence[Row]) -> bool:
+    def _fits(self, rows: Sequence[SparseRow]) -> bool:
         return self.needed(kernel_rows(rows)) <= self.num_bytes
 
 
-def kernel_rows(rows: Sequence[Row], block_table: torch.Tensor | None = None) -> Rows:
+def kernel_rows(rows: Sequence[SparseRow], block_table: torch.Tensor | None = None) -> Rows:
     """Convert rows to the form that kernels accept.
 
     Args:
@@ -336,7 +336,7 @@ def kernel_rows(rows: Sequence[Row], block_table: torch.Tensor | None = None) ->
     )
 
 
-def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[Row]:
+def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[SparseRow]:
     """Return the two rows that need the most memory of all rows that the scheduler can form, up to ``SLACK``.
 
     These are the row with the most new and cached tokens, and the row that begins a token earlier. A method that groups
@@ -354,10 +354,10 @@ def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[
         return []
     query_len = min(max_tokens, max_len - thresholds.min_tokens)
     context_len = max_len - query_len
-    return [Row(0, 0, query_len, context_len - earlier) for earlier in (0, 1) if context_len >= earlier]
+    return [SparseRow(0, 0, query_len, context_len - earlier) for earlier in (0, 1) if context_len >= earlier]
 
 
-def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> Iterator[list[Row]]:
+def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> Iterator[list[SparseRow]]:
     """Yield the largest steps that the scheduler can form, with one row, two rows, four rows and so on.
 
     Args:
@@ -378,7 +378,7 @@ def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thre
     while True:
         # Several rows that end within a tile have more tiles in total than a single row of the same number of tokens.
         query_len = min(ceil_div(max_tokens // num_rows, TILE_TOKENS) * TILE_TOKENS, longest)
-        yield [Row(i, i * query_len, query_len, max_len - query_len) for i in range(num_rows)]
+        yield [SparseRow(i, i * query_len, query_len, max_len - query_len) for i in range(num_rows)]
         if num_rows == most_rows:
             return
         num_rows = min(2 * num_rows, most_rows)
@@ -417,7 +417,7 @@ class ArenaSize(NamedTuple):
             The size; None if no row ever runs sparse.
         """
 
-        def needed(rows: Sequence[Row]) -> int:
+        def needed(rows: Sequence[SparseRow]) -> int:
             return max(layer.num_bytes(kernel_rows(rows)) for layer in layers)
 
         longest = [needed([row]) for row in longest_rows(max_tokens, max_len, thresholds) if layers]

@@ -111,12 +111,12 @@ class EnginePicker:
             excluded = self._excluded.get(_subject(spec), {})
             sharp = sharpened(batch)
             portable = method.select_engines[-1]
-            by_portable = layer.index(batch.rows)
+            by_portable = layer.allocate_index(batch.rows)
             is_right = selection_failure(portable, method, sharp, by_portable, heads, None) is None
             expected = by_portable if is_right else None  # otherwise the portable engine's own trial reports why
 
             def trial(engine: SelectEngine) -> str | None:
-                index, reference = layer.index(batch.rows), None if engine.name == portable.name else expected
+                index, reference = layer.allocate_index(batch.rows), None if engine.name == portable.name else expected
                 return excluded.get(engine.name) or selection_failure(engine, method, sharp, index, heads, reference)
 
             try:

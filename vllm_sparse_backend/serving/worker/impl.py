@@ -277,14 +277,14 @@ class SparsePrefillImpl(compat.DenseImpl):
         arena = self.worker.memory.arena
         inputs = LayerInputs(query, cache, slab.rows, self.scale * cache.score_scale)
         with arena.frame():
-            plan = self._plan_of(slab)
+            plan = self._layer_of(slab)
             index = run(plan, inputs, output, arena, self.sinks, self.worker.resolved.config.check_index)
             if is_counted:
                 self.worker.recorder.count_pairs(self.number, index, slab.level)
                 if spans:
                     add_pairs(spans, index)
 
-    def _plan_of(self, slab: Slab) -> Layer:
+    def _layer_of(self, slab: Slab) -> Layer:
         """Return the methods and engines for the level of a slab, with the p that its requests set."""
         level, kept_mass = self.levels[slab.level], slab.request.kept_mass
         if slab.is_long and level.streaming_layer is not None:

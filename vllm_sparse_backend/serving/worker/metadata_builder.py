@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.arena import Room, Row
+from vllm_sparse_backend.serving.worker.arena import Room, SparseRow
 from vllm_sparse_backend.serving.worker.batch_rows import BatchRow, dense_runs
 from vllm_sparse_backend.serving.worker.counters import is_counting
 from vllm_sparse_backend.serving.worker.guard_schedule import GuardSchedule
@@ -156,7 +156,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         kinds = {i: (row.request, self._is_long(row)) for i, row in enumerate(rows) if row.is_sparse}
         for kind in sorted(set(kinds.values()), key=lambda kind: (kind[0].name, kind[0].kept_mass or 0, kind[1])):
             ids = [i for i, row_kind in kinds.items() if row_kind == kind]
-            parts = [Row.sparse_of(rows[i], number) for number, i in enumerate(ids)]
+            parts = [SparseRow.sparse_of(rows[i], number) for number, i in enumerate(ids)]
             slabs += self.room.slabs(parts, copy_block_table_rows(common.block_table_tensor, ids), *kind)
         return tuple(slabs)
 

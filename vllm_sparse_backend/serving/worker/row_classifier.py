@@ -15,7 +15,7 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.arena import Room, Row
+from vllm_sparse_backend.serving.worker.arena import Room, SparseRow
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, PADDING_ROW, BatchRow, RowKind
 from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
@@ -24,7 +24,7 @@ from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
 class AnyRoom:
     """Room of kernels whose memory holds any row that the scheduler can form."""
 
-    def fits(self, row: Row) -> bool:
+    def fits(self, row: SparseRow) -> bool:
         """Return True.
 
         Args:
@@ -119,7 +119,7 @@ class RowClassifier:
         if self.room is None:
             return Fallback.TOO_SHORT
         sparse_len = min(query_len, seq_len - (thresholds.min_tokens or 0))
-        if not self.room.fits(Row(0, 0, sparse_len, seq_len - sparse_len)):
+        if not self.room.fits(SparseRow(0, 0, sparse_len, seq_len - sparse_len)):
             return Fallback.NO_ROOM
         return None
 

@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ logger = logging.getLogger(LOGGER)
 FOLDER = "sparse_prefill/streaming_heads"
 """Folder of the results in vLLM's cache folder."""
 
-CHECKSUM_BYTES = 16 << 20
-"""Bytes of a weight that are summed up at a time, so that temporaries stay small."""
+CHECKSUM_BYTES = 4 << 20
+"""Bytes of a weight that are summed up at a time: each takes 16 bytes of temporary memory."""
 
 StreamingHeads = Mapping[int, frozenset[int]]
 """By layer, the numbers of its streaming heads on this rank."""
@@ -176,19 +177,19 @@ def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence
 
 
 def weight_checksums(model: torch.nn.Module) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return a checksum of each weight of this rank. Waits for the device once.
+    """Return a checksum of each weight of this rank. Waits for the device.
 
     Args:
         model: The loaded model.
 
     Returns:
-        (name, dtype, shape, checksum) of each parameter and buffer. The checksum depends on the order of the bytes.
+        (name, dtype, shape, checksum) of each parameter and buffer, wherever it is. Buffers are part of the model
+        too: they hold its rotary frequencies. The checksum depends on the order of the bytes.
     """
-    tensors = [(name, tensor) for name, tensor in model.state_dict().items() if tensor.numel()]
-    sums = torch.stack([_checksum(tensor) for _, tensor in tensors]).tolist()
     return [
-        (name, str(tensor.dtype), tuple(tensor.shape), checksum)
-        for (name, tensor), checksum in zip(tensors, sums, strict=True)
+        (name, str(tensor.dtype), tuple(tensor.shape), int(_checksum(tensor)))
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+        if tensor.numel()
     ]
 
 

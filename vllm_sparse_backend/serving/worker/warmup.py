@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.arena import Row, kernel_rows
+from vllm_sparse_backend.serving.worker.arena import SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
@@ -187,7 +187,7 @@ class WarmUp:
         layer = replace(self.layer, select_engines=picker.pick_selection(self.layer, batch))
         workspace = self._workspace(batch.rows)
         with workspace.frame():
-            index = layer.index(batch.rows, workspace)
+            index = layer.allocate_index(batch.rows, workspace)
             layer.select(batch.q, batch.cache, index, batch.scale)
             self.layer = replace(layer, engine=picker.pick(batch, index, layer.options))
 
@@ -206,7 +206,7 @@ class WarmUp:
                             add_share_counts(shares, torch.zeros_like(shares), 0)
 
 
-def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[Row]:
+def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[SparseRow]:
     """Return rows whose queries follow each other.
 
     Args:
@@ -215,8 +215,8 @@ def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[Row]:
     Returns:
         The rows.
     """
-    rows: list[Row] = []
+    rows: list[SparseRow] = []
     for context_len, query_len in lengths:
         token = rows[-1].token + rows[-1].query_len if rows else 0
-        rows.append(Row(len(rows), token, query_len, context_len, prompt_len=LONGER_PROMPT))
+        rows.append(SparseRow(len(rows), token, query_len, context_len, prompt_len=LONGER_PROMPT))
     return rows
