@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -165,6 +166,14 @@ class TestFinding:
         config.compilation_config.static_forward_context["model.layers.1.mixer"] = torch.nn.Identity()
         with pytest.raises(ConfigurationError, match=r"layer model.layers.1.mixer is Identity, not plain attention"):
             streaming_heads.require_plain_layers(config)
+
+    def test_experts_are_no_obstacle(self, config: Any) -> None:
+        from vllm.model_executor.layers.fused_moe.runner.moe_runner import register_layer_for_moe_forward_op
+
+        make_layers(config, [0])
+        runner: Any = SimpleNamespace(layer_name="model.layers.0.mlp.experts")
+        register_layer_for_moe_forward_op(config, runner)
+        streaming_heads.require_plain_layers(config)
 
     def test_a_cache_before_the_run_is_an_error(self, config: Any) -> None:
         with pytest.raises(ConfigurationError, match="got its KV cache before it ran the model"):
