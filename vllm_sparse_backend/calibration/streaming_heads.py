@@ -48,8 +48,9 @@ PROMPT_TOKENS = 8192
 SEED = 0
 """Seed of the generated prompt."""
 
-QUERY_CHUNK = 256
-"""Queries that are measured at a time: for 4 heads per kv head, a float32 temporary takes 32 MiB."""
+CHUNK_ROWS = 1024
+"""Scores of this number of (head, query) pairs are computed at a time: for 8,192 keys, a float32 temporary takes 32
+MiB. The measurement must not need more memory than vLLM's profile run, which decides on the size of the KV cache."""
 
 STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
 """Method of a streaming head."""
@@ -144,11 +145,12 @@ def attend_and_measure(
     keys, values = key.transpose(0, 1).float(), value.transpose(0, 1).float()
     out = torch.empty_like(grouped, dtype=torch.float32)
     shape, device = grouped.shape[:2], query.device
+    chunk_tokens = max(CHUNK_ROWS // shape[1], 1)
     far_shares, heavy_queries = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
     sinks = None if traits.sinks is None else traits.sinks.float().view(*shape, 1, 1)
     for kv_head in range(num_kv_heads):
-        for begin in range(0, num_tokens, QUERY_CHUNK):
-            end = min(begin + QUERY_CHUNK, num_tokens)
+        for begin in range(0, num_tokens, chunk_tokens):
+            end = min(begin + chunk_tokens, num_tokens)
             part = _attention(
                 grouped[kv_head, :, begin:end].float(),
                 keys[kv_head, :end],

@@ -219,6 +219,8 @@ class TestResult:
         changed = compat.hf_config(config) | {"rope_theta": 7.0}
         monkeypatch.setattr(compat, "hf_config", lambda vllm_config: changed)
         keys.append(streaming_heads.result_key(config, model, PROMPT))
+        monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
+        keys.append(streaming_heads.result_key(config, model, PROMPT))
         monkeypatch.setattr(streaming_heads.calibration, "MAX_FAR_SHARE", 0.2)
         keys.append(streaming_heads.result_key(config, model, PROMPT))
         monkeypatch.setattr(compat, "tensor_parallel", lambda vllm_config: (1, 2))

@@ -161,7 +161,7 @@ def measure(
 
 
 def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence[int]) -> str:
-    """Hash everything that a result depends on: weights, model configuration, prompt, thresholds and rank.
+    """Hash everything that a result depends on: weights, configuration, dtype of the cache, prompt, rule and rank.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -176,7 +176,8 @@ def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence
         *(calibration.MAX_FAR_SHARE, calibration.MAX_HEAVY_QUERIES),
     )
     config = {name: value for name, value in compat.hf_config(vllm_config).items() if not name.startswith("_")}
-    data = [rule, compat.tensor_parallel(vllm_config), list(prompt), config, weight_checksums(model)]
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)  # queries of an fp8 cache are rounded
+    data = [rule, compat.tensor_parallel(vllm_config), list(prompt), config, cache_dtype, weight_checksums(model)]
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
