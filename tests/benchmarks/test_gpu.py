@@ -19,7 +19,7 @@ SLOW = "import time; print('begun', flush=True); open({!r}, 'w').close(); time.s
 
 
 def end_time_when(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the time of ``SLOW`` be over when it has created its file, and let other programs have any time."""
+    """End the time limit of ``SLOW`` once it has created its file. Other programs have no time limit."""
 
     class Process(subprocess.Popen[bytes]):
         def wait(self, timeout: float | None = None) -> int:

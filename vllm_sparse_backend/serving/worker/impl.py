@@ -277,8 +277,8 @@ class SparsePrefillImpl(compat.DenseImpl):
         arena = self.worker.memory.arena
         inputs = LayerInputs(query, cache, slab.rows, self.scale * cache.score_scale)
         with arena.frame():
-            plan = self._layer_of(slab)
-            index = run(plan, inputs, output, arena, self.sinks, self.worker.resolved.config.check_index)
+            layer = self._layer_of(slab)
+            index = run(layer, inputs, output, arena, self.sinks, self.worker.resolved.config.check_index)
             if is_counted:
                 self.worker.recorder.count_pairs(self.number, index, slab.level)
                 if spans:
