@@ -20,8 +20,13 @@ def served(
     return SimpleNamespace(
         additional_config={} if settings is None else {"sparse_prefill": settings},
         model_config=SimpleNamespace(
-            hf_config=hf_config, hf_text_config=hf_config.get_text_config(), model="/a/model", dtype=dtype
+            hf_config=hf_config,
+            hf_text_config=hf_config.get_text_config(),
+            model="/a/model",
+            dtype=dtype,
+            max_model_len=131_072,
         ),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         cache_config=SimpleNamespace(**({"cache_dtype": "auto", "kv_cache_dtype_skip_layers": []} | (cache or {}))),
         parallel_config=SimpleNamespace(**({"tensor_parallel_size": 1, "use_ubatching": False} | (parallel or {}))),
         kv_transfer_config=None,

@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from tests.helpers.vllm_configs import llama, served
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat, startup
+from vllm_sparse_backend.serving.resolution import resolve
 
 WINDOWED = llama(layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=1024)
 
@@ -151,11 +153,10 @@ def test_what_a_server_of_the_rust_front_end_misses(
             assert part in warnings[0]
 
 
-def streaming(**changes: Any) -> Any:
-    """Return a configuration with streaming heads that starts, with some fields changed."""
-    config = served(llama(), {"streaming_heads": {}})
-    values = {"scheduler_config": SimpleNamespace(max_num_batched_tokens=8192), "model_config.max_model_len": 131072}
-    for field, value in (values | changes).items():
+def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
+    """Return a configuration that can find streaming heads, with some fields changed."""
+    config = served(llama(), settings)
+    for field, value in changes.items():
         *part, name = field.split(".")
         setattr(getattr(config, part[0]) if part else config, name, value)
     return config
@@ -179,13 +180,54 @@ def streaming(**changes: Any) -> Any:
         ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),
         ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
         ({"model_config.max_model_len": 49_152}, "--max-model-len 49152, expected at least 49153"),
-        ({"model_config.runner_type": "pooling"}, "every row of this pooling model prefills dense"),
+        ({"model_config.runner_type": "pooling"}, "a pooling model, every row of which prefills dense"),
     ],
 )
 def test_servers_that_cannot_find_streaming_heads(changes: dict[str, Any], says: str | None) -> None:
     expected = f"^--attention-backend sparse-prefill: streaming_heads: .*{re.escape(says)}.*leave" if says else ""
     with pytest.raises(ConfigurationError, match=expected) if says else nullcontext():
-        startup.check(streaming(**changes))
+        startup.check(streaming({"streaming_heads": {}}, **changes))
+
+
+@pytest.mark.parametrize("settings", [{}, {"method": "top_p"}, {"streaming_heads": {}}, {"params": {"kept_mass": 0.8}}])
+def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> None:
+    config = streaming(settings)
+    startup.check(config)
+    found = resolve(config).streaming_heads
+    assert found is not None
+    assert found.min_context_tokens == 49_152
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "says"),
+    [
+        ({"streaming_heads": None}, {}, None),
+        ({"method": "sale"}, {}, None),
+        ({"profile": "streaming"}, {}, None),
+        ({"params": {"kept_mass": 1}}, {}, None),
+        ({}, {"model_config.max_model_len": 32_768}, None),
+        ({}, {"model_config.runner_type": "pooling"}, None),
+        ({}, {"lora_config": object()}, "--enable-lora: adapters can change"),
+        ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, "--max-num-batched-tokens 2048"),
+    ],
+)
+def test_without_a_setting_servers_that_cannot_find_them_do_without(
+    settings: dict[str, Any], changes: dict[str, Any], says: str | None, lines: list[str]
+) -> None:
+    config = streaming(settings, **changes)
+    startup.check(config)
+    assert resolve(config).streaming_heads is None
+    logged = [line for line in lines if "all heads score keys in long prompts" in line]
+    assert len(logged) == (says is not None)
+    assert says is None or says in logged[0]
+
+
+def test_the_first_process_decides_for_all() -> None:
+    config = streaming({})
+    startup.check(config)
+    config.model_config.max_model_len = 32_768  # as if another process saw another value
+    startup.check(config)
+    assert resolve(config).streaming_heads is not None
 
 
 def test_slow_paths() -> None:

@@ -90,7 +90,7 @@ def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
         )
     if config.guard is not None:
         yield f"{place}.guard: given, but the guard does not check multi-head latent attention; leave it out"
-    if config.streaming_heads is not None:
+    if config.requires_streaming_heads:
         yield (
             f"{place}.streaming_heads: given, but streaming heads are not measured for multi-head latent attention; "
             "leave it out"

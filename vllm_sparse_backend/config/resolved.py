@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, Thresholds
-from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS
+from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, STREAMING
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import ANY_OTHER, DEFAULT, Plan, layer_by_level
 from vllm_sparse_backend.config.profile import EXACT, SHARE
-from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
+from vllm_sparse_backend.config.settings import SparsePrefillConfig, StreamingHeadsConfig, load_config
 from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.attention import engines as attention_engines
 from vllm_sparse_kernels.layer import LayerPlan
@@ -30,6 +30,19 @@ def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
     """
     device = (additional_config or {}).get(DEVICE)
     return device if isinstance(device, str) else None
+
+
+def carried_streaming(additional_config: Mapping[str, Any] | None) -> bool | None:
+    """Return whether the server finds streaming heads.
+
+    Args:
+        additional_config: vLLM's ``additional_config``.
+
+    Returns:
+        What its first process decided; None if it has not decided yet.
+    """
+    finds = (additional_config or {}).get(STREAMING)
+    return finds if isinstance(finds, bool) else None
 
 
 def with_carried(additional_config: Mapping[str, Any] | None, documents: Documents, device: str) -> dict[str, Any]:
@@ -62,6 +75,7 @@ class Resolved:
         device: Name, as in the table, of the device for which ``auto`` is resolved: the device on which the server
             started.
         pools: Whether requests are for embeddings, scores or classes.
+        streaming_heads: Settings of streaming heads; None if this server does not find them.
     """
 
     config: SparsePrefillConfig
@@ -71,6 +85,7 @@ class Resolved:
     thresholds_by_engine: Mapping[str, Mapping[str, Thresholds]]
     device: str
     pools: bool = False
+    streaming_heads: StreamingHeadsConfig | None = None
 
     @staticmethod
     def from_additional_config(
@@ -108,7 +123,11 @@ class Resolved:
             }
             for level, plan in plans.items()
         }
-        return Resolved(config, read, plans, table, thresholds_by_engine, device, pools)
+        finds_streaming = carried_streaming(additional_config)
+        if finds_streaming is None:
+            finds_streaming = config.requires_streaming_heads
+        streaming_heads = config.streaming_heads if finds_streaming else None
+        return Resolved(config, read, plans, table, thresholds_by_engine, device, pools, streaming_heads)
 
     def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
         """Add data to vLLM's configuration from which other processes resolve the same settings.

@@ -22,7 +22,7 @@ from pydantic import (
 
 from vllm_sparse_backend.config.crossover_table import AUTO, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, looks_like, not_one_of, unexpected
-from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY, OPTION
+from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY, OPTION, STREAMING
 from vllm_sparse_backend.config.method_parameters import make_method, method_names
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.ranges import MOST_COUNT, Ranges
@@ -136,9 +136,10 @@ class SparsePrefillConfig(Section):
     """Compares layers with dense attention on live requests, and runs inaccurate layers dense. `{}` turns the guard on
     with its defaults. See docs/guard.md."""
 
-    streaming_heads: StreamingHeadsConfig | None = None
+    streaming_heads: StreamingHeadsConfig | None = StreamingHeadsConfig()
     """Finds streaming heads at start-up, by running the model on a generated prompt, and does not score their keys in
-    long prompts. `{}` turns this on with its defaults. Only for `top_p`. See docs/streaming_heads.md."""
+    long prompts. By default, servers that cannot find them do without. If this is set, also to `{}`, they stop instead.
+    `null` turns this off. Only for `top_p`. See docs/streaming_heads.md."""
 
     switch: StrictBool = False
     """Allows `sparse-prefill switch` to make all new requests exact, and back, without a restart. Any client that may
@@ -178,24 +179,37 @@ class SparsePrefillConfig(Section):
 
     @model_validator(mode="after")
     def _streaming_heads_replace_scores(self) -> "SparsePrefillConfig":
-        if self.streaming_heads is None:
-            return self
+        if self.requires_streaming_heads and (why := self.not_for_streaming()) is not None:
+            raise ValueError(why)
+        return self
+
+    @property
+    def requires_streaming_heads(self) -> bool:
+        """Whether the operator turned streaming heads on, so that a server that cannot find them must stop."""
+        return self.streaming_heads is not None and "streaming_heads" in self.model_fields_set
+
+    def not_for_streaming(self) -> str | None:
+        """Return why streaming heads would save nothing with this profile or method.
+
+        Returns:
+            What was given, what is expected, and what to do; None if they save time.
+        """
         if self.profile is not None:
-            raise ValueError(
+            return (
                 f"given both profile {self.profile!r} and streaming_heads, expected only one of them: a profile "
                 "already has a method for each head"
             )
         method = self.uniform_method()
         if name_of(method) != SCORING_METHOD:
-            raise ValueError(
+            return (
                 f"streaming_heads: given with method {self.method!r}, expected {SCORING_METHOD} or default, the method "
                 "whose scoring streaming heads save; leave one of them out"
             )
         if method.share_kept == 1:
-            raise ValueError(
+            return (
                 "streaming_heads: given with kept_mass 1, which keeps every key, expected less; leave one of them out"
             )
-        return self
+        return None
 
     def uniform_method(self) -> Method:
         """Build the method of every head, for a configuration without a profile.
@@ -241,5 +255,5 @@ def _refuse_misplaced_keys(additional_config: Mapping[str, Any]) -> None:
     for key in map(str, additional_config):
         if key in SparsePrefillConfig.model_fields:
             raise ConfigurationError(f"{OPTION}: given key {key!r} at the top level, expected it under {KEY!r}")
-        if key not in (KEY, DOCUMENTS, DEVICE) and looks_like(key, KEY):
+        if key not in (KEY, DOCUMENTS, DEVICE, STREAMING) and looks_like(key, KEY):
             raise ConfigurationError(f"{OPTION}: given key {key!r}, expected {KEY!r}")

@@ -488,9 +488,9 @@ def _worker_begins(vllm_config: Any) -> None:
     problem = install_counters()
     if problem is not None:
         logger.warning("%s", problem)
-    from vllm_sparse_backend.serving.resolution import settings_of
+    from vllm_sparse_backend.config.resolved import carried_streaming
 
-    if settings_of(vllm_config).streaming_heads is not None:
+    if carried_streaming(vllm_config.additional_config):
         install_for_streaming_heads(vllm_config)
 
 

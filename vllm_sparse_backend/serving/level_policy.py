@@ -63,7 +63,7 @@ def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choice
     permitted = all_choices.under(policy)
     if connectors & BY_BLOCK_HASH:
         numbers = resolved.numbers()
-        streaming = resolved.config.streaming_heads
+        streaming = resolved.streaming_heads
         salts = {
             level: f"{level}:{fingerprint(plan, numbers[level], streaming)}" for level, plan in resolved.plans.items()
         }

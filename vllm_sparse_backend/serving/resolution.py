@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
+from vllm_sparse_backend.config.keys import STREAMING
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.resolved import Resolved, carried_device, with_carried
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
@@ -53,6 +54,16 @@ def carry_settings(vllm_config: VllmConfig) -> None:
     config = settings_of(vllm_config)
     documents = Documents.carried(values or {}, config) or Documents.read(config, compat.model_shape(vllm_config))
     vllm_config.additional_config = with_carried(values, documents, carried_device(values) or compat.device_name())
+
+
+def carry_streaming(vllm_config: VllmConfig, finds_streaming_heads: bool) -> None:
+    """Add to the configuration whether workers find streaming heads, so that all processes agree.
+
+    Args:
+        vllm_config: vLLM's configuration, whose ``additional_config`` is replaced.
+        finds_streaming_heads: Whether they do.
+    """
+    vllm_config.additional_config = {**(vllm_config.additional_config or {}), STREAMING: finds_streaming_heads}
 
 
 def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:

@@ -1,20 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a model with ``streaming_heads`` loads. docs/streaming_heads.md lists them."""
+"""Decides, before a model loads, whether its server finds streaming heads. docs/streaming_heads.md lists the reasons.
 
+By default, a server that cannot find them does without. If the operator sets ``streaming_heads``, it stops instead.
+"""
+
+import logging
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.calibration.streaming_heads import PROMPT_TOKENS
-from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.config.resolved import Resolved, carried_streaming
 from vllm_sparse_backend.config.settings import KEY, OPTION
+from vllm_sparse_backend.identity import LOGGER
+
+logger = logging.getLogger(LOGGER)
 
 LEAVE_OUT = f"leave {OPTION} {KEY}.streaming_heads out"
 
 
+def decide(vllm_config: VllmConfig, resolved: Resolved) -> bool:
+    """Decide whether this server finds streaming heads. The first process decides for all.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        resolved: The settings.
+
+    Returns:
+        Whether workers find streaming heads.
+    """
+    decided = carried_streaming(vllm_config.additional_config)
+    if decided is not None:
+        return decided
+    config = resolved.config
+    if config.streaming_heads is None or config.not_for_streaming() is not None:
+        return False
+    if next(_useless(vllm_config, resolved), None) is not None:
+        return False
+    reason = next(_impossible(vllm_config), None)
+    if reason is not None:
+        logger.info(
+            "sparse-prefill: all heads score keys in long prompts: streaming heads are not found with %s", reason
+        )
+    return reason is None
+
+
 def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """List why streaming heads cannot be found in this server, or would change nothing.
+    """List why streaming heads, which the operator turned on, cannot be found in this server or would change nothing.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -23,12 +57,36 @@ def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     Yields:
         What was given, what is expected, and what to do.
     """
+    for reason in chain(_useless(vllm_config, resolved), _impossible(vllm_config)):
+        yield f"streaming_heads: given with {reason}; {LEAVE_OUT}"
+
+
+def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    """Yield why streaming heads would change nothing in this server."""
     if resolved.is_dense:
-        yield f"streaming_heads: given, but every row of this pooling model prefills dense; {LEAVE_OUT}"
+        yield "a pooling model, every row of which prefills dense"
+    settings = resolved.config.streaming_heads
+    assert settings is not None
+    max_len = vllm_config.model_config.max_model_len
+    needed = max(settings.min_context_tokens + 1, PROMPT_TOKENS)
+    if max_len < needed:
+        yield (
+            f"--max-model-len {max_len}, expected at least {needed}: the heads are measured on {PROMPT_TOKENS} tokens, "
+            f"and keep fewer keys after {settings.min_context_tokens} tokens of a request"
+        )
+
+
+def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield why streaming heads cannot be found in this server."""
     for is_given, what, why in _unsupported(vllm_config):
         if is_given:
-            yield f"streaming_heads: given with {what}: {why}; {LEAVE_OUT}"
-    yield from _length_problems(vllm_config, resolved)
+            yield f"{what}: {why}"
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    if step_tokens < PROMPT_TOKENS:
+        yield (
+            f"--max-num-batched-tokens {step_tokens}, expected at least {PROMPT_TOKENS}, because the heads are "
+            "measured in a single step"
+        )
 
 
 def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
@@ -60,22 +118,3 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
 def _flag(part: Any, name: str) -> bool:
     """Return whether a flag of vLLM's configuration is set; False if this version does not have it."""
     return bool(getattr(part, name, False))
-
-
-def _length_problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    settings = resolved.config.streaming_heads
-    assert settings is not None
-    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    if step_tokens < PROMPT_TOKENS:
-        yield (
-            f"streaming_heads: given with --max-num-batched-tokens {step_tokens}, expected at least {PROMPT_TOKENS}, "
-            f"because the heads are measured in a single step; raise it, or {LEAVE_OUT}"
-        )
-    max_len = vllm_config.model_config.max_model_len
-    needed = max(settings.min_context_tokens + 1, PROMPT_TOKENS)
-    if max_len < needed:
-        yield (
-            f"streaming_heads: given with --max-model-len {max_len}, expected at least {needed}: the heads are "
-            f"measured on {PROMPT_TOKENS} tokens, and keep fewer keys after {settings.min_context_tokens} tokens of a "
-            f"request; raise it, lower min_context_tokens, or {LEAVE_OUT}"
-        )

@@ -18,6 +18,7 @@ from tests.helpers.mixed_batches import CLOSE
 from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step
 from vllm_sparse_backend.calibration.streaming_heads import SINK_TOKENS, STREAMING, WINDOW_TOKENS, FarAttention
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.keys import KEY, STREAMING as CARRIED
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
@@ -82,6 +83,12 @@ def single_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(compat, "gather_over_ranks", lambda value: [value])
     monkeypatch.setattr(streaming_heads, "_prompt", lambda vllm_config: PROMPT)
+
+
+def without_streaming_settings(additional_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an operator who did not set streaming heads, on a server that finds them."""
+    settings = {name: value for name, value in additional_config[KEY].items() if name != "streaming_heads"}
+    return {**additional_config, KEY: settings, CARRIED: True}
 
 
 @pytest.fixture
@@ -154,18 +161,28 @@ class TestFinding:
         ],
     )
     def test_layers_that_cannot_be_measured_are_named(self, config: Any, options: Any, problem: str) -> None:
-        make_layers(config, [0])
+        layers = make_layers(config, [0])
         make_layers(config, [1], **options)
         with pytest.raises(
             ConfigurationError, match=rf"streaming_heads: layer model.layers.1.self_attn.attn {problem}"
         ):
-            streaming_heads.require_plain_layers(config)
+            streaming_heads.find_streaming_heads(config, Model(layers, {}))
 
     def test_a_layer_without_plain_attention_is_named(self, config: Any) -> None:
-        make_layers(config, [0])
+        layers = make_layers(config, [0])
         config.compilation_config.static_forward_context["model.layers.1.mixer"] = torch.nn.Identity()
         with pytest.raises(ConfigurationError, match=r"layer model.layers.1.mixer is Identity, not plain attention"):
-            streaming_heads.require_plain_layers(config)
+            streaming_heads.find_streaming_heads(config, Model(layers, {}))
+
+    def test_by_default_such_layers_leave_all_heads_to_the_method(self, config: Any, lines: list[str]) -> None:
+        config.additional_config = without_streaming_settings(config.additional_config)
+        layers = make_layers(config, [0])
+        config.compilation_config.static_forward_context["model.layers.1.mixer"] = torch.nn.Identity()
+        model = Model(layers, {0: {1}})
+        streaming_heads.find_streaming_heads(config, model)
+        assert layers[0].impl.worker.streaming_heads == {}
+        assert model.runs == 0
+        assert "all heads score keys in long prompts: layer model.layers.1.mixer is Identity" in lines[-1]
 
     def test_experts_are_no_obstacle(self, config: Any) -> None:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import register_layer_for_moe_forward_op
@@ -173,11 +190,16 @@ class TestFinding:
         make_layers(config, [0])
         runner: Any = SimpleNamespace(layer_name="model.layers.0.mlp.experts")
         register_layer_for_moe_forward_op(config, runner)
-        streaming_heads.require_plain_layers(config)
+        assert streaming_heads.layer_problem(config) is None
 
     def test_a_cache_before_the_run_is_an_error(self, config: Any) -> None:
         with pytest.raises(ConfigurationError, match="got its KV cache before it ran the model"):
             make_builder(config, make_layers(config, [0]))
+
+    def test_by_default_a_cache_before_the_run_is_a_warning(self, config: Any, lines: list[str]) -> None:
+        config.additional_config = without_streaming_settings(config.additional_config)
+        make_builder(config, make_layers(config, [0]))
+        assert any("got its KV cache before it ran the model" in line for line in lines)
 
 
 class TestResult:

@@ -110,11 +110,12 @@ class LayerAdoption:
         impls = {number: impl for number, impl in self._group_layers if reasons[number] is None}
         if not impls:
             return None
-        if worker.resolved.config.streaming_heads is not None and worker.streaming_heads is None:
-            raise ConfigurationError(
-                f"{OPTION} {KEY}.streaming_heads: this worker got its KV cache before it ran the model to find the "
-                "streaming heads; leave streaming_heads out"
-            )
+        if worker.resolved.streaming_heads is not None and worker.streaming_heads is None:
+            problem = "this worker got its KV cache before it ran the model to find the streaming heads"
+            if worker.resolved.config.requires_streaming_heads:
+                raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
+            if worker.should_log("no streaming heads"):
+                logger.warning("sparse-prefill: all heads score keys in long prompts: %s", problem)
         memory = worker.reserve_memory()
         guard = worker.get_guard()
         numbers = tuple(sorted(impls))

@@ -105,7 +105,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             heads_by_reach(self.vllm_config),
             counts_rows=adopted.is_first_group,
         )
-        streaming = worker.resolved.config.streaming_heads
+        streaming = worker.resolved.streaming_heads
         self.streaming_context_tokens = None if streaming is None else streaming.min_context_tokens
         self.guard_schedule = None
         if guard is not None:

@@ -61,12 +61,19 @@ def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> Non
         model: The loaded model.
 
     Raises:
-        ConfigurationError: The model has layers whose attention cannot be computed here.
+        ConfigurationError: The operator turned streaming heads on, but a layer's attention cannot be computed here.
     """
     layers = {layer.number: layer.impl for layer in model_layers(vllm_config).values()}
-    require_plain_layers(vllm_config)
     worker = next(iter(layers.values())).shared_worker(vllm_config, compat.current_device(), planned=True)
     if worker.streaming_heads is not None:
+        return
+    problem = layer_problem(vllm_config)
+    if problem is not None:
+        if worker.resolved.config.requires_streaming_heads:
+            raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
+        worker.streaming_heads = {}
+        if worker.rank == 0:
+            logger.info("sparse-prefill: all heads score keys in long prompts: %s", problem)
         return
     start = time.monotonic()
     prompt = _prompt(vllm_config)
@@ -81,14 +88,14 @@ def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> Non
     _log(worker, heads, sum(impl.num_heads for impl in layers.values()), is_known, time.monotonic() - start)
 
 
-def require_plain_layers(vllm_config: VllmConfig) -> None:
-    """Check that every layer that mixes tokens is attention that ``measure`` can compute.
+def layer_problem(vllm_config: VllmConfig) -> str | None:
+    """Return which layer mixes tokens in another way than attention that ``measure`` can compute.
 
     Args:
         vllm_config: vLLM's configuration, after the model was built.
 
-    Raises:
-        ConfigurationError: A layer is something else. The message names it.
+    Returns:
+        The layer, what it is, and what is expected; None if ``measure`` can compute all layers.
     """
     plain = plain_impls(vllm_config)
     compilation = vllm_config.compilation_config
@@ -107,10 +114,8 @@ def require_plain_layers(vllm_config: VllmConfig) -> None:
             problem = "reads the cache of another layer"
         else:
             continue
-        raise ConfigurationError(
-            f"{OPTION} {KEY}.streaming_heads: layer {name} {problem}, expected causal attention of every layer over "
-            "its own keys; leave streaming_heads out"
-        )
+        return f"layer {name} {problem}, expected causal attention of every layer over its own keys"
+    return None
 
 
 def _prompt(vllm_config: VllmConfig) -> list[int]:
@@ -257,7 +262,7 @@ def write_result(path: Path, heads: StreamingHeads) -> None:
 def _log(worker: Worker, heads: StreamingHeads, num_heads: int, is_known: bool, seconds: float) -> None:
     if worker.rank != 0:
         return
-    settings = worker.resolved.config.streaming_heads
+    settings = worker.resolved.streaming_heads
     assert settings is not None
     source = "from an earlier start" if is_known else f"measured in {seconds:.1f} s"
     logger.info(
