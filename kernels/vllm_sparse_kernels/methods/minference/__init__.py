@@ -18,8 +18,8 @@ SPECS = (
         full=AShape(local_tokens=EVERYTHING),
         demo={"sink_tokens": 128, "local_tokens": 1024},
         ladder=tuple(
-            {"sink_tokens": min(local // 4, 1024), "local_tokens": local}
-            for local in (512, 1024, 2048, 4096, 8192, 16384)
+            {"sink_tokens": min(max(local // 4, 128), 1024), "local_tokens": local}
+            for local in (256, 512, 1024, 2048, 4096, 8192, 16384)
         ),
         cost=0.002,
         paper="[MInference](https://arxiv.org/abs/2407.02490)",
