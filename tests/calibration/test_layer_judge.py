@@ -2,13 +2,16 @@
 """A layer's figures against dense masks worked out by hand, and the figures that are remembered."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers.calibration_cases import HEADS, make_job
 from tests.helpers.masks import mask_of
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, finish_capture
 from vllm_sparse_backend.calibration.head_errors import Bound, Errors, HeadResult
 from vllm_sparse_backend.calibration.layer_judge import (
     CapturedLayer,
@@ -18,7 +21,9 @@ from vllm_sparse_backend.calibration.layer_judge import (
     extrapolate_unseen,
     summarize_errors,
 )
+from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -166,3 +171,53 @@ def test_what_was_judged_is_not_judged_again(layer, tmp_path):
         again.judge([SpargeAttn(kept_mass=0.6)] * HEADS)
     with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
         again.judge(methods[:1])
+
+
+class NearAndFarCapturer:
+    """A capture in which even heads attend to the nearest keys only, and odd heads to one far key as well."""
+
+    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path]) -> Iterator[Capture]:
+        for i, (token_ids, folder) in enumerate(zip(prompts, folders, strict=True)):
+            capture = begin_capture(model, token_ids, folder)
+            for layer in range(capture.shape.num_layers):
+                capture.add(layer, self.tensors(len(token_ids), capture.shape, i), 1.0)
+            finish_capture(capture)
+            yield capture
+
+    @staticmethod
+    def tensors(num_tokens: int, shape: ModelShape, seed: int) -> LayerTensors:
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.zeros(num_tokens, n, shape.head_dim) for n in (HEADS, shape.num_kv_heads, shape.num_kv_heads))
+        v += torch.randn(v.shape, generator=generator)
+        angles = torch.arange(num_tokens) * (torch.pi / num_tokens)
+        k[..., 0], k[..., 1] = angles.cos()[:, None], angles.sin()[:, None]
+        q[..., 0], q[..., 1] = 4e4 * angles.cos()[:, None], 4e4 * angles.sin()[:, None]
+        k[200, :, :3] = torch.tensor([0.0, 0.0, 1.0])
+        q[2500:, 1::2, 2] = 4e4 + 4  # more than the nearest key has
+        return LayerTensors(q, k, v)
+
+
+def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "work", num_tokens=4096, num_prompts=2, capturer=NearAndFarCapturer())
+    captures = list(job.capturer(job.model, job.prompts.prompts, [tmp_path / f"prompt-{i}" for i in range(2)]))
+    judged, without = (
+        CapturedLayer(captures, 1, Served(1024, 100, context), torch.device("cpu"), None) for context in (3072, None)
+    )
+    even = frozenset(range(0, HEADS, 2))
+    assert [prompt.streaming_heads for prompt in judged.prompts] == [even, even]
+    assert [prompt.streaming_heads for prompt in without.prompts] == [frozenset()] * 2
+    streaming = [STREAMING if head in even else make_method("default", {}) for head in range(HEADS)]
+    for prompt, errors, default in zip(judged.prompts, judged._of_default, without._of_default, strict=True):
+        long = prompt.outcome(layer_plan(streaming), None).errors
+        begin = 3072 - 100  # the first 100 positions are dense
+        assert torch.equal(errors[:begin], default[:begin])
+        assert torch.allclose(errors[begin:], long[begin:], atol=1e-6)
+    # A head that keeps its window costs no more than the default in long contexts, whatever its window loses.
+    assert judged.figures(streaming)[0].of_default <= without.figures(streaming)[0].of_default
+
+
+def test_no_streaming_heads_where_every_context_is_short(tmp_path: Path) -> None:
+    job = make_job(tmp_path / "work", num_tokens=3000, capturer=NearAndFarCapturer())
+    captures = list(job.capturer(job.model, job.prompts.prompts, [tmp_path / "prompt"]))
+    judged = CapturedLayer(captures, 1, Served(1024, 100, 2049), torch.device("cpu"), None)
+    assert judged.prompts[0].streaming_heads == frozenset()

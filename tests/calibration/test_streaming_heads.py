@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement of streaming heads against a float64 reference, and the rule on heads whose attention is known."""
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from vllm_sparse_backend.calibration.streaming_heads import (
     WINDOW_TOKENS,
     AttentionTraits,
     attend_and_measure,
+    default_context_tokens,
     streaming_prompt,
 )
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -129,3 +133,21 @@ class TestPrompt:
     def test_a_tokenizer_of_few_tokens_is_an_error(self) -> None:
         with pytest.raises(ConfigurationError, match=r"tokenizer of rare makes .* expected at least 16,384"):
             streaming_prompt(lambda text: list(text.encode())[::16_000], [], "rare")
+
+
+@pytest.mark.parametrize(
+    ("config", "chunk_tokens", "expected"),
+    [
+        ({}, 8192, 16_384),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, 16_384, 16_384),
+        ({}, 4096, None),
+        ({"layer_types": ["linear_attention", "full_attention"]}, 8192, None),
+        ({"hybrid_override_pattern": "M*"}, 8192, None),
+        ({"text_config": {"num_hidden_layers": 2}}, 8192, None),
+    ],
+)
+def test_from_which_context_a_server_gives_them_fewer_keys(
+    tmp_path: Path, config: dict[str, Any], chunk_tokens: int, expected: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, **config}))
+    assert default_context_tokens(tmp_path, chunk_tokens) == expected

@@ -21,10 +21,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_backend.calibration.capture import Capture
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.calibration.external import read_json
 from vllm_sparse_backend.calibration.head_errors import BEYOND_P99, BEYOND_P999, LEAST_ERROR, Errors, HeadResult
 from vllm_sparse_backend.calibration.prompt_chunks import chunk_rows, dense_attention, paged
+from vllm_sparse_backend.calibration.streaming_heads import (
+    PROMPT_TOKENS,
+    STREAMING,
+    AttentionTraits,
+    attend_and_measure,
+)
 from vllm_sparse_backend.config.method_parameters import make_method, parameters_of
 from vllm_sparse_backend.evaluation.attention_prompts import without_nan
 from vllm_sparse_backend.evaluation.report import write_json
@@ -61,6 +67,23 @@ class Served:
     chunk_tokens: int = 8192
     min_tokens: int = 0
     """First position that runs sparse. Earlier positions are dense and not judged."""
+    streaming_context_tokens: int | None = None
+    """Earlier tokens of a prompt from which streaming heads keep fewer keys by default; None if a server of this model
+    finds none (``streaming_heads.py``)."""
+
+
+class LongContexts(NamedTuple):
+    """Other methods for the chunks of a prompt that have a long context.
+
+    Attributes:
+        context_tokens: Earlier tokens from which a chunk uses them.
+        groups: The layer's heads, grouped by method.
+        block_tokens: Keys of an index block.
+    """
+
+    context_tokens: int
+    groups: LayerPlan
+    block_tokens: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +95,8 @@ class LayerPrompt:
     """For each chunk, its output under dense attention [query_len, num_heads, head_dim]."""
     before: Sequence[State] = ()
     """For each chunk, the state that earlier layers left; empty if there is none."""
+    streaming_heads: frozenset[int] = frozenset()
+    """Streaming heads on this prompt; empty if no chunk has a context from which they keep fewer keys."""
 
     @staticmethod
     def read(
@@ -96,7 +121,11 @@ class LayerPrompt:
         spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # replaces NaN in the cache that all chunks share
-        return LayerPrompt(batches, [whole[span] for span in spans], before)
+        streaming_heads: frozenset[int] = frozenset()
+        least_context = served.streaming_context_tokens
+        if least_context is not None and any(chunk.context_lens[0] >= least_context for chunk in rows):
+            streaming_heads = find_streaming_heads(tensors, scale)
+        return LayerPrompt(batches, [whole[span] for span in spans], before, streaming_heads)
 
     @property
     def num_pairs(self) -> int:
@@ -104,13 +133,14 @@ class LayerPrompt:
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
     def passes(
-        self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None
+        self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
     ) -> Iterator[tuple[torch.Tensor, SparseIndex, State]]:
         """Select and attend chunk by chunk.
 
         Args:
             groups: The layer's heads, grouped by method.
             engines: Attention engines of a CUDA device by name; None or empty to use the references.
+            long: Other methods for chunks with a long context; None if all chunks have the same.
 
         Yields:
             For each chunk: output [query_len, num_heads, head_dim], the index of kept keys, and the state left to the
@@ -119,24 +149,31 @@ class LayerPrompt:
         for i, batch in enumerate(self.batches):
             rows = replace(batch.rows)  # no state remains between passes
             rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
-            layer, out = Layer.of(groups, batch.cache.head_dim, batch.q.device), batch.empty_out()
+            chosen, block_tokens = groups, None
+            if long is not None and rows.context_lens[0] >= long.context_tokens:
+                chosen, block_tokens = long.groups, long.block_tokens
+            layer = Layer.of(chosen, batch.cache.head_dim, batch.q.device, block_tokens=block_tokens)
+            out = batch.empty_out()
             if engines:  # the engine that a server uses
                 spec = AttendSpec.of(batch.cache, layer.allocate_index(rows), layer.options)
                 layer = replace(layer, engine=choose_engine(engines, spec).engine)
             yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
 
-    def outcome(self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None) -> Outcome:
+    def outcome(
+        self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
+    ) -> Outcome:
         """Compare the output under a method with the dense output, for all chunks.
 
         Args:
             groups: The layer's heads, grouped by method.
             engines: Attention engines of a CUDA device by name; None to use the references.
+            long: Other methods for chunks with a long context; None if all chunks have the same.
 
         Returns:
             Errors and kept pairs of each head.
         """
         errors, absolute, pairs = [], [], []
-        for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines), strict=True):
+        for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines, long), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
             distances = (out.float() - dense.float()).abs().sum(-1)
             errors.append(distances / norms)
@@ -144,6 +181,20 @@ class LayerPrompt:
             pairs.append(index.pairs_of_heads())
         (num_tokens,) = self.batches[-1].rows.seq_lens
         return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
+
+
+def find_streaming_heads(tensors: LayerTensors, scale: float) -> frozenset[int]:
+    """Find a layer's streaming heads by the rule of a server, on the first tokens of a captured prompt.
+
+    Args:
+        tensors: The captured layer.
+        scale: Factor from q·k to scores.
+
+    Returns:
+        Numbers of the streaming heads.
+    """
+    query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
+    return attend_and_measure(query, key, value, AttentionTraits(scale))[1].streaming_heads()
 
 
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
@@ -194,7 +245,7 @@ class CapturedLayer:
         before: Sequence[Sequence[State]] = (),
         others: Sequence[Method] = (),
     ) -> None:
-        self.engines, self.others = engines, tuple(others)
+        self.engines, self.others, self.served = engines, tuple(others), served
         captures_and_states = zip(captures, before or repeat(()))
         self.prompts = [
             LayerPrompt.read(captured, layer, served, device, states) for captured, states in captures_and_states
@@ -214,10 +265,21 @@ class CapturedLayer:
 
     @cached_property
     def _of_default(self) -> list[torch.Tensor]:
-        """Errors under the server's default method, for each prompt [num_queries, num_heads] float32."""
-        default = [make_method("default", {})] * self.prompts[0].batches[0].num_heads
+        """Errors under the server's default, for each prompt [num_queries, num_heads] float32.
+
+        In chunks with a long context, the default's streaming heads keep the first and the nearest keys only. Here a
+        head is one if it is one on every prompt. A server finds them on a prompt of its own.
+        """
+        batch = self.prompts[0].batches[0]
+        default = [make_method("default", {})] * batch.num_heads
         groups = layer_plan(default, self.others)
-        return [prompt.outcome(groups, self.engines).errors for prompt in self.prompts]
+        streaming_heads = frozenset.intersection(*(prompt.streaming_heads for prompt in self.prompts))
+        long = None
+        if streaming_heads and self.served.streaming_context_tokens is not None:
+            methods = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
+            width = Layer.of(groups, batch.cache.head_dim, batch.q.device).block_tokens
+            long = LongContexts(self.served.streaming_context_tokens, layer_plan(methods, self.others), width)
+        return [prompt.outcome(groups, self.engines, long).errors for prompt in self.prompts]
 
     def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
         """Run the layer on all prompts and measure each head.

@@ -15,12 +15,15 @@ needs no training. The thresholds come from an emulation on two models (docs/qua
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from vllm_sparse_backend.calibration.prompts import Encode, insert_threads
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.model_shape import layer_kinds, read_config_json, text_part
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.evaluation.prompt_texts import project_text
 from vllm_sparse_kernels.methods.minference import AShape
 
@@ -51,6 +54,9 @@ SEED = 0
 CHUNK_ROWS = 1024
 """Scores of this number of (head, query) pairs are computed at a time: for 8,192 keys, a float32 temporary takes 32
 MiB. The measurement must not need more memory than vLLM's profile run, which decides on the size of the KV cache."""
+
+PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers whose heads a server can measure."""
 
 STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
 """Method of a streaming head."""
@@ -94,6 +100,25 @@ class FarAttention(NamedTuple):
         """
         is_streaming = (self.mean_share < MAX_FAR_SHARE) & (self.heavy_queries < MAX_HEAVY_QUERIES)
         return frozenset(is_streaming.nonzero().flatten().tolist())
+
+
+def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
+    """Return from which context a server with default settings gives a model's streaming heads fewer keys.
+
+    Args:
+        model: The model folder.
+        chunk_tokens: Maximum tokens of the server's steps.
+
+    Returns:
+        The number of earlier tokens; None if such a server does not look for streaming heads.
+    """
+    config = read_config_json(model / "config.json")
+    text = text_part(config, str(model))
+    is_plain = text is config and PLAIN_KINDS.issuperset(layer_kinds(text) or ())
+    settings = SparsePrefillConfig().streaming_heads
+    if settings is None or not is_plain or chunk_tokens < PROMPT_TOKENS:
+        return None
+    return settings.min_context_tokens
 
 
 def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> list[int]:

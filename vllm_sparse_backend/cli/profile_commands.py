@@ -132,6 +132,7 @@ class JobOptions(ABC):
         from vllm_sparse_backend.calibration.capture import default_text, prompt_tokens
         from vllm_sparse_backend.calibration.layer_judge import Served
         from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts
+        from vllm_sparse_backend.calibration.streaming_heads import default_context_tokens
 
         tokens = prompt_tokens(self.model, self.tokens, DEFAULT_TOKENS)
 
@@ -144,7 +145,11 @@ class JobOptions(ABC):
             self.model,
             prompts_of(self.prompts, self.count, 0),
             prompts_of(self.held_out, max(1, self.count // 2), 1),
-            Served(self.chunk, min(4096, tokens // 2) if self.min_tokens is None else self.min_tokens),
+            Served(
+                self.chunk,
+                min(4096, tokens // 2) if self.min_tokens is None else self.min_tokens,
+                default_context_tokens(self.model, self.chunk),
+            ),
             self.work_folder,
             device_of(self.device),
             None if self.prompts else 0,
