@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw two pictures from docs/results: TTFT by prompt length (README.md); accuracy by speed-up (docs/performance.md).
 
-    python -m benchmarks.pictures [--results docs/results/real.json] [--folder docs]
+    python -m benchmarks.pictures [--ttft docs/results/floor.json] [--curves docs/results/real.json] [--folder docs]
 
-Reads rows named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours), ``stock, widened, TTFT, N tokens`` (s),
-``curve, SETTING: speed-up`` (of TTFT at the longest prompt) and ``curve, SETTING, MODEL, N tokens: QUANTITY``, answers
-and perplexity (÷ stock's). If a picture lacks a row, it is not drawn, the program names the row, and the exit code is
-1.
+Reads rows named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours) and ``stock, widened, TTFT, N tokens`` (s)
+from one file, and ``curve, SETTING: speed-up`` (of TTFT at the longest prompt) and ``curve, SETTING, MODEL, N tokens:
+QUANTITY``, answers and perplexity (÷ stock's), from the other. If a picture lacks a row, it is not drawn, the program
+names the row, and the exit code is 1.
 """
 
 import io
@@ -21,10 +21,12 @@ import typer
 from benchmarks.figures import read_figures
 from vllm_sparse_kernels.methods import METHODS
 
-RESULTS = Path("docs/results/real.json")
+TTFT_RESULTS, CURVE_RESULTS = Path("docs/results/floor.json"), Path("docs/results/real.json")
 OURS, STOCK = "default, widened, TTFT, {} tokens", "stock, widened, TTFT, {} tokens"
 SPEED_UP, CURVE = "curve, {}: speed-up", "curve, {}, {}, {} tokens: {}"
 QUANTITIES = ("answers", "perplexity")
+LENGTHS_RATIO = 1.9
+"""Smallest ratio of neighbouring prompt lengths in the picture of TTFT, so that labels do not overlap."""
 COLORS = {"stock": "#6e7781", "ours": "#0969da"}
 LINES = ("#0969da", "#cf222e", "#1a7f37", "#9a6700")
 """Colours that contrast with white and black, because GitHub shows pictures on either."""
@@ -68,7 +70,7 @@ def _needs(names: Mapping[str, bool]) -> None:
 def ttft_of(rows: list[dict[str, Any]]) -> Ttft:
     values = _values(rows)
     matches = (re.fullmatch(r"(?:default|stock), widened, TTFT, ([\d,]+) tokens", name) for name in values)
-    lengths = sorted({match[1] for match in matches if match}, key=_number)
+    lengths = _spaced(sorted({match[1] for match in matches if match}, key=_number))
     pairs = [(STOCK.format(length), OURS.format(length)) for length in lengths or ("N",)]
     _needs({name: name in values for pair in pairs for name in pair})
     stock = {_number(length): values[name] for length, (name, _) in zip(lengths, pairs, strict=True)}
@@ -76,6 +78,15 @@ def ttft_of(rows: list[dict[str, Any]]) -> Ttft:
     device = next(row["device"] for row in rows if row["name"] == pairs[0][0])
     ours = {tokens: stock[tokens] / ratio for tokens, ratio in ratios.items()}
     return Ttft(stock, ours, ratios, device)
+
+
+def _spaced(lengths: list[str]) -> list[str]:
+    """Return the longest length, and each shorter one that is far enough from the next."""
+    spaced: list[str] = []
+    for length in reversed(lengths):
+        if not spaced or _number(spaced[-1]) >= LENGTHS_RATIO * _number(length):
+            spaced.append(length)
+    return spaced[::-1]
 
 
 def curves_of(rows: list[dict[str, Any]]) -> Curves:
@@ -192,17 +203,18 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="List of figures.")] = RESULTS,
+    ttft: Annotated[Path, typer.Option(help="List of figures with rows of TTFT.")] = TTFT_RESULTS,
+    curves: Annotated[Path, typer.Option(help="List of figures with rows of curves.")] = CURVE_RESULTS,
     folder: Annotated[Path, typer.Option(help="Folder of ttft.png and curve.png.")] = Path("docs"),
 ) -> None:
-    rows, failed = read_figures(results), False
-    drawings: dict[str, Callable[[Path], None]] = {
-        "ttft.png": lambda path: draw_ttft(ttft_of(rows), path),
-        "curve.png": lambda path: draw_curves(curves_of(rows), path),
+    failed = False
+    drawings: dict[str, tuple[Path, Callable[[list[dict[str, Any]], Path], None]]] = {
+        "ttft.png": (ttft, lambda rows, path: draw_ttft(ttft_of(rows), path)),
+        "curve.png": (curves, lambda rows, path: draw_curves(curves_of(rows), path)),
     }
-    for name, draw in drawings.items():
+    for name, (results, draw) in drawings.items():
         try:
-            draw(folder / name)
+            draw(read_figures(results), folder / name)
             print(f"{folder / name} written")
         except MissingRowsError as error:
             print(f"{folder / name} not drawn; {results}: {error}")

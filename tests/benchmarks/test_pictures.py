@@ -38,7 +38,7 @@ def draw(values: dict[str, float], folder: Path) -> Result:
     (path := folder / "figures.json").write_text(json.dumps(rows))
     app = typer.Typer()
     app.command()(pictures.main)
-    return CliRunner().invoke(app, ["--results", str(path), "--folder", str(folder)])
+    return CliRunner().invoke(app, ["--ttft", str(path), "--curves", str(path), "--folder", str(folder)])
 
 
 @pytest.mark.full
@@ -57,6 +57,8 @@ def test_what_is_drawn_is_what_the_rows_say() -> None:
     assert ttft.ours[32768] == pytest.approx(32768 / 12000 / 1.32768)
     assert ttft.speed_ups[32768] == 1.32768
     assert pictures.two_decimals(1.095) == "1.10", "as in README.md's table"
+    dense = [dict(row, name=row["name"].replace("8,192", "6,144"), value=9.0) for row in rows if "8,192" in row["name"]]
+    assert pictures.ttft_of(rows + dense) == ttft, "lengths close to the next longer one are left out"
     curves = pictures.curves_of(rows)
     assert list(curves) == [("code-lm", 130000), ("smollm2", 65536)]
     assert [point.setting for point in curves["smollm2", 65536]] == ["p 0.95 most 1", "p 0.8 most 1", "p 0.9 most 0.2"]

@@ -55,7 +55,7 @@ def test_a_cell_shows_rounded_values_only() -> None:
 
 
 def test_the_times_of_the_readme() -> None:
-    values = values_of("real.json")
+    values = values_of("floor.json")
     rows = table("README.md", "prompt, tokens", "TTFT of stock vLLM, s")
     assert len(rows) == 5
     for tokens, stock, ours, speed_up in rows:
@@ -69,8 +69,9 @@ def test_the_accuracy_of_the_readme() -> None:
     values = values_of("floor.json")
     rows = table("README.md", "model", "prompt, tokens", "right answers ÷ stock's")
     assert [tuple(row[:2]) for row in rows] == [(model, tokens) for model in MODELS for tokens in LENGTHS]
+    settings = {"SmolLM2": "default", "code-lm": "streaming heads after 8,192"}
     for model, tokens, answers, perplexity, error, density in rows:
-        name = f"{model}, queries half, {tokens} tokens"
+        name = f"{model}, {settings[model]}, {tokens} tokens"
         assert shows(answers, values[f"{name}: answers"]), name
         assert shows(perplexity, percent(values[f"{name}: perplexity"])), name
         assert shows(error, values[f"{name}: perplexity, standard error"] * 100), name
@@ -89,6 +90,47 @@ def test_the_accuracy_of_half_of_the_queries() -> None:
         assert shows(error, values[f"{name}: answers, standard error"]), name
         assert shows(perplexity, percent(values[f"{name}: perplexity"])), name
         assert all(shows(cell, values[f"{name}: density"]) for cell in density if cell), name
+
+
+def test_streaming_heads() -> None:
+    values = values_of("floor.json")
+    rows = table("docs/streaming_heads.md", "prompt, tokens", "without streaming heads")
+    assert len(rows) == 3
+    for tokens, without, default in rows:
+        assert shows(without, values[f"without streaming heads, widened, TTFT, {tokens} tokens"]), tokens
+        assert shows(default, values[f"default, widened, TTFT, {tokens} tokens"]), tokens
+    rows = table("docs/quality.md", "model", "streaming heads", "tokens")
+    assert len(rows) == 16
+    for model, setting, tokens, answers, error, perplexity, density in rows:
+        streaming = "without streaming heads" if setting == "none" else f"streaming heads {setting}"
+        name = f"{model}, " + ("default" if setting == "after 16,384" else streaming) + f", {tokens} tokens"
+        assert shows(answers, values[f"{name}: answers"]), name
+        assert shows(error, values[f"{name}: answers, standard error"]), name
+        assert shows(perplexity, percent(values[f"{name}: perplexity"])), name
+        assert shows(density, values[f"{name}: density"]), name
+
+
+def test_settings_of_top_p_with_streaming_heads() -> None:
+    values = values_of("floor.json")
+    rows = table("docs/quality.md", "setting, with streaming heads", "answers ÷ stock's")
+    assert len(rows) == 6
+    for setting, *cells in rows:
+        name = "SmolLM2, " + ("default" if setting == "default" else re.sub(r"[`{}\":]", "", setting))
+        name += "" if setting in ("default", "`engine: portable`") else ", streaming heads"
+        name = name.replace("SmolLM2, engine portable", "SmolLM2, default, engine portable")
+        for lengths, of_lengths in (("all three lengths", cells[:3]), ("both lengths, other prompts", cells[3:])):
+            answers, error, perplexity = of_lengths
+            assert shows(answers, values[f"{name}, {lengths}: answers"]), name
+            assert shows(error, values[f"{name}, {lengths}: answers, standard error"]), name
+            assert shows(perplexity, percent(values[f"{name}, {lengths}: perplexity"])), name
+
+
+def test_speed_of_the_default_and_of_profiles() -> None:
+    values = values_of("floor.json")
+    profile = "profile best, widened, made with --tokens 32768 --count 1"
+    for tokens, default, best, _ in table("docs/profiles.md", "prompt tokens", "default"):
+        assert shows(default, values[f"default, widened, TTFT, {tokens} tokens"]), tokens
+        assert shows(best, values[f"{profile}, TTFT, {tokens} tokens"]), tokens
 
 
 def paper_setting(cell: str) -> str:
@@ -253,3 +295,32 @@ def test_times_of_latent_attention() -> None:
                 else:
                     without_row.append((is_earlier, shape))
     assert without_row == [(True, MLA_SHAPES[1])] * 6
+
+
+def test_ttft_of_latent_attention() -> None:
+    values = values_of("cards.json")
+    rows = table("docs/mla.md", "tokens", "stock: TTFT, s")
+    assert len(rows) == 3
+    for tokens, stock, *cells in rows:
+        name = f"{MLA_SHAPES[0]}, {tokens} tokens"
+        assert shows(stock, values[f"{name}: stock beside the others, TTFT of 4 layers"]), name
+        for method, (speed_up, share) in zip(("a_shape", "top_p"), (cells[:2], cells[2:]), strict=True):
+            assert shows(speed_up, values[f"{name}: {method}, TTFT speed-up of 4 layers"]), (name, method)
+            assert shows(share, values[f"{name}: {method}, kept share of sparse rows' pairs"]), (name, method)
+            assert values[f"{name}: {method}, exact requests with stock's tokens"] == 1, (name, method)
+
+
+HYBRID_SETTINGS = {"exact requests": "exact", "`a_shape`": "a_shape", "`a_shape`, as sparse as possible": "least"}
+"""Names of settings in docs/results/cards.json, by their names in docs/performance.md."""
+
+
+def test_hybrids() -> None:
+    values = values_of("cards.json")
+    models = {"Qwen3-Next": "qwen3-next", "Nemotron-H": "nemotron-h"}
+    rows = table("docs/performance.md", "model", "setting", "density", "TTFT, s")
+    assert len(rows) == 10
+    for model, setting, density, time, speed_up in rows:
+        name = f"{models[model]}'s shape, 65,536 tokens: {HYBRID_SETTINGS.get(setting, setting)}"
+        assert shows(time, values[f"{name}, TTFT"]), name
+        assert not speed_up or shows(speed_up, values[f"{name}, TTFT speed-up"]), name
+        assert density in ("", "1") or shows(density, values[f"{name}, density"]), name
