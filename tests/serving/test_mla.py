@@ -154,48 +154,6 @@ def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         mla_startup.check(mla_config())
 
 
-def speed_warnings(config: Any, lines: list[str]) -> list[str]:
-    """Return the warnings about the method's speed that a start of the server logs."""
-    lines.clear()
-    mla_startup.check(config)
-    return [line for line in lines if "is not known to save time" in line]
-
-
-@pytest.mark.parametrize(
-    ("settings", "method"),
-    [
-        (None, "default"),
-        ({"method": "default"}, "default"),
-        ({"method": "top_p"}, "top_p"),
-        ({"params": {"queries": "half"}}, "default"),
-    ],
-)
-def test_top_p_has_a_single_warning_of_its_speed(settings: Any, method: str, lines: list[str]) -> None:
-    (warning,) = speed_warnings(mla_config(settings), lines)
-    assert warning.startswith(f"sparse-prefill: {PLACE}.method: '{method}' is not known to save time")
-    assert "with all queries 0.71 to 0.83 of FlashAttention's time in Kimi-K2's shape (8 heads)" in warning
-    assert 'DeepSeek-R1\'s shape and "queries": "half" are not measured with these kernels' in warning
-    assert 'set "method": "a_shape"' in warning
-
-
-@pytest.mark.parametrize("method", ["default", "top_p"])
-def test_top_p_of_all_queries_is_measured_so_it_has_no_such_warning(method: str, lines: list[str]) -> None:
-    assert speed_warnings(mla_config({"method": method, "params": {"queries": "all"}}), lines) == []
-
-
-def test_servers_without_top_p_and_engine_cores_have_no_such_warning(
-    lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for method in ("a_shape", "streaming"):
-        assert speed_warnings(mla_config({"method": method}), lines) == []
-    pooling = mla_config()
-    pooling.model_config.runner_type = "pooling"  # dense, unless the policy says otherwise
-    assert speed_warnings(pooling, lines) == []
-    assert len(speed_warnings(mla_config(), lines)) == 1
-    monkeypatch.setattr("multiprocessing.parent_process", object)  # an engine core, which checks it again
-    assert speed_warnings(mla_config(), lines) == []
-
-
 def test_the_wrong_flag_for_the_model_names_the_other(tmp_path: Path) -> None:
     plain = served(llama())
     plain.attention_config = mla_config().attention_config

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from vllm_sparse_backend.config.crossover_table import AUTO
 from vllm_sparse_backend.config.keys import KEY, OPTION
-from vllm_sparse_backend.config.method_parameters import PRESETS, make_method
+from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
@@ -97,27 +97,6 @@ def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
         )
     if config.check_index:
         yield f"{place}.check_index: given true, but multi-head latent attention has no index; leave it out"
-
-
-def slow_method(config: SparsePrefillConfig) -> str | None:
-    """Return why the method is not known to save time with MLA. docs/mla.md has all times.
-
-    Args:
-        config: The settings, without a profile.
-
-    Returns:
-        The measured times and what to do; None for a method that is faster than dense attention where it is measured.
-    """
-    method = mla_method(make_method(config.method, config.params))
-    if not isinstance(method, MlaTopP) or method.queries == "all":
-        return None
-    return (
-        f"{OPTION} {KEY}.method: {config.method!r} is not known to save time with multi-head latent attention: for "
-        "8,192 tokens after 65,536 on an H100, top_p takes with all queries 0.71 to 0.83 of FlashAttention's time in "
-        'Kimi-K2\'s shape (8 heads); DeepSeek-R1\'s shape and "queries": "half" are not measured with these kernels. '
-        'Measure them (python -m benchmarks.mla_kernels), set "queries": "all" in params, set "method": "a_shape" if '
-        "answers need only the first and the nearest tokens, or serve without this flag (docs/mla.md)"
-    )
 
 
 def _registered_name(config: SparsePrefillConfig) -> str:

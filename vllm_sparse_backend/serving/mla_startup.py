@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before a model with multi-head latent attention (MLA) loads, for ``MLA_FLAG``. docs/mla.md lists them."""
 
-import logging
 import multiprocessing
 from collections.abc import Iterator
 from typing import Any
@@ -10,17 +9,15 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import CPU_DTYPES, DTYPES
-from vllm_sparse_backend.config.mla import setting_problems, slow_method
+from vllm_sparse_backend.config.mla import setting_problems
 from vllm_sparse_backend.config.model_check import mla_problems
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
+from vllm_sparse_backend.identity import FLAG, MLA_FLAG
 from vllm_sparse_backend.serving import compat, rust_frontend
 from vllm_sparse_backend.serving.level_policy import choices, warn_of_stores
 from vllm_sparse_backend.serving.registration import is_ours
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve, settings_of
 from vllm_sparse_backend.serving.startup import shared_refusals
-
-logger = logging.getLogger(LOGGER)
 
 STOCK_PREFILL = ("FLASH_ATTN", "CPU_SDPA_MLA")
 """vLLM's prefill backends that run rows dense here: their metadata can be divided among rows."""
@@ -44,8 +41,6 @@ def check(vllm_config: VllmConfig) -> None:
     choices(vllm_config, resolved)
     if multiprocessing.parent_process() is not None:
         return  # engine cores check the configuration again, and would repeat the warnings
-    if not resolved.is_dense and (reason := slow_method(resolved.config)) is not None:
-        logger.warning("sparse-prefill: %s", reason)
     warn_of_stores(vllm_config)
     if rust_frontend.is_configured():
         rust_frontend.warn_of_missing()
