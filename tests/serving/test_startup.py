@@ -179,6 +179,7 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
         ({"parallel_config.data_parallel_size": 2}, "given with --data-parallel-size 2 and experts"),
         ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),
         ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
+        ({"weight_transfer_config": object()}, "given with --weight-transfer-config"),
         ({"model_config.max_model_len": 16_384}, "--max-model-len 16384, expected at least 16385"),
         ({"model_config.runner_type": "pooling"}, "a pooling model, every row of which prefills dense"),
     ],

@@ -102,6 +102,8 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
     has_dynamic_scales = _flag(vllm_config.cache_config, "calculate_kv_scales")
     yield has_dynamic_scales, "--calculate-kv-scales", "the scales would be those of the prompt for the measurement"
     yield getattr(vllm_config, "lora_config", None) is not None, "--enable-lora", "adapters can change what heads do"
+    replaces_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
+    yield replaces_weights, "--weight-transfer-config", "weights that arrive later can change what heads do"
     yield _flag(model, "skip_tokenizer_init"), "--skip-tokenizer-init", "the measurement needs a prompt"
     stages = getattr(parallel, "pipeline_parallel_size", 1)
     yield stages > 1, f"--pipeline-parallel-size {stages}", "only the first stage gets the prompt's tokens"
