@@ -22,7 +22,7 @@ from vllm_sparse_backend.config.keys import KEY, STREAMING as CARRIED
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.worker import streaming_heads
 from vllm_sparse_backend.serving.worker.arena import LayerNeed, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
@@ -275,8 +275,28 @@ class TestFinding:
         assert lines[-1].endswith("all heads score keys in long prompts: made up")
         assert results(tmp_path) == []
 
+    def test_an_engine_that_finds_no_heads_is_left_alone_in_a_process_with_the_hook(self, by_default: Any) -> None:
+        """The hook wraps a class of vLLM, which other engines of the process use too."""
+        by_default.additional_config[CARRIED] = False
+        model = Model(layers := make_layers(by_default, [0]), {})
+        hooks._find_streaming_heads(by_default, SimpleNamespace(get_model=lambda: model))
+        assert model.runs == 0
+        assert layers[0].impl.worker is None
+
     def test_a_worker_without_layers_is_left_to_its_builders(self, by_default: Any) -> None:
         streaming_heads.find_streaming_heads(by_default, Model([], {}))
+
+    def test_by_default_a_release_without_a_place_for_the_measurement_is_a_warning(
+        self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        monkeypatch.setattr("vllm.v1.worker.cpu_worker.CPUWorker.determine_available_memory", None)
+        config = configured(**SETTINGS)
+        config.additional_config[CARRIED] = True
+        with pytest.raises(ConfigurationError, match="determine_available_memory is missing"):
+            hooks._worker_begins(config)
+        config.additional_config = without_streaming_settings(config.additional_config)
+        hooks._worker_begins(config)
+        assert re.search("determine_available_memory is missing.*all heads score keys in long prompts", lines[-1])
 
     def test_experts_are_no_obstacle(self, config: Any) -> None:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import register_layer_for_moe_forward_op
