@@ -223,6 +223,26 @@ def test_without_a_setting_servers_that_cannot_find_them_do_without(
     assert says is None or says in logged[0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "changes", "is_warned"),
+    [
+        ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, True),
+        ({}, {"model_config.max_model_len": 16_384}, True),
+        ({}, {}, False),
+        ({"streaming_heads": None}, {"model_config.max_model_len": 16_384}, False),
+        ({"method": "sale"}, {}, False),
+    ],
+)
+def test_servers_that_share_a_store_may_differ_in_streaming_heads(
+    settings: dict[str, Any], changes: dict[str, Any], is_warned: bool, lines: list[str]
+) -> None:
+    """Such servers have other fingerprints, so a decode server would find no block of its prefill server."""
+    connector = SimpleNamespace(kv_connector="MooncakeStoreConnector", kv_connector_extra_config={})
+    startup.check(streaming(settings, kv_transfer_config=connector, **changes))
+    warned = [line for line in lines if "in MooncakeStoreConnector its blocks have other hashes" in line]
+    assert len(warned) == is_warned
+
+
 def test_the_first_process_decides_for_all() -> None:
     config = streaming({})
     startup.check(config)

@@ -15,6 +15,7 @@ from vllm_sparse_backend.calibration.streaming_heads import PROMPT_TOKENS
 from vllm_sparse_backend.config.resolved import Resolved, carried_streaming
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, kv_connectors
 
 logger = logging.getLogger(LOGGER)
 
@@ -37,14 +38,27 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> bool:
     config = resolved.config
     if config.streaming_heads is None or config.not_for_streaming() is not None:
         return False
-    if next(_useless(vllm_config, resolved), None) is not None:
-        return False
-    reason = next(_impossible(vllm_config), None)
-    if reason is not None:
+    useless = next(_useless(vllm_config, resolved), None)
+    impossible = None if useless else next(_impossible(vllm_config), None)
+    if impossible is not None:
         logger.info(
-            "sparse-prefill: all heads score keys in long prompts: streaming heads are not found with %s", reason
+            "sparse-prefill: all heads score keys in long prompts: streaming heads are not found with %s", impossible
         )
+    reason = useless or impossible
+    if reason is not None:
+        _warn_of_stores(vllm_config, reason)
     return reason is None
+
+
+def _warn_of_stores(vllm_config: VllmConfig, reason: str) -> None:
+    """Warn that servers with streaming heads do not share blocks with this server, which has none."""
+    stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
+    if stores:
+        logger.warning(
+            "sparse-prefill: this server does not find streaming heads (%s), so in %s its blocks have other hashes "
+            "than those of servers that find them. If such servers share the store, set %s %s.streaming_heads to null "
+            "on all of them", reason, ", ".join(sorted(stores)), OPTION, KEY,
+        )  # fmt: skip
 
 
 def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
