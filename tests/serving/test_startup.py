@@ -207,6 +207,7 @@ def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> No
         ({"profile": "streaming"}, {}, None),
         ({"params": {"kept_mass": 1}}, {}, None),
         ({}, {"model_config.max_model_len": 16_384}, None),
+        ({"min_tokens": 32_768}, {"model_config.max_model_len": 32_768}, None),
         ({}, {"model_config.runner_type": "pooling"}, None),
         ({}, {"lora_config": object()}, "--enable-lora: adapters can change"),
         ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, "--max-num-batched-tokens 2048"),
@@ -227,7 +228,8 @@ def test_without_a_setting_servers_that_cannot_find_them_do_without(
     ("settings", "changes", "is_warned"),
     [
         ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, True),
-        ({}, {"model_config.max_model_len": 16_384}, True),
+        ({"min_tokens": 4096}, {"model_config.max_model_len": 16_384}, True),
+        ({"min_tokens": 16_384}, {"model_config.max_model_len": 16_384}, False),
         ({}, {}, False),
         ({"streaming_heads": None}, {"model_config.max_model_len": 16_384}, False),
         ({"method": "sale"}, {}, False),

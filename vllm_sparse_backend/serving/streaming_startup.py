@@ -38,7 +38,9 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> bool:
     config = resolved.config
     if config.streaming_heads is None or config.not_for_streaming() is not None:
         return False
-    useless = next(_useless(vllm_config, resolved), None)
+    if next(_always_dense(vllm_config, resolved), None) is not None:
+        return False
+    useless = next(_too_short(vllm_config, resolved), None)
     impossible = None if useless else next(_impossible(vllm_config), None)
     if impossible is not None:
         logger.info(
@@ -71,14 +73,23 @@ def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     Yields:
         What was given, what is expected, and what to do.
     """
-    for reason in chain(_useless(vllm_config, resolved), _impossible(vllm_config)):
+    reasons = _too_short(vllm_config, resolved), _always_dense(vllm_config, resolved), _impossible(vllm_config)
+    for reason in chain.from_iterable(reasons):
         yield f"streaming_heads: given with {reason}; {LEAVE_OUT}"
 
 
-def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """Yield why streaming heads would change nothing in this server."""
+def _always_dense(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    """Yield why no row of this server runs sparse."""
     if resolved.is_dense:
         yield "a pooling model, every row of which prefills dense"
+    max_len, exact_tokens = vllm_config.model_config.max_model_len, resolved.exact_tokens()
+    if exact_tokens is None or exact_tokens >= max_len:
+        limit = "no crossover" if exact_tokens is None else f"min_tokens {exact_tokens}"
+        yield f"{limit} and --max-model-len {max_len}, so that every row prefills dense"
+
+
+def _too_short(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    """Yield why the rows of this server are too short for streaming heads."""
     settings = resolved.config.streaming_heads
     assert settings is not None
     max_len = vllm_config.model_config.max_model_len
