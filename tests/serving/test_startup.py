@@ -179,7 +179,8 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
         ({"parallel_config.data_parallel_size": 2}, "given with --data-parallel-size 2 and experts"),
         ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),
         ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
-        ({"model_config.max_model_len": 49_152}, "--max-model-len 49152, expected at least 49153"),
+        ({"weight_transfer_config": object()}, "given with --weight-transfer-config"),
+        ({"model_config.max_model_len": 16_384}, "--max-model-len 16384, expected at least 16385"),
         ({"model_config.runner_type": "pooling"}, "a pooling model, every row of which prefills dense"),
     ],
 )
@@ -195,7 +196,7 @@ def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> No
     startup.check(config)
     streaming_heads = resolve(config).streaming_heads
     assert streaming_heads is not None
-    assert streaming_heads.min_context_tokens == 49_152
+    assert streaming_heads.min_context_tokens == 16_384
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,8 @@ def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> No
         ({"method": "sale"}, {}, None),
         ({"profile": "streaming"}, {}, None),
         ({"params": {"kept_mass": 1}}, {}, None),
-        ({}, {"model_config.max_model_len": 32_768}, None),
+        ({}, {"model_config.max_model_len": 16_384}, None),
+        ({"min_tokens": 32_768}, {"model_config.max_model_len": 32_768}, None),
         ({}, {"model_config.runner_type": "pooling"}, None),
         ({}, {"lora_config": object()}, "--enable-lora: adapters can change"),
         ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, "--max-num-batched-tokens 2048"),
@@ -222,10 +224,31 @@ def test_without_a_setting_servers_that_cannot_find_them_do_without(
     assert says is None or says in logged[0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "changes", "is_warned"),
+    [
+        ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, True),
+        ({"min_tokens": 4096}, {"model_config.max_model_len": 16_384}, True),
+        ({"min_tokens": 16_384}, {"model_config.max_model_len": 16_384}, False),
+        ({}, {}, False),
+        ({"streaming_heads": None}, {"model_config.max_model_len": 16_384}, False),
+        ({"method": "sale"}, {}, False),
+    ],
+)
+def test_servers_that_share_a_store_may_differ_in_streaming_heads(
+    settings: dict[str, Any], changes: dict[str, Any], is_warned: bool, lines: list[str]
+) -> None:
+    """Such servers have other fingerprints, so a decode server would find no block of its prefill server."""
+    connector = SimpleNamespace(kv_connector="MooncakeStoreConnector", kv_connector_extra_config={})
+    startup.check(streaming(settings, kv_transfer_config=connector, **changes))
+    warned = [line for line in lines if "in MooncakeStoreConnector its blocks have other hashes" in line]
+    assert len(warned) == is_warned
+
+
 def test_the_first_process_decides_for_all() -> None:
     config = streaming({})
     startup.check(config)
-    config.model_config.max_model_len = 32_768  # as if another process saw another value
+    config.model_config.max_model_len = 16_384  # as if another process saw another value
     startup.check(config)
     assert resolve(config).streaming_heads is not None
 

@@ -8,7 +8,8 @@ selects ours. They pass through the calls of other engines in the same process.
 
 If a hook does not fit a function of a later vLLM, the server does not start, and the error names the function:
 otherwise a request might run at another level than it chose. For ``COUNTERS`` this is only a warning, because a server
-without our lines on /metrics still answers correctly.
+without our lines on /metrics still answers correctly. The same applies to the hooks for streaming heads, unless the
+operator turned streaming heads on.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -435,7 +436,10 @@ def _measured_on_cpu(original: Function) -> Function:
 
 
 def _find_streaming_heads(vllm_config: Any, runner: Any) -> None:
-    if is_selected(vllm_config.attention_config):
+    """Find the streaming heads, if this engine does. The hook also sees other engines of the same process."""
+    from vllm_sparse_backend.config.resolved import carried_streaming
+
+    if is_selected(vllm_config.attention_config) and carried_streaming(vllm_config.additional_config):
         from vllm_sparse_backend.serving.worker.streaming_heads import find_streaming_heads
 
         find_streaming_heads(vllm_config, runner.get_model())
@@ -489,9 +493,16 @@ def _worker_begins(vllm_config: Any) -> None:
     if problem is not None:
         logger.warning("%s", problem)
     from vllm_sparse_backend.config.resolved import carried_streaming
+    from vllm_sparse_backend.serving.resolution import settings_of
 
-    if carried_streaming(vllm_config.additional_config):
+    if not carried_streaming(vllm_config.additional_config):
+        return
+    try:
         install_for_streaming_heads(vllm_config)
+    except ConfigurationError as error:
+        if settings_of(vllm_config).requires_streaming_heads:
+            raise
+        logger.warning("%s; all heads score keys in long prompts", error)
 
 
 # --- the table ---

@@ -15,6 +15,7 @@ from vllm_sparse_backend.calibration.streaming_heads import PROMPT_TOKENS
 from vllm_sparse_backend.config.resolved import Resolved, carried_streaming
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, kv_connectors
 
 logger = logging.getLogger(LOGGER)
 
@@ -37,14 +38,29 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> bool:
     config = resolved.config
     if config.streaming_heads is None or config.not_for_streaming() is not None:
         return False
-    if next(_useless(vllm_config, resolved), None) is not None:
+    if next(_always_dense(vllm_config, resolved), None) is not None:
         return False
-    reason = next(_impossible(vllm_config), None)
-    if reason is not None:
+    useless = next(_too_short(vllm_config, resolved), None)
+    impossible = None if useless else next(_impossible(vllm_config), None)
+    if impossible is not None:
         logger.info(
-            "sparse-prefill: all heads score keys in long prompts: streaming heads are not found with %s", reason
+            "sparse-prefill: all heads score keys in long prompts: streaming heads are not found with %s", impossible
         )
+    reason = useless or impossible
+    if reason is not None:
+        _warn_of_stores(vllm_config, reason)
     return reason is None
+
+
+def _warn_of_stores(vllm_config: VllmConfig, reason: str) -> None:
+    """Warn that servers with streaming heads do not share blocks with this server, which has none."""
+    stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
+    if stores:
+        logger.warning(
+            "sparse-prefill: this server does not find streaming heads (%s), so in %s its blocks have other hashes "
+            "than those of servers that find them. If such servers share the store, set %s %s.streaming_heads to null "
+            "on all of them", reason, ", ".join(sorted(stores)), OPTION, KEY,
+        )  # fmt: skip
 
 
 def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
@@ -57,14 +73,23 @@ def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     Yields:
         What was given, what is expected, and what to do.
     """
-    for reason in chain(_useless(vllm_config, resolved), _impossible(vllm_config)):
+    reasons = _too_short(vllm_config, resolved), _always_dense(vllm_config, resolved), _impossible(vllm_config)
+    for reason in chain.from_iterable(reasons):
         yield f"streaming_heads: given with {reason}; {LEAVE_OUT}"
 
 
-def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """Yield why streaming heads would change nothing in this server."""
+def _always_dense(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    """Yield why no row of this server runs sparse."""
     if resolved.is_dense:
         yield "a pooling model, every row of which prefills dense"
+    max_len, exact_tokens = vllm_config.model_config.max_model_len, resolved.exact_tokens()
+    if exact_tokens is None or exact_tokens >= max_len:
+        limit = "no crossover" if exact_tokens is None else f"min_tokens {exact_tokens}"
+        yield f"{limit} and --max-model-len {max_len}, so that every row prefills dense"
+
+
+def _too_short(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    """Yield why the rows of this server are too short for streaming heads."""
     settings = resolved.config.streaming_heads
     assert settings is not None
     max_len = vllm_config.model_config.max_model_len
@@ -102,6 +127,8 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
     has_dynamic_scales = _flag(vllm_config.cache_config, "calculate_kv_scales")
     yield has_dynamic_scales, "--calculate-kv-scales", "the scales would be those of the prompt for the measurement"
     yield getattr(vllm_config, "lora_config", None) is not None, "--enable-lora", "adapters can change what heads do"
+    replaces_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
+    yield replaces_weights, "--weight-transfer-config", "weights that arrive later can change what heads do"
     yield _flag(model, "skip_tokenizer_init"), "--skip-tokenizer-init", "the measurement needs a prompt"
     stages = getattr(parallel, "pipeline_parallel_size", 1)
     yield stages > 1, f"--pipeline-parallel-size {stages}", "only the first stage gets the prompt's tokens"

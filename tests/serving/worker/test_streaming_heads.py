@@ -22,7 +22,7 @@ from vllm_sparse_backend.config.keys import KEY, STREAMING as CARRIED
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
-from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.worker import streaming_heads
 from vllm_sparse_backend.serving.worker.arena import LayerNeed, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
@@ -30,6 +30,9 @@ from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.layer import Layer, layer_plan, methods_by_head
 from vllm_sparse_kernels.methods import METHODS, name_of
+
+make_prompt = streaming_heads._prompt
+"""``single_process`` replaces it."""
 
 PROMPT = list(range(SINK_TOKENS + WINDOW_TOKENS + 1500))
 MIN_CONTEXT = 2500
@@ -89,6 +92,39 @@ def without_streaming_settings(additional_config: Mapping[str, Any]) -> dict[str
     """Return the configuration of an operator who did not set streaming heads, on a server that finds them."""
     settings = {name: value for name, value in additional_config[KEY].items() if name != "streaming_heads"}
     return {**additional_config, KEY: settings, CARRIED: True}
+
+
+class Tokenizer:
+    """A tokenizer whose tokens are bytes.
+
+    Args:
+        first: Number of the first token.
+        step: Bytes of a token.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, first: int = 0, step: int = 1) -> None:
+        self.first, self.step = first, step
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [self.first + byte for byte in text.encode()[:: self.step]]
+
+
+class OtherTokenizer:
+    """A tokenizer with another interface."""
+
+    bos_token_id = None
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+@pytest.fixture
+def by_default(config: Any) -> Any:
+    """Return the configuration of a server that finds streaming heads by default."""
+    config.additional_config = without_streaming_settings(config.additional_config)
+    return config
 
 
 @pytest.fixture
@@ -183,6 +219,84 @@ class TestFinding:
         assert layers[0].impl.worker.streaming_heads == {}
         assert model.runs == 0
         assert "all heads score keys in long prompts: layer model.layers.1.mixer is Identity" in lines[-1]
+
+    @pytest.mark.parametrize(
+        ("tokenizer", "says"),
+        [
+            (Tokenizer(step=100), "ConfigurationError: .* expected at least 16,384"),
+            (Tokenizer(first=70_000), "ConfigurationError: .* makes token 70"),
+            (OtherTokenizer(), "TypeError: .*add_special_tokens"),
+        ],
+        ids=["few tokens", "tokens of another model", "another interface"],
+    )
+    def test_by_default_a_tokenizer_that_makes_no_prompt_is_a_warning(
+        self, by_default: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str], tokenizer: Any, says: str
+    ) -> None:
+        monkeypatch.setattr(streaming_heads, "_prompt", make_prompt)
+        monkeypatch.setattr(compat, "tokenizer", lambda vllm_config: tokenizer)
+        model = Model(layers := make_layers(by_default, [0]), {})
+        streaming_heads.find_streaming_heads(by_default, model)
+        assert layers[0].impl.worker.streaming_heads == {}
+        assert model.runs == 0
+        assert re.search(f"all heads score keys in long prompts: the prompt .* failed on rank 0: {says}", lines[-1])
+        assert make_builder(by_default, layers).streaming_context_tokens is None
+
+    def test_a_required_prompt_that_cannot_be_made_is_an_error(
+        self, config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(streaming_heads, "_prompt", make_prompt)
+        monkeypatch.setattr(compat, "tokenizer", lambda vllm_config: Tokenizer(step=100))
+        with pytest.raises(ConfigurationError, match="expected at least 16,384"):
+            streaming_heads.find_streaming_heads(config, Model(make_layers(config, [0]), {}))
+
+    def test_by_default_a_model_that_cannot_run_is_a_warning(
+        self, by_default: Any, tmp_path: Path, lines: list[str]
+    ) -> None:
+        layers = make_layers(by_default, [0])
+        streaming_heads.find_streaming_heads(by_default, torch.nn.Linear(1, 1))
+        assert layers[0].impl.worker.streaming_heads == {}
+        assert layers[0].impl.attend_without_cache is None
+        assert results(tmp_path) == []
+        assert "the run of the model failed on rank 0: TypeError" in lines[-1]
+
+    @pytest.mark.parametrize("failed_step", [0, 1], ids=["prompt", "run"])
+    def test_no_rank_has_streaming_heads_if_one_of_them_cannot_find_its_own(
+        self, by_default: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], failed_step: int
+    ) -> None:
+        problems = iter(["made up" if step == failed_step else None for step in range(2)])
+
+        def gather(value: Any) -> list[Any]:
+            return [value, value if isinstance(value, bool) else next(problems)]
+
+        monkeypatch.setattr(compat, "gather_over_ranks", gather)
+        layers = make_layers(by_default, [0])
+        streaming_heads.find_streaming_heads(by_default, Model(layers, {0: {1}}))
+        assert layers[0].impl.worker.streaming_heads == {}
+        assert lines[-1].endswith("all heads score keys in long prompts: made up")
+        assert results(tmp_path) == []
+
+    def test_an_engine_that_finds_no_heads_is_left_alone_in_a_process_with_the_hook(self, by_default: Any) -> None:
+        """The hook wraps a class of vLLM, which other engines of the process use too."""
+        by_default.additional_config[CARRIED] = False
+        model = Model(layers := make_layers(by_default, [0]), {})
+        hooks._find_streaming_heads(by_default, SimpleNamespace(get_model=lambda: model))
+        assert model.runs == 0
+        assert layers[0].impl.worker is None
+
+    def test_a_worker_without_layers_is_left_to_its_builders(self, by_default: Any) -> None:
+        streaming_heads.find_streaming_heads(by_default, Model([], {}))
+
+    def test_by_default_a_release_without_a_place_for_the_measurement_is_a_warning(
+        self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, lines: list[str]
+    ) -> None:
+        monkeypatch.setattr("vllm.v1.worker.cpu_worker.CPUWorker.determine_available_memory", None)
+        config = configured(**SETTINGS)
+        config.additional_config[CARRIED] = True
+        with pytest.raises(ConfigurationError, match="determine_available_memory is missing"):
+            hooks._worker_begins(config)
+        config.additional_config = without_streaming_settings(config.additional_config)
+        hooks._worker_begins(config)
+        assert re.search("determine_available_memory is missing.*all heads score keys in long prompts", lines[-1])
 
     def test_experts_are_no_obstacle(self, config: Any) -> None:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import register_layer_for_moe_forward_op

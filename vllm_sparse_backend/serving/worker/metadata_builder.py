@@ -56,7 +56,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     room: Room | None
     guard_schedule: GuardSchedule | None
     streaming_context_tokens: int | None
-    """Context length in tokens from which rows are long; None if streaming heads are off."""
+    """Context length in tokens from which rows are long; None without streaming heads."""
 
     @classmethod
     def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
@@ -106,7 +106,8 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             counts_rows=adopted.is_first_group,
         )
         streaming = worker.resolved.streaming_heads
-        self.streaming_context_tokens = None if streaming is None else streaming.min_context_tokens
+        has_heads = any((worker.streaming_heads or {}).values())  # otherwise long rows would be a launch of their own
+        self.streaming_context_tokens = streaming.min_context_tokens if streaming and has_heads else None
         self.guard_schedule = None
         if guard is not None:
             self.guard_schedule = GuardSchedule(guard, adopted.layers_by_level, worker.resolved.plan.largest_share)

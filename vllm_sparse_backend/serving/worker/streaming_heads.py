@@ -12,10 +12,11 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
@@ -32,9 +33,13 @@ from vllm_sparse_backend.serving.worker.model_layers import model_layers, plain_
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 
 logger = logging.getLogger(LOGGER)
+T = TypeVar("T")
 
 FOLDER = "sparse_prefill/streaming_heads"
 """Folder of the results in vLLM's cache folder."""
+
+WITHOUT = "sparse-prefill: all heads score keys in long prompts"
+"""Begins the line that a worker logs if it cannot find streaming heads."""
 
 CHECKSUM_BYTES = 4 << 20
 """Bytes of a weight that are summed up at a time: each takes 16 bytes of temporary memory."""
@@ -54,38 +59,97 @@ class _File(BaseModel):
 def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Find the streaming heads of the model on this rank, for the layers that are adopted later.
 
-    All tensor-parallel ranks must call this.
+    All tensor-parallel ranks must call this. If one of them cannot find its heads, no rank has streaming heads.
 
     Args:
         vllm_config: vLLM's configuration, whose settings turn streaming heads on.
         model: The loaded model.
 
     Raises:
-        ConfigurationError: The operator turned streaming heads on, but a layer's attention cannot be computed here.
+        ConfigurationError: The operator turned streaming heads on, but they cannot be found. Without the operator's
+            setting, this is only logged.
     """
     layers = {layer.number: layer.impl for layer in model_layers(vllm_config).values()}
+    if not layers:
+        return  # the metadata builders refuse such a worker, with the reasons
     worker = next(iter(layers.values())).shared_worker(vllm_config, compat.current_device(), planned=True)
     if worker.streaming_heads is not None:
         return
+    is_required = worker.resolved.config.requires_streaming_heads
+    worker.streaming_heads = {}
     problem = layer_problem(vllm_config)
     if problem is not None:
-        if worker.resolved.config.requires_streaming_heads:
+        if is_required:
             raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
-        worker.streaming_heads = {}
         if worker.rank == 0:
-            logger.info("sparse-prefill: all heads score keys in long prompts: %s", problem)
+            logger.info("%s: %s", WITHOUT, problem)
         return
     start = time.monotonic()
-    prompt = _prompt(vllm_config)
-    path = compat.cache_folder() / FOLDER / f"{result_key(vllm_config, model, prompt)}.json"
+    ranks = _Ranks(worker.rank, is_required)
+    inputs = ranks.attempt("the prompt and the checksums of the weights", lambda: _inputs(vllm_config, model))
+    if inputs is None:
+        return
+    prompt, path = inputs
     heads = read_result(path, {number: impl.num_heads for number, impl in layers.items()})
     # A rank with a result must run the model too if another rank has none, because ranks exchange activations.
     is_known = all(compat.gather_over_ranks(heads is not None))
-    if not is_known or heads is None:
-        heads = measure(vllm_config, model, layers, prompt)
-        write_result(path, heads)
+    if not is_known:
+        heads = ranks.attempt("the run of the model", lambda: measure(vllm_config, model, layers, prompt))
+        if heads is not None:
+            write_result(path, heads)
+    if heads is None:
+        return
     worker.streaming_heads = heads
     _log(worker, heads, sum(impl.num_heads for impl in layers.values()), is_known, time.monotonic() - start)
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The tensor-parallel ranks, which need streaming heads on all of them or on none.
+
+    Attributes:
+        rank: This rank.
+        is_required: Whether the server stops if heads cannot be found.
+    """
+
+    rank: int
+    is_required: bool
+
+    def attempt(self, step: str, call: Callable[[], T]) -> T | None:
+        """Call a function on all ranks. Every rank must call this, and waits for the others.
+
+        Args:
+            step: What the function makes or does, for the log.
+            call: The function, which may raise anything: tokenizers, weights and models have code of their own.
+
+        Returns:
+            Its result on this rank; None if it failed on a rank.
+
+        Raises:
+            Exception: It failed on this rank, and heads are required.
+        """
+        result, problem = None, None
+        try:
+            result = call()
+        except Exception as error:
+            if self.is_required:
+                raise
+            reason = str(error).partition("\n")[0]
+            problem = f"{step} failed on rank {self.rank}: {type(error).__name__}: {reason}"
+            # Logged before this rank waits: another rank may wait for this one in the run.
+            logger.warning("%s: %s", WITHOUT, problem)
+        problems = [other for other in compat.gather_over_ranks(problem) if other]
+        if not problems:
+            return result
+        if problem is None and self.rank == 0:
+            logger.warning("%s: %s", WITHOUT, problems[0])
+        return None
+
+
+def _inputs(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[list[int], Path]:
+    """Return the prompt, and the file of the result."""
+    prompt = _prompt(vllm_config)
+    return prompt, compat.cache_folder() / FOLDER / f"{result_key(vllm_config, model, prompt)}.json"
 
 
 def layer_problem(vllm_config: VllmConfig) -> str | None:
@@ -124,7 +188,15 @@ def _prompt(vllm_config: VllmConfig) -> list[int]:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    return calibration.streaming_prompt(encode, begin_ids(tokenizer), vllm_config.model_config.tokenizer)
+    name = vllm_config.model_config.tokenizer
+    prompt = calibration.streaming_prompt(encode, begin_ids(tokenizer), name)
+    num_embeddings = vllm_config.model_config.get_vocab_size()
+    if max(prompt) >= num_embeddings:  # on a GPU, this would end the process
+        raise ConfigurationError(
+            f"streaming_heads: the tokenizer of {name} makes token {max(prompt)}, expected less than the model's "
+            f"{num_embeddings} tokens; serve the model with its own tokenizer"
+        )
+    return prompt
 
 
 def measure(
