@@ -194,9 +194,9 @@ def test_servers_that_cannot_find_streaming_heads(changes: dict[str, Any], says:
 def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> None:
     config = streaming(settings)
     startup.check(config)
-    found = resolve(config).streaming_heads
-    assert found is not None
-    assert found.min_context_tokens == 16_384
+    streaming_heads = resolve(config).streaming_heads
+    assert streaming_heads is not None
+    assert streaming_heads.min_context_tokens == 16_384
 
 
 @pytest.mark.parametrize(
