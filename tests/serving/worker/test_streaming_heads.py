@@ -2,6 +2,7 @@
 """Streaming heads of a worker: how they are found, kept for the next start, and run."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -340,6 +341,21 @@ class TestResult:
     def test_a_folder_that_cannot_be_written_is_a_warning(self, tmp_path: Path, lines: list[str]) -> None:
         (tmp_path / "file").write_text("")
         streaming_heads.write_result(tmp_path / "file" / "b.json", self.HEADS)
+        assert "cannot be written" in lines[-1]
+
+    def test_other_users_of_the_folder_can_read_a_result(self, tmp_path: Path) -> None:
+        """Replicas may share a volume and run as different users."""
+        umask = os.umask(0o022)
+        try:
+            streaming_heads.write_result(tmp_path / "b.json", self.HEADS)
+        finally:
+            os.umask(umask)
+        assert (tmp_path / "b.json").stat().st_mode & 0o777 == 0o644
+
+    def test_a_result_that_cannot_be_renamed_leaves_no_file(self, tmp_path: Path, lines: list[str]) -> None:
+        (tmp_path / "b.json").mkdir()
+        streaming_heads.write_result(tmp_path / "b.json", self.HEADS)
+        assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
         assert "cannot be written" in lines[-1]
 
     def test_the_key_depends_on_weights_prompt_configuration_and_rule(
