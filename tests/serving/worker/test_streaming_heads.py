@@ -276,6 +276,14 @@ class TestFinding:
         assert lines[-1].endswith("all heads score keys in long prompts: made up")
         assert results(tmp_path) == []
 
+    def test_required_heads_that_another_rank_cannot_find_are_an_error(
+        self, config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The executor reads the answers of ranks in their order, so a rank that waited would hide another's error."""
+        monkeypatch.setattr(compat, "gather_over_ranks", lambda value: [value, "made up"])
+        with pytest.raises(ConfigurationError, match="streaming_heads: made up"):
+            streaming_heads.find_streaming_heads(config, Model(make_layers(config, [0]), {}))
+
     def test_an_engine_that_finds_no_heads_is_left_alone_in_a_process_with_the_hook(self, by_default: Any) -> None:
         """The hook wraps a class of vLLM, which other engines of the process use too."""
         by_default.additional_config[CARRIED] = False

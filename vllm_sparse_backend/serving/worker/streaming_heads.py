@@ -127,22 +127,23 @@ class _Ranks:
             Its result on this rank; None if it failed on a rank.
 
         Raises:
-            Exception: It failed on this rank, and heads are required.
+            Exception: It failed on a rank, and heads are required.
         """
-        result, problem = None, None
+        result, problem, error = None, None, None
         try:
             result = call()
-        except Exception as error:
-            if self.is_required:
-                raise
+        except Exception as caught:
+            error = caught
             reason = str(error).partition("\n")[0]
             problem = f"{step} failed on rank {self.rank}: {type(error).__name__}: {reason}"
             # Logged before this rank waits: another rank may wait for this one in the run.
-            logger.warning("%s: %s", WITHOUT, problem)
+            logger.warning("sparse-prefill: streaming heads are not found: %s", problem)
         problems = [other for other in compat.gather_over_ranks(problem) if other]
         if not problems:
             return result
-        if problem is None and self.rank == 0:
+        if self.is_required:
+            raise error or ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problems[0]}")
+        if self.rank == 0:
             logger.warning("%s: %s", WITHOUT, problems[0])
         return None
 
