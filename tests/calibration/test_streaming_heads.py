@@ -131,8 +131,16 @@ class TestPrompt:
         assert prompt == streaming_prompt(lambda text: list(text.encode()), [300], "a tokenizer of bytes")
 
     def test_a_tokenizer_of_few_tokens_is_an_error(self) -> None:
-        with pytest.raises(ConfigurationError, match=r"tokenizer of rare makes .* expected at least 16,384"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"tokenizer of rare makes .* expected at least 16,384; set streaming_heads to null",
+        ):
             streaming_prompt(lambda text: list(text.encode())[::16_000], [], "rare")
+
+    def test_a_tokenizer_of_many_tokens_is_an_error_of_the_setting(self) -> None:
+        """The options of the command that also makes such prompts are no remedy for a server."""
+        with pytest.raises(ConfigurationError, match=r"tokenizer of bits makes .*; set streaming_heads to null"):
+            streaming_prompt(lambda text: [0] * 20 * len(text), [], "bits")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,9 @@ KINDS = ("retrieval", "hops", "repeats")
 TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
 """Average number of prompt tokens per thread of each kind."""
 
+LONGER_PROMPTS = "ask for longer prompts with --tokens, or give your own with --prompts and --held-out"
+"""What to do about prompts that are too short for their threads."""
+
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -89,6 +92,7 @@ def insert_threads(
     encode: Encode,
     rng: random.Random,
     tokenizer: str,
+    remedy: str = LONGER_PROMPTS,
 ) -> tuple[int, ...]:
     """Make a prompt: insert threads of each kind into a text, whose end is dropped to make room for them.
 
@@ -99,6 +103,7 @@ def insert_threads(
         encode: Returns the token ids of a line.
         rng: Source of the threads and their places.
         tokenizer: Name of the tokenizer, for the error.
+        remedy: What to do about the error.
 
     Returns:
         Token ids, as many as ``stretch`` has.
@@ -109,7 +114,7 @@ def insert_threads(
     num_tokens = len(stretch)
     threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
     _drop_threads(threads, num_tokens // 2 - len(start))
-    _require_room(threads, num_tokens, len(start), tokenizer)
+    _require_room(threads, num_tokens, len(start), tokenizer, remedy)
     return tuple(_woven(start, stretch, list(chain.from_iterable(threads.values())), num_tokens, rng))
 
 
@@ -129,7 +134,9 @@ def _tokens(threads: Sequence[Thread]) -> int:
     return sum(len(line) for thread in threads for line in thread)
 
 
-def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, tokenizer: str) -> None:
+def _require_room(
+    threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, tokenizer: str, remedy: str
+) -> None:
     """Raise ConfigurationError if threads of all kinds, one of each, take more than half of a prompt."""
     needed = 2 * (num_start + sum(map(_tokens, threads.values())))
     if needed <= num_tokens:
@@ -137,8 +144,7 @@ def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_star
     lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} of a line of {kind}" for kind in KINDS)
     raise ConfigurationError(
         f"prompts: given {num_tokens:,} tokens, expected at least {needed:,}, because lookup lines may take at most "
-        f"half of a prompt: the tokenizer of {tokenizer} makes {lines}; ask for longer prompts with --tokens, or give "
-        "your own with --prompts and --held-out"
+        f"half of a prompt: the tokenizer of {tokenizer} makes {lines}; {remedy}"
     )
 
 

@@ -61,6 +61,9 @@ PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
 STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
 """Method of a streaming head."""
 
+WITHOUT_A_PROMPT = "set streaming_heads to null, because the heads cannot be measured with this tokenizer"
+"""What to do if a tokenizer makes no prompt."""
+
 LEAST_TEXT_CHARS = 1 << 19
 """Characters of this project's sources from which the prompt is made."""
 
@@ -139,10 +142,11 @@ def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> li
     if len(ids) < 2 * PROMPT_TOKENS:
         raise ConfigurationError(
             f"streaming_heads: the tokenizer of {tokenizer} makes {len(ids):,} tokens of {LEAST_TEXT_CHARS:,} "
-            f"characters, expected at least {2 * PROMPT_TOKENS:,}; leave streaming_heads out"
+            f"characters, expected at least {2 * PROMPT_TOKENS:,}; {WITHOUT_A_PROMPT}"
         )
     stretch, passages = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]
-    return list(insert_threads(stretch, passages, start, encode, random.Random(SEED), tokenizer))
+    rng = random.Random(SEED)
+    return list(insert_threads(stretch, passages, start, encode, rng, tokenizer, remedy=WITHOUT_A_PROMPT))
 
 
 def attend_and_measure(

@@ -2,6 +2,7 @@
 """Streaming heads of a worker: how they are found, kept for the next start, and run."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -275,6 +276,14 @@ class TestFinding:
         assert lines[-1].endswith("all heads score keys in long prompts: made up")
         assert results(tmp_path) == []
 
+    def test_required_heads_that_another_rank_cannot_find_are_an_error(
+        self, config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The executor reads the answers of ranks in their order, so a rank that waited would hide another's error."""
+        monkeypatch.setattr(compat, "gather_over_ranks", lambda value: [value, "made up"])
+        with pytest.raises(ConfigurationError, match="streaming_heads: made up"):
+            streaming_heads.find_streaming_heads(config, Model(make_layers(config, [0]), {}))
+
     def test_an_engine_that_finds_no_heads_is_left_alone_in_a_process_with_the_hook(self, by_default: Any) -> None:
         """The hook wraps a class of vLLM, which other engines of the process use too."""
         by_default.additional_config[CARRIED] = False
@@ -340,6 +349,21 @@ class TestResult:
     def test_a_folder_that_cannot_be_written_is_a_warning(self, tmp_path: Path, lines: list[str]) -> None:
         (tmp_path / "file").write_text("")
         streaming_heads.write_result(tmp_path / "file" / "b.json", self.HEADS)
+        assert "cannot be written" in lines[-1]
+
+    def test_other_users_of_the_folder_can_read_a_result(self, tmp_path: Path) -> None:
+        """Replicas may share a volume and run as different users."""
+        umask = os.umask(0o022)
+        try:
+            streaming_heads.write_result(tmp_path / "b.json", self.HEADS)
+        finally:
+            os.umask(umask)
+        assert (tmp_path / "b.json").stat().st_mode & 0o777 == 0o644
+
+    def test_a_result_that_cannot_be_renamed_leaves_no_file(self, tmp_path: Path, lines: list[str]) -> None:
+        (tmp_path / "b.json").mkdir()
+        streaming_heads.write_result(tmp_path / "b.json", self.HEADS)
+        assert [file.name for file in tmp_path.iterdir()] == ["b.json"]
         assert "cannot be written" in lines[-1]
 
     def test_the_key_depends_on_weights_prompt_configuration_and_rule(

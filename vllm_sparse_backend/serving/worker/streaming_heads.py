@@ -6,17 +6,18 @@ its attention in plain torch, without the KV cache, which does not exist yet, an
 in vLLM's cache folder under a hash of the weights, so that the next start with the same weights needs no run.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
@@ -126,22 +127,23 @@ class _Ranks:
             Its result on this rank; None if it failed on a rank.
 
         Raises:
-            Exception: It failed on this rank, and heads are required.
+            Exception: It failed on a rank, and heads are required.
         """
-        result, problem = None, None
+        result, problem, error = None, None, None
         try:
             result = call()
-        except Exception as error:
-            if self.is_required:
-                raise
+        except Exception as caught:
+            error = caught
             reason = str(error).partition("\n")[0]
             problem = f"{step} failed on rank {self.rank}: {type(error).__name__}: {reason}"
             # Logged before this rank waits: another rank may wait for this one in the run.
-            logger.warning("%s: %s", WITHOUT, problem)
+            logger.warning("sparse-prefill: streaming heads are not found: %s", problem)
         problems = [other for other in compat.gather_over_ranks(problem) if other]
         if not problems:
             return result
-        if problem is None and self.rank == 0:
+        if self.is_required:
+            raise error or ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problems[0]}")
+        if self.rank == 0:
             logger.warning("%s: %s", WITHOUT, problems[0])
         return None
 
@@ -320,15 +322,16 @@ def write_result(path: Path, heads: StreamingHeads) -> None:
         heads: The streaming heads of each layer on this rank.
     """
     text = _File(layers={number: tuple(sorted(layer_heads)) for number, layer_heads in heads.items()}).model_dump_json()
+    # Several workers may write the same file: each writes its own, and the last to be renamed stays.
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Several workers may write the same file: each writes its own, and the last to be renamed stays.
-        descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        partial.write_text(text, encoding="utf-8")  # readable for other users of the folder, as the umask permits
         os.replace(partial, path)
     except OSError as error:
         logger.warning("sparse-prefill: %s cannot be written (%s); the next start measures again", path, error.strerror)
+        with contextlib.suppress(OSError):
+            partial.unlink()
 
 
 def _log(worker: Worker, heads: StreamingHeads, num_heads: int, is_known: bool, seconds: float) -> None:
