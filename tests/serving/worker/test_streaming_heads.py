@@ -27,6 +27,7 @@ from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.worker import streaming_heads
 from vllm_sparse_backend.serving.worker.arena import LayerNeed, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
+from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.layer import Layer, layer_plan, methods_by_head
@@ -149,6 +150,8 @@ class TestFinding:
         assert layers[0].impl.attend_without_cache is None
         (path,) = results(tmp_path)
         assert json.loads(path.read_text()) == {"layers": {"0": [1, 2], "1": [], "2": [0, 1, 2, 3]}}
+        samples = worker_samples(SimpleNamespace(vllm_config=config, rank=0))["samples"]
+        assert ("streaming_heads", [], 6.0) in samples
         assert re.search(r"6 of 12 heads .* \(measured in .* s\): in steps after at least 2500 tokens", lines[-1])
 
         config.compilation_config.static_forward_context.clear()

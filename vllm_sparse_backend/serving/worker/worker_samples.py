@@ -51,6 +51,7 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
         samples += counts
         if shared.memory is not None:
             samples += _memory_samples(shared.memory)
+        samples.append(("streaming_heads", [], sum(map(len, (shared.streaming_heads or {}).values()))))
     if compat.tensor_parallel(worker.vllm_config)[0] == 0:
         samples += [("layers", [name], names.count(name)) for name in dict.fromkeys(names)]
     samples += [("compilations", [when], count) for when, count in compile_monitor.counts().items()]
