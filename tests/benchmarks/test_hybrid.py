@@ -47,7 +47,7 @@ def engine_log(ttft_s: dict[str, float], tokens: list[list[int]], **counts: Any)
 def figures(tmp_path: Path, logs: dict[str, str]) -> dict[str, dict[str, Any]]:
     folder = hybrid.make_folder("qwen3-next", tmp_path / "model", TOKENS, small=False)
     report = Report("hybrid", "a card", None, tmp_path / "out.json")
-    results = {run: list(hybrid.parts_of(logs.get(run, ""))) for run in (hybrid.STOCK, hybrid.OURS)}
+    results = {run: list(hybrid.parts_of(logs.get(run, ""))) for run in (hybrid.STOCK, hybrid.AGAIN, hybrid.OURS)}
     hybrid.add_rows(report, "it", folder, TOKENS, results)
     rows = json.loads((tmp_path / "out.json").read_text())
     assert {row["name"] for row in rows} == set(report.figures)
@@ -60,7 +60,11 @@ OURS = {hybrid.DEFAULT: 2.2, hybrid.EXACT: 2.0, hybrid.A_SHAPE: 1.25, hybrid.LEA
 
 def test_rows_compare_tokens_ttft_and_the_forecast(tmp_path: Path) -> None:
     stock = engine_log({hybrid.DEFAULT: 2.0}, [[1, 2], [3, 4]])
-    rows = figures(tmp_path, {"stock": stock, "ours": engine_log(OURS, [[1, 2], [3, 5]], **COUNTS)})
+    again = engine_log({hybrid.DEFAULT: 2.0}, [[1, 2], [3, 4]]).replace("-1.0]]", "-1.25]]")
+    ours = engine_log(OURS, [[1, 2], [3, 5]], **COUNTS)
+    rows = figures(tmp_path, {"stock": stock, "stock again": again, "ours": ours})
+    assert rows["it: second stock engine, answers with stock's tokens"]["value"] == 1
+    assert rows["it: second stock engine, log-probabilities' largest distance from stock's"]["value"] == 0.25
     assert rows["it: exact, answers with stock's tokens"]["value"] == 0.5
     assert rows["it: exact, answers with stock's tokens"]["bar"] == 1
     assert rows["it: exact, log-probabilities' largest distance from stock's"]["value"] == 0
