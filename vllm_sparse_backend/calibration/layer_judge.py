@@ -68,8 +68,8 @@ class Served:
     min_tokens: int = 0
     """First position that runs sparse. Earlier positions are dense and not judged."""
     streaming_context_tokens: int | None = None
-    """Earlier tokens of a prompt from which streaming heads keep fewer keys by default; None if a server of this model
-    finds none (``streaming_heads.py``)."""
+    """Number of a prompt's earlier tokens from which streaming heads keep fewer keys by default. None if a server of
+    this model does not look for them (``streaming_heads.py``)."""
 
 
 class LongContexts(NamedTuple):
@@ -124,7 +124,7 @@ class LayerPrompt:
         streaming_heads: frozenset[int] = frozenset()
         least_context = served.streaming_context_tokens
         if least_context is not None and any(chunk.context_lens[0] >= least_context for chunk in rows):
-            streaming_heads = find_streaming_heads(tensors, scale)
+            streaming_heads = streaming_heads_of(tensors, scale)
         return LayerPrompt(batches, [whole[span] for span in spans], before, streaming_heads)
 
     @property
@@ -183,7 +183,7 @@ class LayerPrompt:
         return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
 
 
-def find_streaming_heads(tensors: LayerTensors, scale: float) -> frozenset[int]:
+def streaming_heads_of(tensors: LayerTensors, scale: float) -> frozenset[int]:
     """Find a layer's streaming heads by the rule of a server, on the first tokens of a captured prompt.
 
     Args:
@@ -267,8 +267,8 @@ class CapturedLayer:
     def _of_default(self) -> list[torch.Tensor]:
         """Errors under the server's default, for each prompt [num_queries, num_heads] float32.
 
-        In chunks with a long context, the default's streaming heads keep the first and the nearest keys only. Here a
-        head is one if it is one on every prompt. A server finds them on a prompt of its own.
+        In chunks with a long context, the default's streaming heads keep only the first and the nearest keys. A server
+        finds these heads on a prompt of its own. Here, the rule must find a head on every prompt.
         """
         batch = self.prompts[0].batches[0]
         default = [make_method("default", {})] * batch.num_heads

@@ -23,7 +23,7 @@ import torch
 from vllm_sparse_backend.calibration.prompts import Encode, insert_threads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import layer_kinds, read_config_json, text_part
-from vllm_sparse_backend.config.settings import SparsePrefillConfig
+from vllm_sparse_backend.config.settings import StreamingHeadsConfig
 from vllm_sparse_backend.evaluation.prompt_texts import project_text
 from vllm_sparse_kernels.methods.minference import AShape
 
@@ -106,22 +106,21 @@ class FarAttention(NamedTuple):
 
 
 def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
-    """Return from which context a server with default settings gives a model's streaming heads fewer keys.
+    """Return the length of the context from which streaming heads keep fewer keys on a server with default settings.
 
     Args:
         model: The model folder.
         chunk_tokens: Maximum tokens of the server's steps.
 
     Returns:
-        The number of earlier tokens; None if such a server does not look for streaming heads.
+        The number of earlier tokens; None if the server does not look for streaming heads.
     """
     config = read_config_json(model / "config.json")
     text = text_part(config, str(model))
     is_plain = text is config and PLAIN_KINDS.issuperset(layer_kinds(text) or ())
-    settings = SparsePrefillConfig().streaming_heads
-    if settings is None or not is_plain or chunk_tokens < PROMPT_TOKENS:
+    if not is_plain or chunk_tokens < PROMPT_TOKENS:
         return None
-    return settings.min_context_tokens
+    return StreamingHeadsConfig().min_context_tokens
 
 
 def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> list[int]:

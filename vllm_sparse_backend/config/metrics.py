@@ -112,7 +112,7 @@ _TABLE = (
     Metric("device_bytes", "gauge", "Device memory that the worker holds, without the driver's.", per_rank=True),
     Metric("layers", "gauge", "Layers of the model, by the engine of their prefill attention.", ("attention",)),
     Metric("streaming_heads", "gauge",
-           "Heads of the model that keep the first and the nearest keys in long prompts, found at start-up."),
+           "Heads of the model that keep only the first and the nearest keys in long prompts."),
     Metric("guard_checks", "counter", "Attention calls that the guard compared with dense attention.", LAYER_LEVEL),
     Metric("guard_trips", "counter", "Times the guard forced a layer dense.", LAYER_LEVEL),
     Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER_LEVEL, per_rank=True),

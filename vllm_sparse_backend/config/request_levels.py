@@ -384,7 +384,7 @@ def fingerprint(
         plan: The plan of the whole model at one level.
         numbers: Values of ``auto`` on the server's device (``Plan.numbers``); None if nothing is
             ``auto``.
-        streaming_heads: The setting; None if streaming heads are off.
+        streaming_heads: Settings of streaming heads; None if this server does not find them.
 
     Returns:
         16 hexadecimal digits, equal for equal settings in every process.

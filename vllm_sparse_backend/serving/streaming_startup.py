@@ -125,7 +125,7 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
     yield _flag(model, "is_hybrid"), "a hybrid model", other_layers
     yield _flag(model, "is_encoder_decoder"), "an encoder-decoder model", other_layers
     has_dynamic_scales = _flag(vllm_config.cache_config, "calculate_kv_scales")
-    yield has_dynamic_scales, "--calculate-kv-scales", "the scales would be those of the prompt for the measurement"
+    yield has_dynamic_scales, "--calculate-kv-scales", "the measurement's prompt would set the scales"
     yield getattr(vllm_config, "lora_config", None) is not None, "--enable-lora", "adapters can change what heads do"
     replaces_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
     yield replaces_weights, "--weight-transfer-config", "weights that arrive later can change what heads do"

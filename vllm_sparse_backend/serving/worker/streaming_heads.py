@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the served model's streaming heads at a worker's start, before its layers get their plans.
+"""Finds the streaming heads of the served model when a worker starts, before its layers get their plans.
 
 The worker runs the model on one generated prompt (``calibration.streaming_heads``). In this run, each layer computes
 its attention in plain torch, without the KV cache, which does not exist yet, and measures its heads. The result is kept
-in vLLM's cache folder under a hash of the weights, so that the next start with the same weights needs no run.
+in vLLM's cache folder under a hash of the weights. The next start with the same weights reads it.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class _File(BaseModel):
 
 
 def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-    """Find the streaming heads of the model on this rank, for the layers that are adopted later.
+    """Find the streaming heads on this rank, before the layers are adopted.
 
     All tensor-parallel ranks must call this. If one of them cannot find its heads, no rank has streaming heads.
 
