@@ -2,11 +2,16 @@
 """Width of a layer's index blocks: the single source for serving, memory bounds, warm-up, benchmarks and evaluation.
 
 The heads of a layer share one index. Its blocks are as wide as all methods of the layer allow, because wide blocks run
-fastest. Narrower blocks (``Method.finest_block_tokens``) are used if the method of every head benefits from them, no
-head needs an option that only the engine ``portable`` has, and the GPU's engines run them at almost no cost. These are
-the engines for Hopper: on ``hopper``, a kept pair costs at most 7 % more in blocks of 32 keys than in blocks of 128,
-and FlashAttention-3, which ``flash`` calls, reads pages of 32 tokens as fast as pages of 128. The engine ``portable``
-handles one block per step. Blocks of 32 keys do not fill its matrix products, so it runs them slowly.
+fastest. Narrower blocks are used if three conditions are met:
+
+* Every head's method benefits from them (``Method.finest_block_tokens``), or leaves the width to the other heads
+  (``Method.leaves_width_to_others``). A few heads of A-shape thus do not force wide blocks on heads of ``top_p``,
+  which would keep up to half as many pairs more.
+* No head needs an option that only the engine ``portable`` has.
+* The GPU's engines run them at almost no cost. These are the engines for Hopper: on ``hopper``, a kept pair costs at
+  most 7 % more in blocks of 32 keys than in blocks of 128, and FlashAttention-3, which ``flash`` calls, reads pages of
+  32 tokens as fast as pages of 128. The engine ``portable`` handles one block per step. Blocks of 32 keys do not fill
+  its matrix products, so it runs them slowly.
 
 Without a CUDA device, blocks are as on Hopper. Quality measured on a CPU is then the quality on such a GPU, and the
 time of the references depends only on the number of kept keys.
@@ -39,7 +44,10 @@ def index_block_tokens(methods: Sequence[Method], head_dim: int, device: torch.d
     usual = min(widest_block(head_dim, shared_bytes(device)) or 64, *(method.block_tokens for method in methods))
     if not _narrow_blocks_pay(methods, device, engine):
         return usual
-    return min(usual, max(method.finest_block_tokens or method.block_tokens for method in methods))
+    finest = [
+        method.finest_block_tokens or method.block_tokens for method in methods if not method.leaves_width_to_others
+    ]
+    return min(usual, max(finest, default=usual))
 
 
 def _narrow_blocks_pay(methods: Sequence[Method], device: torch.device, engine: str) -> bool:

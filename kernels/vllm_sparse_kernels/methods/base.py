@@ -45,6 +45,14 @@ class Method(ABC):
         return None
 
     @property
+    def leaves_width_to_others(self) -> bool:
+        """Whether the method supports narrow blocks without benefiting from them.
+
+        Such heads do not affect whether a layer has narrow blocks.
+        """
+        return False
+
+    @property
     def shown_fields(self) -> dict[str, object]:
         """The method's parameters by name."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.init}

@@ -107,6 +107,14 @@ def test_sale_alone(capability: tuple[int, int], engine: str) -> None:
     assert index_block_tokens(SALE, 128, CUDA, engine) == (32 if narrow else 64)
 
 
+def test_heads_of_a_shape_leave_the_width_to_the_other_heads(capability: tuple[int, int]) -> None:
+    narrow = 32 if capability == HOPPER else 64
+    assert index_block_tokens([AShape(), *SALE, AShape()], 128, CUDA) == narrow
+    assert index_block_tokens([AShape(), TopP()], 128, CUDA) == narrow
+    assert index_block_tokens([AShape(), TopP(), BlockSparse()], 128, CUDA) == 64
+    assert index_block_tokens([AShape(), AShape(256, 1024)], 128, CUDA) == 128
+
+
 @pytest.mark.parametrize(
     ("methods", "expected"),
     [

@@ -10,6 +10,28 @@ from vllm_sparse_kernels.methods.spec import MethodSpec
 EVERYTHING = 1 << 20
 """More tokens or blocks than any row has."""
 
+LOCAL_TOKENS = (
+    *(256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096),
+    *(5120, 6144, 8192, 12288, 16384),
+)
+"""Local windows of A-shape's ladder: whole blocks of 128 keys, in steps of at most a half."""
+
+TOP_BLOCKS = (8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 100, 128, 160, 200, 256)
+"""Numbers of blocks in the ladder of block-sparse heads."""
+
+
+def sink_tokens(local_tokens: int) -> int:
+    """Return the first keys in a setting of A-shape's ladder: an eighth of the window, from one to eight whole blocks.
+
+    Args:
+        local_tokens: The setting's local window.
+
+    Returns:
+        A multiple of 128.
+    """
+    return 128 * min(max(local_tokens // 1024, 1), 8)
+
+
 SPECS = (
     MethodSpec(
         "a_shape",
@@ -17,10 +39,7 @@ SPECS = (
         select_a_shape,
         full=AShape(local_tokens=EVERYTHING),
         demo={"sink_tokens": 128, "local_tokens": 1024},
-        ladder=tuple(
-            {"sink_tokens": min(max(local // 4, 128), 1024), "local_tokens": local}
-            for local in (256, 512, 1024, 2048, 4096, 8192, 16384)
-        ),
+        ladder=tuple({"sink_tokens": sink_tokens(local), "local_tokens": local} for local in LOCAL_TOKENS),
         cost=0.002,
         paper="[MInference](https://arxiv.org/abs/2407.02490)",
         summary="the first and the latest keys",
@@ -49,7 +68,7 @@ SPECS = (
         select_block_sparse,
         full=BlockSparse(top_blocks=EVERYTHING),
         demo={"top_blocks": 16},
-        ladder=tuple({"top_blocks": count} for count in (8, 16, 32, 64, 100, 160, 256)),
+        ladder=tuple({"top_blocks": count} for count in TOP_BLOCKS),
         cost=0.012,
         paper="[MInference](https://arxiv.org/abs/2407.02490)",
         summary="the blocks whose mean key has the highest score with the mean query",

@@ -34,6 +34,11 @@ class AShape(PerHead):
         require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, ">= 0")
         require(self.local_tokens >= 1, "local_tokens", self.local_tokens, ">= 1")
 
+    @property
+    def leaves_width_to_others(self) -> bool:
+        """True: sink and window of a tile end at multiples of 128 keys in most steps, so narrow blocks save nothing."""
+        return True
+
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
         """Return the workspace memory that ``select`` uses: none, because it writes the lists directly.
 

@@ -6,8 +6,8 @@ from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import select_top_p
 
 LADDER = (
-    *((0.7, 0.1), (0.8, 0.1), (0.9, 0.1), (0.9, 0.2), (0.95, 0.2)),
-    *((0.95, 0.4), (0.97, 0.6), (0.98, 1.0), (0.99, 1.0), (0.995, 1.0)),
+    *((0.7, 0.1), (0.75, 0.1), (0.8, 0.1), (0.85, 0.1), (0.9, 0.1), (0.9, 0.12), (0.9, 0.14), (0.9, 0.17), (0.9, 0.2)),
+    *((0.95, 0.2), (0.95, 0.4), (0.97, 0.6), (0.98, 1.0), (0.99, 1.0), (0.995, 1.0)),
 )
 """(kept_mass, most_share) of settings from sparse to nearly dense."""
 
