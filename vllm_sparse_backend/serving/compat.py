@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,6 +100,21 @@ def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
     return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
 
 
+def pipeline_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
+    """Return this worker's pipeline stage and the number of stages.
+
+    Args:
+        vllm_config: vLLM's configuration.
+
+    Returns:
+        (stage, number of stages).
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    num_stages = vllm_config.parallel_config.pipeline_parallel_size
+    return (get_pp_group().rank_in_group if num_stages > 1 else 0), num_stages
+
+
 def gather_over_ranks(value: T) -> list[T]:
     """Gather a value from all tensor-parallel ranks. Every rank must call this, and waits for the others.
 
@@ -110,7 +126,27 @@ def gather_over_ranks(value: T) -> list[T]:
     """
     from vllm.distributed.parallel_state import get_tp_group
 
-    group = get_tp_group()
+    return _gather(get_tp_group(), value)
+
+
+def gather_over_stages(value: T) -> list[T]:
+    """Gather a value from all tensor-parallel ranks of all pipeline stages.
+
+    Every rank must call this, and waits for the others.
+
+    Args:
+        value: This rank's value, which must be picklable.
+
+    Returns:
+        The values by stage and rank.
+    """
+    from vllm.distributed.parallel_state import get_pp_group
+
+    return list(chain.from_iterable(_gather(get_pp_group(), gather_over_ranks(value))))
+
+
+def _gather(group: Any, value: T) -> list[T]:
+    """Gather a value from all ranks of one of vLLM's groups."""
     if group.world_size == 1:
         return [value]
     values: list[Any] = [None] * group.world_size
@@ -347,15 +383,19 @@ def tokenizer(vllm_config: VllmConfig) -> Any:
 def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int]) -> None:
     """Run the model on a prompt without a KV cache, as vLLM's profile run does.
 
-    Attention layers get no metadata.
+    Attention layers get no metadata. With pipeline parallelism, each stage passes its output on to the next, so all
+    stages must call this.
 
     Args:
         vllm_config: vLLM's configuration.
-        model: The loaded model, of a single pipeline stage.
+        model: The loaded model, or this worker's stage of it.
         token_ids: The prompt, at most as long as a step's new tokens.
     """
+    from vllm.distributed.parallel_state import get_pp_group
     from vllm.forward_context import set_forward_context
+    from vllm.sequence import IntermediateTensors
 
+    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
     device = current_device()
     ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
     positions = torch.arange(len(token_ids), dtype=torch.int64, device=device)
@@ -364,7 +404,12 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
         set_current_vllm_config(vllm_config),
         set_forward_context(None, vllm_config, num_tokens=len(token_ids)),
     ):
-        model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+        before = None
+        if has_stages and not get_pp_group().is_first_rank:
+            before = IntermediateTensors(get_pp_group().recv_tensor_dict())
+        out = model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=None)
+        if has_stages and not get_pp_group().is_last_rank:
+            get_pp_group().send_tensor_dict(out.tensors)
 
 
 def query_scale(query: torch.Tensor, layer: Any) -> float:

@@ -130,8 +130,6 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
     replaces_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
     yield replaces_weights, "--weight-transfer-config", "weights that arrive later can change what heads do"
     yield _flag(model, "skip_tokenizer_init"), "--skip-tokenizer-init", "the measurement needs a prompt"
-    stages = getattr(parallel, "pipeline_parallel_size", 1)
-    yield stages > 1, f"--pipeline-parallel-size {stages}", "only the first stage gets the prompt's tokens"
     engines = getattr(parallel, "data_parallel_size", 1)
     in_lockstep = engines > 1 and getattr(parallel, "is_moe_model", None) is not False
     yield in_lockstep, f"--data-parallel-size {engines} and experts", "engines would have to run the model together"

@@ -16,6 +16,7 @@ import torch
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.masks import mask_of
 from tests.helpers.mixed_batches import CLOSE
+from tests.helpers.streaming_model import MIN_CONTEXT, PROMPT, SETTINGS, Model
 from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step
 from vllm_sparse_backend.calibration.streaming_heads import SINK_TOKENS, STREAMING, WINDOW_TOKENS, FarAttention
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -36,57 +37,11 @@ from vllm_sparse_kernels.methods import METHODS, name_of
 make_prompt = streaming_heads._prompt
 """``single_process`` replaces it."""
 
-PROMPT = list(range(SINK_TOKENS + WINDOW_TOKENS + 1500))
-MIN_CONTEXT = 2500
-SETTINGS = {
-    "method": "top_p",
-    "params": {"kept_mass": 0.5, "most_share": 1.0},
-    "streaming_heads": {"min_context_tokens": MIN_CONTEXT},
-    "min_tokens": 100,
-    "min_query_tokens": 1,
-}
-
-
-class Model(torch.nn.Module):
-    """A model whose hidden states are random: its layers get queries and keys that do not depend on each other.
-
-    Queries and keys of heads listed in ``near`` grow along the sequence in such a way that only the nearest keys count.
-    """
-
-    def __init__(self, layers: list[Any], near: Mapping[int, set[int]]) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.arange(6.0))
-        self.layers, self.near = dict(enumerate(layers)), near
-        self.outputs: list[torch.Tensor] = []
-        self.runs = 0
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, intermediate_tensors: None, inputs_embeds: None
-    ) -> None:
-        assert input_ids.dtype == torch.int32
-        assert torch.equal(positions, torch.arange(len(PROMPT)))
-        self.runs += 1
-        generator = torch.Generator().manual_seed(0)
-        angles = positions * (torch.pi / len(positions))
-        for i, layer in self.layers.items():
-            impl = layer.impl
-            shapes = [(len(positions), n, impl.head_size) for n in (impl.num_heads, impl.num_kv_heads)]
-            query, key = (torch.randn(shape, generator=generator) for shape in shapes)
-            value = torch.randn(shapes[1], generator=generator)
-            key[..., :2] = torch.stack([angles.cos(), angles.sin()], -1)[:, None]
-            query[..., :2] = 0
-            for head in self.near.get(i, ()):
-                query[:, head] = 0
-                query[:, head, :2] = torch.stack([angles.cos(), angles.sin()], -1) * 1e6
-            out = torch.full_like(query, float("nan"))
-            impl.forward(layer, query, key, value, torch.empty(0), None, out)
-            self.outputs.append(out)
-
 
 @pytest.fixture(autouse=True)
 def single_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(compat, "gather_over_ranks", lambda value: [value])
+    monkeypatch.setattr(compat, "gather_over_stages", lambda value: [value])
     monkeypatch.setattr(streaming_heads, "_prompt", lambda vllm_config: PROMPT)
 
 
@@ -181,7 +136,7 @@ class TestFinding:
         self, config: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         streaming_heads.find_streaming_heads(config, Model(make_layers(config, [0]), {}))
-        monkeypatch.setattr(compat, "gather_over_ranks", lambda value: [value, False])
+        monkeypatch.setattr(compat, "gather_over_stages", lambda value: [value, False])
         config.compilation_config.static_forward_context.clear()
         model = Model(make_layers(config, [0]), {})
         streaming_heads.find_streaming_heads(config, model)
@@ -263,16 +218,16 @@ class TestFinding:
         assert results(tmp_path) == []
         assert "the run of the model failed on rank 0: TypeError" in lines[-1]
 
-    @pytest.mark.parametrize("failed_step", [0, 1], ids=["prompt", "run"])
+    @pytest.mark.parametrize("failed_step", [0, 1, 2], ids=["layers", "prompt", "run"])
     def test_no_rank_has_streaming_heads_if_one_of_them_cannot_find_its_own(
         self, by_default: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], failed_step: int
     ) -> None:
-        problems = iter(["made up" if step == failed_step else None for step in range(2)])
+        problems = iter(["made up" if step == failed_step else None for step in range(3)])
 
         def gather(value: Any) -> list[Any]:
-            return [value, value if isinstance(value, bool) else next(problems)]
+            return [value, value if isinstance(value, bool | str) else next(problems)]
 
-        monkeypatch.setattr(compat, "gather_over_ranks", gather)
+        monkeypatch.setattr(compat, "gather_over_stages", gather)
         layers = make_layers(by_default, [0])
         streaming_heads.find_streaming_heads(by_default, Model(layers, {0: {1}}))
         assert layers[0].impl.worker.streaming_heads == {}
@@ -283,7 +238,7 @@ class TestFinding:
         self, config: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The executor reads the answers of ranks in their order, so a rank that waited would hide another's error."""
-        monkeypatch.setattr(compat, "gather_over_ranks", lambda value: [value, "made up"])
+        monkeypatch.setattr(compat, "gather_over_stages", lambda value: [value, "made up"])
         with pytest.raises(ConfigurationError, match="streaming_heads: made up"):
             streaming_heads.find_streaming_heads(config, Model(make_layers(config, [0]), {}))
 

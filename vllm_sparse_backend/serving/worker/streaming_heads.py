@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
+from weakref import WeakSet
 
 import torch
 from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
@@ -45,6 +46,9 @@ WITHOUT = "sparse-prefill: all heads score keys in long prompts"
 CHECKSUM_BYTES = 4 << 20
 """Bytes of a weight that are summed up at a time: each takes 16 bytes of temporary memory."""
 
+_asked: WeakSet[torch.nn.Module] = WeakSet()
+"""Models whose heads this process has looked for: ranks must not wait for each other a second time."""
+
 StreamingHeads = Mapping[int, frozenset[int]]
 """By layer, the numbers of its streaming heads on this rank."""
 
@@ -60,7 +64,7 @@ class _File(BaseModel):
 def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
     """Find the streaming heads on this rank, before the layers are adopted.
 
-    All tensor-parallel ranks must call this. If one of them cannot find its heads, no rank has streaming heads.
+    All ranks of all pipeline stages must call this. If one of them cannot find its heads, no rank has streaming heads.
 
     Args:
         vllm_config: vLLM's configuration, whose settings turn streaming heads on.
@@ -70,30 +74,34 @@ def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> Non
         ConfigurationError: The operator turned streaming heads on, but they cannot be found. Without the operator's
             setting, this is only logged.
     """
-    layers = {layer.number: layer.impl for layer in model_layers(vllm_config).values()}
-    if not layers:
-        return  # the metadata builders refuse such a worker, with the reasons
-    worker = next(iter(layers.values())).shared_worker(vllm_config, compat.current_device(), planned=True)
-    if worker.streaming_heads is not None:
+    if model in _asked:
         return
+    _asked.add(model)
+    layers = {layer.number: layer.impl for layer in model_layers(vllm_config).values()}
+    problem = layer_problem(vllm_config) if layers else "a worker has no layer that can run sparse"
+    problems = [other for other in compat.gather_over_stages(problem) if other]
+    if not layers:
+        return  # the metadata builders refuse such a worker, with the reasons, or warn of such a pipeline stage
+    worker = next(iter(layers.values())).shared_worker(vllm_config, compat.current_device(), planned=True)
     is_required = worker.resolved.config.requires_streaming_heads
     worker.streaming_heads = {}
-    problem = layer_problem(vllm_config)
-    if problem is not None:
+    if problems:
         if is_required:
-            raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
+            raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problems[0]}; leave streaming_heads out")
         if worker.rank == 0:
-            logger.info("%s: %s", WITHOUT, problem)
+            logger.info("%s: %s", WITHOUT, problems[0])
         return
     start = time.monotonic()
     ranks = _Ranks(worker.rank, is_required)
     inputs = ranks.attempt("the prompt and the checksums of the weights", lambda: _inputs(vllm_config, model))
     if inputs is None:
         return
-    prompt, path = inputs
+    prompt, key = inputs
+    # Heads of a rank also depend on the weights of all others.
+    path = result_path(key, compat.gather_over_stages(key))
     heads = read_result(path, {number: impl.num_heads for number, impl in layers.items()})
     # A rank with a result must run the model too if another rank has none, because ranks exchange activations.
-    is_known = all(compat.gather_over_ranks(heads is not None))
+    is_known = all(compat.gather_over_stages(heads is not None))
     if not is_known:
         heads = ranks.attempt("the run of the model", lambda: measure(vllm_config, model, layers, prompt))
         if heads is not None:
@@ -106,10 +114,10 @@ def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> Non
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The tensor-parallel ranks, which need streaming heads on all of them or on none.
+    """The ranks of all pipeline stages, which need streaming heads on all of them or on none.
 
     Attributes:
-        rank: This rank.
+        rank: This tensor-parallel rank.
         is_required: Whether the server stops if heads cannot be found.
     """
 
@@ -138,7 +146,7 @@ class _Ranks:
             problem = f"{step} failed on rank {self.rank}: {type(error).__name__}: {reason}"
             # Logged before this rank waits: another rank may wait for this one in the run.
             logger.warning("sparse-prefill: streaming heads are not found: %s", problem)
-        problems = [other for other in compat.gather_over_ranks(problem) if other]
+        problems = [other for other in compat.gather_over_stages(problem) if other]
         if not problems:
             return result
         if self.is_required:
@@ -148,10 +156,24 @@ class _Ranks:
         return None
 
 
-def _inputs(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[list[int], Path]:
-    """Return the prompt, and the file of the result."""
+def _inputs(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[list[int], str]:
+    """Return the prompt, and this rank's part of the key of the result."""
     prompt = _prompt(vllm_config)
-    return prompt, compat.cache_folder() / FOLDER / f"{result_key(vllm_config, model, prompt)}.json"
+    return prompt, result_key(vllm_config, model, prompt)
+
+
+def result_path(key: str, keys: Sequence[str]) -> Path:
+    """Return the file of a result.
+
+    Args:
+        key: This rank's key, from ``result_key``.
+        keys: The keys of all ranks.
+
+    Returns:
+        The file, whose name differs if any of the keys differs.
+    """
+    name = hashlib.sha256(json.dumps([key, *keys]).encode()).hexdigest()[:32]
+    return compat.cache_folder() / FOLDER / f"{name}.json"
 
 
 def layer_problem(vllm_config: VllmConfig) -> str | None:
@@ -240,7 +262,7 @@ def measure(
 
 
 def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence[int]) -> str:
-    """Hash everything that a result depends on: weights, configuration, dtype of the cache, prompt, rule and rank.
+    """Hash what a result depends on, on this rank: weights, configuration, dtype of the cache, prompt, rule and rank.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -256,7 +278,8 @@ def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence
     )
     config = {name: value for name, value in compat.hf_config(vllm_config).items() if not name.startswith("_")}
     cache_dtype = str(vllm_config.cache_config.cache_dtype)  # queries of an fp8 cache are rounded
-    data = [rule, compat.tensor_parallel(vllm_config), list(prompt), config, cache_dtype, weight_checksums(model)]
+    place = *compat.tensor_parallel(vllm_config), *compat.pipeline_parallel(vllm_config)
+    data = [rule, place, list(prompt), config, cache_dtype, weight_checksums(model)]
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming heads of a model in two pipeline stages: two processes, with gloo between them."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+
+NEAR = ({1: {0, 3}}, {0: {1}})
+"""By stage and layer of the stage, the heads near their queries."""
+
+
+def run_stage(stage: int, folder: Path, problem: str | None) -> None:
+    """Find the streaming heads of one stage, twice, and write what was found to ``folder``."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+
+    from tests.helpers.streaming_model import PROMPT, SETTINGS, Model
+    from tests.helpers.vllm_objects import make_config, make_layers, make_model
+    from vllm_sparse_backend.config.keys import STREAMING
+    from vllm_sparse_backend.serving.worker import streaming_heads
+
+    os.environ |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_DIST_IDENT": folder.name}
+    settings = {name: value for name, value in SETTINGS.items() if name != "streaming_heads"}  # problems are logged
+    config: Any = make_config(make_model(folder / f"model-{stage}"), settings)
+    config.additional_config[STREAMING] = True
+    with set_current_vllm_config(config):
+        init_distributed_environment(2, stage, f"file://{folder}/store", stage, "gloo")
+        initialize_model_parallel(1, 2)
+    config.parallel_config.pipeline_parallel_size, config.parallel_config.rank = 2, stage
+    streaming_heads._prompt = lambda vllm_config: PROMPT
+    layers = [] if problem == "no layers" and stage else make_layers(config, [2 * stage, 2 * stage + 1])
+    model = Model(layers, NEAR[stage])
+    if problem == "weights" and stage:
+        model.weight.data += 1
+    for _ in range(2):
+        streaming_heads.find_streaming_heads(config, model)
+    heads = {} if not layers else layers[0].impl.worker.streaming_heads
+    found = {number: sorted(of_layer) for number, of_layer in heads.items()}
+    (folder / f"found-{stage}.json").write_text(json.dumps([model.runs, found]))
+
+
+def run_both(folder: Path, problem: str | None = None) -> list[Any]:
+    """Return, for each stage, the number of its runs and its streaming heads by layer."""
+    (folder / "store").unlink(missing_ok=True)
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=run_stage, args=(stage, folder, problem)) for stage in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=240)
+        if process.is_alive():
+            process.kill()
+        assert process.exitcode == 0
+    return [json.loads((folder / f"found-{stage}.json").read_text()) for stage in range(2)]
+
+
+FOUND = [{"0": [], "1": [0, 3]}, {"2": [1], "3": []}]
+
+
+@pytest.mark.full
+def test_each_stage_finds_its_heads_in_one_run_of_the_whole_model(tmp_path: Path) -> None:
+    assert run_both(tmp_path) == [[1, FOUND[0]], [1, FOUND[1]]]
+    assert run_both(tmp_path) == [[0, FOUND[0]], [0, FOUND[1]]]  # from an earlier start
+    # The second stage has other weights, on which the heads of both stages depend.
+    assert run_both(tmp_path, "weights") == [[1, FOUND[0]], [1, FOUND[1]]]
+
+
+@pytest.mark.full
+def test_no_stage_has_streaming_heads_if_one_of_them_has_no_layer(tmp_path: Path) -> None:
+    assert run_both(tmp_path, "no layers") == [[0, {}], [0, {}]]
