@@ -34,6 +34,9 @@ from vllm_sparse_kernels.methods.top_p.method import TopP
 FULL = pytest.mark.full
 BOUND = Bound(of_default=1.5)
 LADDER = ladder_of("top_p")
+DEFAULT = LADDER.index(TopP())
+KEEPS_LOOKUPS = TopP(kept_mass=0.9, most_share=0.17)
+"""Sparsest setting without a floor that keeps the lookups of ``LookupCapturer``."""
 
 
 @dataclass
@@ -72,9 +75,9 @@ def test_low_rank_is_chosen_where_its_selection_takes_less_time(tmp_path, low_ra
     profile = best_profile(lookup_job(tmp_path, 128, TimeTable(low_rank_ms=low_rank_ms, floor_ms=100.0)))
     methods = profile.methods_of(0, HEADS)
     assert {method.channels for method in methods} == {channels}
-    # Lookups are lost below the default, and heads without lookups have the sparsest setting.
-    assert [method.kept_mass for method in methods] == [0.9, 0.7, 0.9, 0.7]
-    assert [method.most_share for method in methods] == [0.2, 0.1, 0.2, 0.1]
+    # Heads without lookups have the sparsest setting.
+    assert [method.kept_mass for method in methods] == [KEEPS_LOOKUPS.kept_mass, 0.7] * 2
+    assert [method.most_share for method in methods] == [KEEPS_LOOKUPS.most_share, 0.1] * 2
     assert profile.provenance.held_out["heads_within_bound"] == 1.0
 
 
@@ -94,10 +97,10 @@ def test_a_floor_is_chosen_for_heads_that_lose_lookups_without_it(tmp_path, best
     density = profile.provenance.figures.rows("density", profile.model)[0]
     assert density[0] > density[1]
 
-    # The default without a floor keeps a tenth more of the pairs, which takes 1 ms.
+    # The sparsest setting without a floor keeps at most a tenth more of the pairs, which takes 1 ms.
     expensive = best_profile(lookup_job(tmp_path / "expensive", head_dim, TimeTable(floor_ms=1.2)))
-    default = TopP(channels=channels)
-    assert expensive.methods_of(0, HEADS) == (default, sparse, default, sparse)
+    without_floor = replace(KEEPS_LOOKUPS, channels=channels)
+    assert expensive.methods_of(0, HEADS) == (without_floor, sparse, without_floor, sparse)
 
 
 def test_a_profile_with_both_is_written_read_and_served(tmp_path, best_of_lookups):
@@ -181,16 +184,17 @@ def test_only_settings_that_can_be_cheapest_are_judged(places, judged):
 
 
 def test_more_candidates_add_few_passes():
-    """All heads are judged in a pass. All other methods of the registry need 36 passes at most."""
+    """All heads are judged in a pass. All other methods of the registry need 40 passes at most."""
     num_kinds = {64: 2, 128: 3}
     for head_dim, kinds in num_kinds.items():
-        places = (3, 3, 9), (2, 3, 1), (3, 5, 0), (0, 0, 0)
+        last = len(LADDER) - 1
+        places = (DEFAULT, DEFAULT, last), (DEFAULT - 1, DEFAULT, 1), (DEFAULT, DEFAULT + 2, 0), (0, 0, 0)
         heads = [curve(half=half, low_rank=low_rank, floored=floored) for half, low_rank, floored in places]
         judge = FakeJudge(*heads)
         candidates = candidates_of(["top_p"], head_dim)
         assert len({kind_of(method) for method in candidates}) == kinds
         sparsest_of_kinds(judge, BOUND, candidates, any_method, TimeTable())
-        assert len(judge.passes) <= most_passes(10) + most_passes(3) * (kinds - 1) + (kinds - 2)
+        assert len(judge.passes) <= most_passes(len(LADDER)) + most_passes(DEFAULT) * (kinds - 1) + (kinds - 2)
 
 
 @pytest.mark.parametrize("low_rank_ms", [0.5, 2.0])
