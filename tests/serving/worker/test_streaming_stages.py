@@ -41,8 +41,8 @@ def run_stage(stage: int, folder: Path, problem: str | None) -> None:
     for _ in range(2):
         streaming_heads.find_streaming_heads(config, model)
     heads = {} if not layers else layers[0].impl.worker.streaming_heads
-    found = {number: sorted(of_layer) for number, of_layer in heads.items()}
-    (folder / f"found-{stage}.json").write_text(json.dumps([model.runs, found]))
+    sorted_heads = {number: sorted(of_layer) for number, of_layer in heads.items()}
+    (folder / f"result-{stage}.json").write_text(json.dumps([model.runs, sorted_heads]))
 
 
 def run_both(folder: Path, problem: str | None = None) -> list[Any]:
@@ -57,18 +57,18 @@ def run_both(folder: Path, problem: str | None = None) -> list[Any]:
         if process.is_alive():
             process.kill()
         assert process.exitcode == 0
-    return [json.loads((folder / f"found-{stage}.json").read_text()) for stage in range(2)]
+    return [json.loads((folder / f"result-{stage}.json").read_text()) for stage in range(2)]
 
 
-FOUND = [{"0": [], "1": [0, 3]}, {"2": [1], "3": []}]
+HEADS_BY_STAGE = [{"0": [], "1": [0, 3]}, {"2": [1], "3": []}]
 
 
 @pytest.mark.full
 def test_each_stage_finds_its_heads_in_one_run_of_the_whole_model(tmp_path: Path) -> None:
-    assert run_both(tmp_path) == [[1, FOUND[0]], [1, FOUND[1]]]
-    assert run_both(tmp_path) == [[0, FOUND[0]], [0, FOUND[1]]]  # from an earlier start
+    assert run_both(tmp_path) == [[1, HEADS_BY_STAGE[0]], [1, HEADS_BY_STAGE[1]]]
+    assert run_both(tmp_path) == [[0, HEADS_BY_STAGE[0]], [0, HEADS_BY_STAGE[1]]]  # from an earlier start
     # The second stage has other weights, on which the heads of both stages depend.
-    assert run_both(tmp_path, "weights") == [[1, FOUND[0]], [1, FOUND[1]]]
+    assert run_both(tmp_path, "weights") == [[1, HEADS_BY_STAGE[0]], [1, HEADS_BY_STAGE[1]]]
 
 
 @pytest.mark.full
