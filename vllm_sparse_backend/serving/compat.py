@@ -384,7 +384,7 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
     """Run the model on a prompt without a KV cache, as vLLM's profile run does.
 
     Attention layers get no metadata. With pipeline parallelism, each stage passes its output on to the next, so all
-    stages must call this.
+    stages must call this. After an error, later stages get an empty output, which is an error there too.
 
     Args:
         vllm_config: vLLM's configuration.
@@ -404,12 +404,16 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
         set_current_vllm_config(vllm_config),
         set_forward_context(None, vllm_config, num_tokens=len(token_ids)),
     ):
-        before = None
-        if has_stages and not get_pp_group().is_first_rank:
-            before = IntermediateTensors(get_pp_group().recv_tensor_dict())
-        out = model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=None)
-        if has_stages and not get_pp_group().is_last_rank:
-            get_pp_group().send_tensor_dict(out.tensors)
+        before, tensors = None, {}
+        try:
+            if has_stages and not get_pp_group().is_first_rank:
+                before = IntermediateTensors(get_pp_group().recv_tensor_dict())
+            out = model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=None)
+            if has_stages and not get_pp_group().is_last_rank:
+                tensors = out.tensors
+        finally:
+            if has_stages and not get_pp_group().is_last_rank:
+                get_pp_group().send_tensor_dict(tensors)
 
 
 def query_scale(query: torch.Tensor, layer: Any) -> float:
