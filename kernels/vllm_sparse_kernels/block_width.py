@@ -4,9 +4,9 @@
 The heads of a layer share one index. Its blocks are as wide as all methods of the layer allow, because wide blocks run
 fastest. Narrower blocks are used if three conditions are met:
 
-* Every head's method benefits from them (``Method.finest_block_tokens``), or leaves the width to the other heads
-  (``Method.leaves_width_to_others``). A few heads of A-shape thus do not force wide blocks on heads of ``top_p``,
-  which would keep up to half as many pairs more.
+* The methods of some heads benefit from them (``Method.finest_block_tokens``), and all other heads leave the width to
+  these (``Method.leaves_width_to_others``). A few heads of A-shape thus do not force wide blocks on heads of ``top_p``,
+  which would keep more pairs. Dense heads do: they keep most pairs, and run fastest in wide blocks.
 * No head needs an option that only the engine ``portable`` has.
 * The GPU's engines run them at almost no cost. These are the engines for Hopper: on ``hopper``, a kept pair costs at
   most 7 % more in blocks of 32 keys than in blocks of 128, and FlashAttention-3, which ``flash`` calls, reads pages of

@@ -46,7 +46,7 @@ class Method(ABC):
 
     @property
     def leaves_width_to_others(self) -> bool:
-        """Whether the method supports narrow blocks without benefiting from them.
+        """Whether the method supports narrow blocks, but hardly benefits from them.
 
         Such heads do not affect whether a layer has narrow blocks.
         """

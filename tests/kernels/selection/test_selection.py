@@ -112,6 +112,8 @@ def test_heads_of_a_shape_leave_the_width_to_the_other_heads(capability: tuple[i
     assert index_block_tokens([AShape(), *SALE, AShape()], 128, CUDA) == narrow
     assert index_block_tokens([AShape(), TopP()], 128, CUDA) == narrow
     assert index_block_tokens([AShape(), TopP(), BlockSparse()], 128, CUDA) == 64
+    assert index_block_tokens([AShape(), TopP(), Dense()], 128, CUDA) == 64
+    assert index_block_tokens([AShape(), TopP()], 128, CUDA, "portable") == 64
     assert index_block_tokens([AShape(), AShape(256, 1024)], 128, CUDA) == 128
 
 

@@ -20,16 +20,18 @@ TOP_BLOCKS = (8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 100, 128, 1
 """Numbers of blocks in the ladder of block-sparse heads."""
 
 
-def sink_tokens(local_tokens: int) -> int:
-    """Return the first keys in a setting of A-shape's ladder: an eighth of the window, from one to eight whole blocks.
+def a_shape_ladder() -> tuple[dict[str, int], ...]:
+    """List the settings of A-shape that searches choose from.
 
-    Args:
-        local_tokens: The setting's local window.
+    The first keys are an eighth of the window, rounded down to blocks of 128 keys: at least one block, at most eight.
+    The paper's setting, with more first keys, is added.
 
     Returns:
-        A multiple of 128.
+        Parameters, by ascending number of kept keys.
     """
-    return 128 * min(max(local_tokens // 1024, 1), 8)
+    settings = [{"sink_tokens": 128 * min(max(local // 1024, 1), 8), "local_tokens": local} for local in LOCAL_TOKENS]
+    paper = {"sink_tokens": 1024, "local_tokens": 4096}
+    return tuple(sorted([*settings, paper], key=lambda setting: sum(setting.values())))
 
 
 SPECS = (
@@ -39,7 +41,7 @@ SPECS = (
         select_a_shape,
         full=AShape(local_tokens=EVERYTHING),
         demo={"sink_tokens": 128, "local_tokens": 1024},
-        ladder=tuple({"sink_tokens": sink_tokens(local), "local_tokens": local} for local in LOCAL_TOKENS),
+        ladder=a_shape_ladder(),
         cost=0.002,
         paper="[MInference](https://arxiv.org/abs/2407.02490)",
         summary="the first and the latest keys",

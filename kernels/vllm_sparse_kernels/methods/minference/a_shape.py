@@ -36,7 +36,7 @@ class AShape(PerHead):
 
     @property
     def leaves_width_to_others(self) -> bool:
-        """True: sink and window of a tile end at multiples of 128 keys in most steps, so narrow blocks save nothing."""
+        """True: narrow blocks save less than one block of 128 keys at each end of the window."""
         return True
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
