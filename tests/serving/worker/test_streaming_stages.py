@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -15,7 +16,7 @@ NEAR = ({1: {0, 3}}, {0: {1}})
 """By stage and layer of the stage, the heads near their queries."""
 
 
-def run_stage(stage: int, folder: Path, problem: str | None) -> None:
+def run_stage(stage: int, folder: Path, name: str, problem: str | None) -> None:
     """Find the streaming heads of one stage, twice, and write what was found to ``folder``."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -23,14 +24,15 @@ def run_stage(stage: int, folder: Path, problem: str | None) -> None:
     from tests.helpers.streaming_model import PROMPT, SETTINGS, Model
     from tests.helpers.vllm_objects import make_config, make_layers, make_model
     from vllm_sparse_backend.config.keys import STREAMING
+    from vllm_sparse_backend.serving import compat
     from vllm_sparse_backend.serving.worker import streaming_heads
 
-    os.environ |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_DIST_IDENT": folder.name}
+    os.environ |= {"VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_DIST_IDENT": name}
     settings = {name: value for name, value in SETTINGS.items() if name != "streaming_heads"}  # problems are logged
     config: Any = make_config(make_model(folder / f"model-{stage}"), settings)
     config.additional_config[STREAMING] = True
     with set_current_vllm_config(config):
-        init_distributed_environment(2, stage, f"file://{folder}/store", stage, "gloo")
+        init_distributed_environment(2, stage, f"file://{folder}/{name}", stage, "gloo")
         initialize_model_parallel(1, 2)
     config.parallel_config.pipeline_parallel_size, config.parallel_config.rank = 2, stage
     streaming_heads._prompt = lambda vllm_config: PROMPT
@@ -45,13 +47,15 @@ def run_stage(stage: int, folder: Path, problem: str | None) -> None:
     heads = {} if not layers else layers[0].impl.worker.streaming_heads
     sorted_heads = {number: sorted(of_layer) for number, of_layer in heads.items()}
     (folder / f"result-{stage}.json").write_text(json.dumps([model.runs, sorted_heads]))
+    compat.gather_over_stages(None)
+    os._exit(0)  # destructors of gloo's groups can abort a process whose peer has ended
 
 
 def run_both(folder: Path, problem: str | None = None) -> list[Any]:
     """Return, for each stage, the number of its runs and its streaming heads by layer."""
-    (folder / "store").unlink(missing_ok=True)
+    name = f"store-{uuid4().hex}"  # of the shared memory too
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_stage, args=(stage, folder, problem)) for stage in range(2)]
+    processes = [context.Process(target=run_stage, args=(stage, folder, name, problem)) for stage in range(2)]
     for process in processes:
         process.start()
     for process in processes:
