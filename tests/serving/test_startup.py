@@ -176,6 +176,14 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
         ({"lora_config": object()}, "given with --enable-lora"),
         ({"cache_config.calculate_kv_scales": True}, "given with --calculate-kv-scales"),
         ({"parallel_config.data_parallel_size": 2}, "given with --data-parallel-size 2 and experts"),
+        ({"parallel_config.pipeline_parallel_size": 2}, None),
+        (
+            {
+                "parallel_config.pipeline_parallel_size": 2,
+                "compilation_config": SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True)),
+            },
+            "given with --pipeline-parallel-size 2 and sequence parallelism",
+        ),
         ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),
         ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
         ({"weight_transfer_config": object()}, "given with --weight-transfer-config"),

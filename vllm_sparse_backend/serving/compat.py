@@ -404,13 +404,19 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
         set_current_vllm_config(vllm_config),
         set_forward_context(None, vllm_config, num_tokens=len(token_ids)),
     ):
-        before, tensors = None, {}
+        before: IntermediateTensors | None = None
+        tensors: dict[str, Any] = {}
         try:
             if has_stages and not get_pp_group().is_first_rank:
                 before = IntermediateTensors(get_pp_group().recv_tensor_dict())
             out = model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=None)
             if has_stages and not get_pp_group().is_last_rank:
-                tensors = out.tensors
+                # vLLM's runners also pass on what earlier stages sent for the last. NCCL ignores strides.
+                passed_on = {**(before.tensors if before is not None else {}), **out.tensors}
+                tensors = {
+                    name: value.contiguous() if isinstance(value, torch.Tensor) else value
+                    for name, value in passed_on.items()
+                }
         finally:
             if has_stages and not get_pp_group().is_last_rank:
                 get_pp_group().send_tensor_dict(tensors)

@@ -130,6 +130,14 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
     replaces_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
     yield replaces_weights, "--weight-transfer-config", "weights that arrive later can change what heads do"
     yield _flag(model, "skip_tokenizer_init"), "--skip-tokenizer-init", "the measurement needs a prompt"
+    passes = getattr(getattr(vllm_config, "compilation_config", None), "pass_config", None)
+    splits_tokens = _flag(passes, "enable_sp") or _flag(passes, "fuse_gemm_comms")
+    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    yield (
+        stages > 1 and splits_tokens,
+        f"--pipeline-parallel-size {stages} and sequence parallelism",
+        "each rank of a stage passes only a part of the tokens on",
+    )
     engines = getattr(parallel, "data_parallel_size", 1)
     in_lockstep = engines > 1 and getattr(parallel, "is_moe_model", None) is not False
     yield in_lockstep, f"--data-parallel-size {engines} and experts", "engines would have to run the model together"
