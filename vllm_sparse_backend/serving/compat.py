@@ -384,18 +384,46 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
     """Run the model on a prompt without a KV cache, as vLLM's profile run does.
 
     Attention layers get no metadata. With pipeline parallelism, each stage passes its output on to the next, so all
-    stages must call this. After an error, later stages get an empty output, which is an error there too.
+    stages must call this. After an error, later stages get an empty output, and raise an error too.
 
     Args:
         vllm_config: vLLM's configuration.
         model: The loaded model, or this worker's stage of it.
         token_ids: The prompt, at most as long as a step's new tokens.
+
+    Raises:
+        RuntimeError: An earlier pipeline stage failed.
     """
     from vllm.distributed.parallel_state import get_pp_group
-    from vllm.forward_context import set_forward_context
     from vllm.sequence import IntermediateTensors
 
-    has_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        _forward(vllm_config, model, token_ids, None)
+        return
+    group = get_pp_group()
+    received: dict[str, Any] = {}
+    passed_on: dict[str, Any] = {}
+    try:
+        if not group.is_first_rank:
+            received = group.recv_tensor_dict() or {}
+            if not received:
+                raise RuntimeError("an earlier pipeline stage failed")
+        out = _forward(vllm_config, model, token_ids, IntermediateTensors(received) if received else None)
+        if not group.is_last_rank:
+            # Like vLLM's runners, pass on what earlier stages sent, because later stages may need it. NCCL ignores strides.
+            passed_on = {
+                name: value.contiguous() if isinstance(value, torch.Tensor) else value
+                for name, value in {**received, **out.tensors}.items()
+            }
+    finally:
+        if not group.is_last_rank:
+            group.send_tensor_dict(passed_on)
+
+
+def _forward(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int], before: Any) -> Any:
+    """Run this worker's stage of the model. ``before`` is the output of the stage before it, or None."""
+    from vllm.forward_context import set_forward_context
+
     device = current_device()
     ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
     positions = torch.arange(len(token_ids), dtype=torch.int64, device=device)
@@ -404,22 +432,7 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
         set_current_vllm_config(vllm_config),
         set_forward_context(None, vllm_config, num_tokens=len(token_ids)),
     ):
-        before: IntermediateTensors | None = None
-        tensors: dict[str, Any] = {}
-        try:
-            if has_stages and not get_pp_group().is_first_rank:
-                before = IntermediateTensors(get_pp_group().recv_tensor_dict())
-            out = model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=None)
-            if has_stages and not get_pp_group().is_last_rank:
-                # vLLM's runners also pass on what earlier stages sent for the last. NCCL ignores strides.
-                passed_on = {**(before.tensors if before is not None else {}), **out.tensors}
-                tensors = {
-                    name: value.contiguous() if isinstance(value, torch.Tensor) else value
-                    for name, value in passed_on.items()
-                }
-        finally:
-            if has_stages and not get_pp_group().is_last_rank:
-                get_pp_group().send_tensor_dict(tensors)
+        return model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=None)
 
 
 def query_scale(query: torch.Tensor, layer: Any) -> float:

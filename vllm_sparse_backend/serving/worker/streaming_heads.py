@@ -47,7 +47,8 @@ CHECKSUM_BYTES = 4 << 20
 """Bytes of a weight that are summed up at a time: each takes 16 bytes of temporary memory."""
 
 _asked: WeakSet[torch.nn.Module] = WeakSet()
-"""Models whose heads this process has looked for: ranks must not wait for each other a second time."""
+"""Models for which this process has already looked for streaming heads. It must not do so twice, because all ranks have
+to take part."""
 
 StreamingHeads = Mapping[int, frozenset[int]]
 """By layer, the numbers of its streaming heads on this rank."""
@@ -92,7 +93,9 @@ def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> Non
             logger.info("%s: %s", WITHOUT, problems[0])
         return
     start = time.monotonic()
-    ranks = _Ranks(worker.rank, is_required)
+    stage, num_stages = compat.pipeline_parallel(vllm_config)
+    place = f"rank {worker.rank}" + (f" of pipeline stage {stage}" if num_stages > 1 else "")
+    ranks = _Ranks(worker.rank, place, is_required)
     inputs = ranks.attempt("the prompt and the checksums of the weights", lambda: _inputs(vllm_config, model))
     if inputs is None:
         return
@@ -118,10 +121,12 @@ class _Ranks:
 
     Attributes:
         rank: This tensor-parallel rank.
+        place: This rank and its pipeline stage, for the log.
         is_required: Whether the server stops if heads cannot be found.
     """
 
     rank: int
+    place: str
     is_required: bool
 
     def attempt(self, step: str, call: Callable[[], T]) -> T | None:
@@ -143,7 +148,7 @@ class _Ranks:
         except Exception as caught:
             error = caught
             reason = str(error).partition("\n")[0]
-            problem = f"{step} failed on rank {self.rank}: {type(error).__name__}: {reason}"
+            problem = f"{step} failed on {self.place}: {type(error).__name__}: {reason}"
             # Logged before this rank waits: another rank may wait for this one in the run.
             logger.warning("sparse-prefill: streaming heads are not found: %s", problem)
         problems = [other for other in compat.gather_over_stages(problem) if other]
