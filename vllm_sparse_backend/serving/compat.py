@@ -410,7 +410,7 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
                 raise RuntimeError("an earlier pipeline stage failed")
         out = _forward(vllm_config, model, token_ids, IntermediateTensors(received) if received else None)
         if not group.is_last_rank:
-            # Like vLLM's runners, pass on what earlier stages sent, because later stages may need it. NCCL ignores strides.
+            # Later stages may need what earlier stages sent; vLLM's runners pass it on too. NCCL ignores strides.
             passed_on = {
                 name: value.contiguous() if isinstance(value, torch.Tensor) else value
                 for name, value in {**received, **out.tensors}.items()
