@@ -15,7 +15,7 @@ SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Where it is set, each of pytest's processes rewrites all tests anew, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all gpu lint readability compile-matrix cards matrix wheel clean
+.PHONY: setup demo test test-all gpu lint compile-matrix cards matrix wheel clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -44,7 +44,6 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m benchmarks.prose check
 
 # What each release of Triton makes of the Hopper kernel; no GPU needed, about ten minutes.
 compile-matrix: $(INSTALLED)
@@ -58,10 +57,6 @@ cards: $(INSTALLED)
 matrix: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
 		--out docs/results/matrix.json
-
-# Names, signatures, docstrings and imports that break a rule, each with its place.
-readability: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.readability --list
 
 wheel: $(INSTALLED)
 	@$(BIN)/python -m pip wheel --disable-pip-version-check -qq --no-deps -w dist .

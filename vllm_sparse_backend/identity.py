@@ -27,15 +27,7 @@ RELEASES = f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
 
 @lru_cache
 def package_version(name: str) -> str:
-    """Return the version of a package.
-
-    Args:
-        name: The distribution's name.
-
-    Returns:
-        The installed version; the module's own version if it is importable but not installed; otherwise
-        ``not installed``.
-    """
+    """Return the version of a package."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -27,14 +27,7 @@ logger = logging.getLogger(LOGGER)
 
 
 def unsupported(version: str) -> str | None:
-    """Return why a release of vLLM is not supported.
-
-    Args:
-        version: vLLM's version.
-
-    Returns:
-        The reason and what to install; None if the release is supported, or if a build's release is unknown.
-    """
+    """Return why a release of vLLM is not supported."""
     numbers = re.match(r"(\d+)\.(\d+)\.", version)
     release = (0, 1) if numbers is None else (int(numbers[1]), int(numbers[2]))
     if release == (0, 1) or OLDEST <= release < TOO_NEW:  # builds from a checkout without tags call themselves 0.1

@@ -37,9 +37,6 @@ def index_block_tokens(methods: Sequence[Method], head_dim: int, device: torch.d
         head_dim: Elements of a head's query or key.
         device: Device of the index.
         engine: Name of the configured engine. ``portable`` excludes narrow blocks.
-
-    Returns:
-        128, 64 or 32 keys.
     """
     usual = min(widest_block(head_dim, shared_bytes(device)) or 64, *(method.block_tokens for method in methods))
     if not _narrow_blocks_pay(methods, device, engine):

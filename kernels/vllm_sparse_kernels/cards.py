@@ -15,17 +15,7 @@ HOPPER_CAPABILITY = (9, 0)
 
 
 class Card(NamedTuple):
-    """GPUs of one compute capability.
-
-    Attributes:
-        capability: Compute capability, such as (8, 9).
-        names: Common products.
-        shared_bytes: Shared memory that one program may use (CUDA C++ Programming Guide, table of technical
-            specifications).
-        is_measured: Whether the kernels ran and were timed on such a GPU. If False, tests only compile the kernels for
-            it.
-        engines: Names of the attention engines that can serve layers on such a GPU, the fastest first.
-    """
+    """GPUs of one compute capability."""
 
     capability: tuple[int, int]
     names: str
@@ -56,14 +46,7 @@ CARDS = (
 
 
 def find_card(capability: tuple[int, int]) -> Card | None:
-    """Return the GPUs of a compute capability.
-
-    Args:
-        capability: (major, minor).
-
-    Returns:
-        The entry of ``CARDS``; None if the capability is not listed.
-    """
+    """Return the GPUs of a compute capability."""
     return next((card for card in CARDS if card.capability == tuple(capability)), None)
 
 
@@ -72,9 +55,6 @@ def status_note(capability: tuple[int, int]) -> str | None:
 
     Args:
         capability: (major, minor).
-
-    Returns:
-        A sentence without its full stop; None for a GPU on which the kernels were measured.
     """
     card = find_card(capability)
     if card is not None and card.is_measured:
@@ -94,9 +74,6 @@ def shared_bytes(device: torch.device) -> int:
 
     Args:
         device: The GPU.
-
-    Returns:
-        Bytes; 1 << 62 if there is no limit (in the interpreter).
     """
     if device.type != "cuda":
         return 1 << 62

@@ -20,25 +20,11 @@ class Constant(tl.constexpr):
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Constant":
-        """Return the constant itself, which never changes.
-
-        Args:
-            memo: As for any ``__deepcopy__``.
-
-        Returns:
-            The constant.
-        """
+        """Return the constant itself, which never changes."""
         return self
 
     def __ne__(self, other: object) -> tl.constexpr:
-        """Compare the constant with another.
-
-        Args:
-            other: A constant or a number.
-
-        Returns:
-            Whether they differ, as a compile-time constant.
-        """
+        """Compare the constant with another."""
         return EQUAL if other is self else super().__ne__(other)
 
 
@@ -59,12 +45,6 @@ def compile_time(group: Group) -> Group:
 
     Results are cached, which saves 4 of the 20 µs that such a launch takes on the host: Triton then finds the kernel by
     comparing the identity of the fields.
-
-    Args:
-        group: Numbers, booleans and strings. None is left as it is, because Triton treats it as a constant anyway.
-
-    Returns:
-        A tuple of the same class, as an argument of a launch.
     """
     fields: list[Any] = [None if value is None else tl.constexpr(value) for value in group]
     return type(group)(*fields)

@@ -57,9 +57,6 @@ def choose_engine(
         trial: Runs an engine and returns why its result is wrong, or None if it is correct; None to run no engine.
         work: What the engines compute, for the error message.
 
-    Returns:
-        The engine, and why each engine before it was not chosen.
-
     Raises:
         ValueError: No engine can serve the layer, or no engine has the name ``forced``.
     """
@@ -78,14 +75,7 @@ def choose_engine(
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a device.
-
-    Args:
-        device: Any device.
-
-    Returns:
-        (major, minor); (0, 0) if it is not a CUDA device.
-    """
+    """Return the compute capability of a device."""
     if device.type != "cuda":
         return 0, 0
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
@@ -98,16 +88,7 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 def gluon_refusal(capability: tuple[int, int], missing_gluon: str | None) -> str | None:
-    """Check whether the Gluon kernels for Hopper can run.
-
-    Args:
-        capability: Compute capability of the layer's device.
-        missing_gluon: Why the kernels could not be imported, with the name that Gluon lacks; None if they were
-            imported.
-
-    Returns:
-        Why they cannot run, as the end of a sentence; None if they can.
-    """
+    """Check whether the Gluon kernels for Hopper can run."""
     if capability != HOPPER_CAPABILITY:
         return "it is for GPUs of compute capability 9.0 (H100, H200)"
     if missing_gluon is not None:

@@ -74,14 +74,6 @@ def error_budget(eager: torch.Tensor, exact: torch.Tensor, factor: float = 3.0) 
 
     The budget is ``factor`` times the largest error of ``eager``, but at least ``factor`` roundings of the largest
     exact value, because eager may be exact by luck if there are few numbers.
-
-    Args:
-        eager: The result of plain torch operations in the kernel's dtype.
-        exact: The result in float64, of the same shape. Elements that are NaN are ignored.
-        factor: Error of the kernel relative to that of ``eager``.
-
-    Returns:
-        The budget.
     """
     counted = ~exact.isnan()
     error = (eager.double() - exact)[counted].abs().max()
@@ -91,14 +83,7 @@ def error_budget(eager: torch.Tensor, exact: torch.Tensor, factor: float = 3.0) 
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected result of attention over an index. Tokens outside the index's rows are NaN.
-
-    Attributes:
-        out: [num_tokens, num_heads, head_dim] float64.
-        lse: [num_heads, num_tokens] float64.
-        out_budget: Largest error of an element of ``out``.
-        lse_budget: Largest error of an element of ``lse``.
-    """
+    """The expected result of attention over an index. Tokens outside the index's rows are NaN."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -147,9 +132,6 @@ def failure(
         index: The keys to attend to.
         options: Approximations that heads request, or None.
         exact: The expected result; None to check only for exceptions and NaN.
-
-    Returns:
-        What is wrong, as the end of a sentence; None if the result is correct.
     """
     out = batch.empty_out()
     try:
@@ -173,9 +155,6 @@ def sharpened(batch: Batch) -> Batch:
 
     Args:
         batch: Any batch.
-
-    Returns:
-        A batch with ``SHARPEN`` times the queries.
     """
     return replace(batch, q=(SHARPEN * batch.q.float()).to(batch.q.dtype))
 
@@ -193,9 +172,6 @@ def selection_failure(
         index: An index for these rows; the engine fills the lists of ``heads``.
         heads: [n] int32 on the device, numbers of query heads.
         expected: The portable engine's selection of the same heads; None to check only the invariants of the lists.
-
-    Returns:
-        What is wrong, as the end of a sentence; None if the selection is correct.
     """
     index.block_counts.zero_()
     numbers = heads.tolist()
@@ -222,14 +198,6 @@ def agreement(index: SparseIndex, other: SparseIndex, heads: Sequence[int]) -> f
     """Return the number of blocks and stripes that both indices keep, divided by the number that at least one keeps.
 
     This copies lists from the device.
-
-    Args:
-        index: Selected keys.
-        other: Selected keys of the same rows.
-        heads: Numbers of the query heads to compare.
-
-    Returns:
-        A number from 0 to 1.
     """
     shared = total = 0
     for head in heads:

@@ -44,14 +44,6 @@ def aggregate(cls: type[T]) -> type[T]:
 
     Triton 3.6 and 3.7 have the decorator under a private name only, and do not write the constructor that takes the
     fields in order; this function adds both.
-
-    Args:
-        cls: A class whose fields are annotated with types of Gluon values (``gl.tensor``, ``gl.constexpr``,
-            ``gl.shared_memory_descriptor``, another aggregate) and whose methods are jitted.
-
-    Returns:
-        The aggregate type. Jitted code constructs it, reads its fields and carries it through loops; an aggregate is
-        immutable, so a method that changes it returns a new aggregate.
     """
     if hasattr(gluon, "aggregate"):
         public: type[T] = gluon.aggregate(cls)
@@ -103,28 +95,13 @@ class TilePointer:
 
     @gluon.jit
     def plus(self, num):
-        """Return the tile ``num`` places further.
-
-        Args:
-            num: Number of tiles to advance.
-
-        Returns:
-            A ``TilePointer``.
-        """
+        """Return the tile ``num`` places further."""
         return TilePointer(self.fields + num * FIELDS)
 
 
 @gluon.jit
 def tile_of(tiles, i_tile):
-    """Return a tile of ``Rows.tiles``.
-
-    Args:
-        tiles: [num_tiles, FIELDS] int32 by pointer.
-        i_tile: Number of the tile.
-
-    Returns:
-        A ``TilePointer``.
-    """
+    """Return a tile of ``Rows.tiles``."""
     return TilePointer(tiles + i_tile * FIELDS)
 
 
@@ -157,27 +134,13 @@ class Counter:
 
     @gluon.jit
     def plus(self, num):
-        """Return the counter after ``num`` more uses.
-
-        Args:
-            num: Number of uses.
-
-        Returns:
-            A ``Counter``.
-        """
+        """Return the counter after ``num`` more uses."""
         return Counter(self.count + num, self.NUM)
 
 
 @gluon.jit
 def new_counter(NUM: gl.constexpr):
-    """Return a counter of zero uses.
-
-    Args:
-        NUM: Slots of the ring.
-
-    Returns:
-        A ``Counter``.
-    """
+    """Return a counter of zero uses."""
     return Counter(gl.to_tensor(0), NUM)
 
 
@@ -195,54 +158,27 @@ class Channel:
 
     @gluon.jit
     def buffer(self, counter):
-        """Return the slot's memory.
-
-        Args:
-            counter: The ``Counter`` of the ring's uses.
-
-        Returns:
-            A descriptor of shared memory.
-        """
+        """Return the slot's memory."""
         return self.buffers.index(counter.slot())
 
     @gluon.jit
     def full_barrier(self, counter):
-        """Return the barrier that the slot's producer completes.
-
-        Args:
-            counter: The ``Counter`` of the ring's uses.
-
-        Returns:
-            A descriptor of the barrier.
-        """
+        """Return the barrier that the slot's producer completes."""
         return self.full.index(counter.slot())
 
     @gluon.jit
     def acquire_empty(self, counter):
-        """Wait, as the producer, until the slot may be written.
-
-        Args:
-            counter: The ``Counter`` of the ring's uses.
-        """
+        """Wait, as the producer, until the slot may be written."""
         mbarrier.wait(self.empty.index(counter.slot()), counter.parity() ^ 1)
 
     @gluon.jit
     def acquire_full(self, counter, pred=True):
-        """Wait, as a consumer, until the slot's data has arrived.
-
-        Args:
-            counter: The ``Counter`` of the ring's uses.
-            pred: Whether to wait at all.
-        """
+        """Wait, as a consumer, until the slot's data has arrived."""
         mbarrier.wait(self.full.index(counter.slot()), counter.parity(), pred=pred)
 
     @gluon.jit
     def mark_full(self, counter):
-        """As the producer, signal data that no asynchronous copy signals by itself.
-
-        Args:
-            counter: The ``Counter`` of the ring's uses.
-        """
+        """As the producer, signal data that no asynchronous copy signals by itself."""
         mbarrier.arrive(self.full.index(counter.slot()), count=1)
 
     @gluon.jit
@@ -251,22 +187,12 @@ class Channel:
 
         One thread arrives for all four warps of the group. Triton synchronises them between the wait for the product
         that reads the slot and this arrival; tests check this in the machine code.
-
-        Args:
-            counter: The ``Counter`` of the ring's uses.
         """
         mbarrier.arrive(self.empty.index(counter.slot()), count=1)
 
 
 def bulk_steps(vectors: torch.Tensor) -> TensorDescriptor:
-    """Describe vectors for bulk copies of 128 at a time.
-
-    Args:
-        vectors: [heads, n, channels] float8_e4m3fn, contiguous; n a multiple of 128.
-
-    Returns:
-        A descriptor of the matrix [heads · n, channels] with boxes of [128, channels], swizzled for matrix products.
-    """
+    """Describe vectors for bulk copies of 128 at a time."""
     rows = vectors.flatten(0, 1)
     return TensorDescriptor.from_tensor(rows, [128, rows.shape[1]], _layout_of_steps(rows.shape[1]))
 
@@ -278,29 +204,13 @@ def _layout_of_steps(num_channels: int) -> Any:
 
 @gluon.jit
 def larger_pairs(b_a, b_b):
-    """Compute the elementwise maximum in half precision, two elements per instruction.
-
-    Args:
-        b_a: float16 elements.
-        b_b: float16 elements of the same shape and layout.
-
-    Returns:
-        float16 elements.
-    """
+    """Compute the elementwise maximum in half precision, two elements per instruction."""
     return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [b_a, b_b], gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def new_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    """Allocate barriers in shared memory.
-
-    Args:
-        NUM: Number of barriers.
-        COUNT: Arrivals that complete a barrier.
-
-    Returns:
-        A descriptor of NUM barriers.
-    """
+    """Allocate barriers in shared memory."""
     bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUM):
         mbarrier.init(bars.index(i), count=COUNT)

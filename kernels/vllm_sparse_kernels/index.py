@@ -45,12 +45,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class StripeLayout:
-    """Places of one head's stripe lists.
-
-    Attributes:
-        offsets: Per tile, the offset of its list, in positions. Tiles with equal offsets share a list.
-        capacity: Positions of all lists together.
-    """
+    """Places of one head's stripe lists."""
 
     offsets: tuple[int, ...]
     capacity: int
@@ -68,49 +63,19 @@ class StripeLayout:
 
     @staticmethod
     def none(rows: Rows) -> "StripeLayout":
-        """Return the layout of a head without stripes.
-
-        Args:
-            rows: The rows of a step.
-
-        Returns:
-            A layout of capacity 0.
-        """
+        """Return the layout of a head without stripes."""
         return StripeLayout((0,) * rows.num_tiles, 0)
 
     @staticmethod
     def per_tile(rows: Rows, stripes: int) -> "StripeLayout":
-        """Return the layout of a head with a separate list for each tile.
-
-        Args:
-            rows: The rows of a step.
-            stripes: Maximum number of positions of a tile. The list of a tile is no longer than its context.
-
-        Returns:
-            The layout.
-        """
+        """Return the layout of a head with a separate list for each tile."""
         ends = rows.tile_positions.clamp(max=stripes).cumsum(0).tolist()
         return StripeLayout((0, *ends[:-1]), ends[-1]) if ends else StripeLayout((), 0)
 
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """Places of all lists of an index, which follow from the rows. Layers with equal layouts share it in a pass.
-
-    Attributes:
-        rows: The rows of a step.
-        num_heads: Query heads of this rank.
-        block_tokens: Keys of an index block.
-        block_capacity: Blocks of all lists of one head.
-        stripe_capacity: Positions of all lists of all heads.
-        longest_stripes: Capacity of the longest list of stripes, in positions.
-        block_offsets: [num_tiles] int64, offset of a tile's list of blocks among those of a head.
-        stripe_offsets: [num_heads, num_tiles] int64, offset of a list of stripes.
-        zero_counts: [num_heads, num_tiles] int32 zeros, the counts of stripes if no head has room for any; otherwise
-            None.
-        counts_shares: Whether the index has room for counts of kept shares.
-        counts_variance: Whether the index has room for counts of shares of the score variance.
-    """
+    """Places of all lists of an index, which follow from the rows. Layers with equal layouts share it in a pass."""
 
     rows: Rows
     num_heads: int
@@ -133,19 +98,7 @@ class IndexLayout:
         counts_shares: bool = False,
         counts_variance: bool = False,
     ) -> "IndexLayout":
-        """Compute the layout.
-
-        Args:
-            rows: The rows of a step.
-            num_heads: Query heads of this rank.
-            block_tokens: Keys of an index block.
-            stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
-            counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
-            counts_variance: Whether one counts shares of the score variance (``Method.counts_variance_shares``).
-
-        Returns:
-            The layout, with its tensors on the rows' device.
-        """
+        """Compute the layout."""
         stripes = stripes or {}
         capacities = rows.block_capacities(block_tokens)
         layouts = [stripes.get(head) for head in range(num_heads)]
@@ -172,15 +125,7 @@ class IndexLayout:
         )
 
     def allocate(self, workspace: Workspace) -> "SparseIndex":
-        """Allocate an index with this layout.
-
-        Args:
-            workspace: Memory of the index.
-
-        Returns:
-            An index whose counts of stripes and of shares are 0. Everything else is undefined until all heads have
-            been selected.
-        """
+        """Allocate an index with this layout."""
         empty = partial(workspace.empty, dtype=torch.int32)
         block_counts = empty(self.num_heads, self.rows.num_tiles)
         block_ids = empty(self.num_heads, self.block_capacity)
@@ -213,18 +158,6 @@ class IndexArgs(NamedTuple):
 
     No number here causes a new variant of a kernel as the batch changes, because the length of a head's lists is a
     multiple of 16. A kernel that is compiled at start-up therefore serves every later batch.
-
-    Attributes:
-        tiles: [num_tiles, 4] int32, see ``Rows.tiles``.
-        order: [num_tiles] int32, tiles in the order in which to process them (``Rows.tile_order``).
-        seq_lens: [num_rows] int32, keys of each row.
-        block_counts: [num_heads, num_tiles] int32.
-        block_ids: [num_heads, block_capacity] int32.
-        block_offsets: [num_tiles] int64.
-        stride_blocks: Elements between the lists of two heads in ``block_ids``.
-        stripe_counts: [num_heads, num_tiles] int32.
-        stripe_positions: [stripe_capacity] int32.
-        stripe_offsets: [num_heads, num_tiles] int64.
     """
 
     tiles: Any
@@ -240,14 +173,7 @@ class IndexArgs(NamedTuple):
 
 
 def padded_capacity(num_blocks: int) -> int:
-    """Round the length of a head's block lists up to a multiple of 16, for which kernels are specialised.
-
-    Args:
-        num_blocks: Blocks of all lists of one head.
-
-    Returns:
-        The padded number.
-    """
+    """Round the length of a head's block lists up to a multiple of 16, for which kernels are specialised."""
     return ceil_div(num_blocks, 16) * 16
 
 
@@ -307,10 +233,6 @@ class SparseIndex:
             workspace: Memory of the index; None for a separate workspace without a buffer.
             counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
             counts_variance: Whether one counts shares of the score variance (``Method.counts_variance_shares``).
-
-        Returns:
-            An index whose counts of stripes and of shares are 0. Everything else is undefined until all heads have
-            been selected.
         """
         layout = IndexLayout.build(rows, num_heads, block_tokens, stripes, counts_shares, counts_variance)
         return layout.allocate(workspace or Workspace(rows.device))
@@ -333,9 +255,6 @@ class SparseIndex:
             stripe_capacity: Positions of all lists of all heads.
             counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
             counts_variance: Whether one counts shares of the score variance (``Method.counts_variance_shares``).
-
-        Returns:
-            Bytes.
         """
         int32_bytes = partial(padded_bytes, dtype=torch.int32)
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
@@ -372,9 +291,6 @@ class SparseIndex:
 
         Args:
             tile: A tile of ``rows``.
-
-        Returns:
-            Blocks.
         """
         return ceil_div(tile.last_position + 1, self.block_tokens)
 
@@ -525,9 +441,6 @@ def causal_pairs(rows: Rows) -> int:
 
     Args:
         rows: The rows of a step.
-
-    Returns:
-        Pairs of all rows together.
     """
     return rows.once(
         causal_pairs,

@@ -43,11 +43,7 @@ class HeadGroup:
     method: Method
 
     def methods(self) -> list[Method]:
-        """Return the method of each head.
-
-        Returns:
-            Methods in the order of ``heads``.
-        """
+        """Return the method of each head."""
         return list(self.method.of_heads(len(self.heads)))
 
 
@@ -61,9 +57,6 @@ def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> Laye
     Args:
         methods: The method of each head.
         others: Methods of heads in other layers; heads of this layer may share results with these heads.
-
-    Returns:
-        The groups.
     """
     return group_heads(methods, Counter(method.sharing for method in (*methods, *others)))
 
@@ -74,9 +67,6 @@ def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> Laye
     Args:
         methods: The method of each head.
         counts: By ``Method.sharing``, the number of heads in all layers that may share results.
-
-    Returns:
-        The groups, in the order of their first heads.
     """
     heads: dict[Method, list[int]] = {}
     selections = [method if counts[method.sharing] > 1 else method.unshared for method in methods]
@@ -90,9 +80,6 @@ def methods_by_head(groups: LayerPlan) -> list[Method]:
 
     Args:
         groups: The plan of the layer.
-
-    Returns:
-        Methods, not merged, in the order of the heads.
     """
     methods: dict[int, Method] = {}
     for group in groups:
@@ -118,15 +105,7 @@ def fits_shared_memory(groups: LayerPlan, head_dim: int, device: torch.device) -
 
 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
-    """Collect the approximations that the heads of a layer request from ``attend``.
-
-    Args:
-        methods: The method of each head.
-        device: Device of the options' tensors.
-
-    Returns:
-        The options; None if no head has any.
-    """
+    """Collect the approximations that the heads of a layer request from ``attend``."""
     return AttendOptions.from_heads([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
 
 
@@ -136,9 +115,6 @@ def stripes_of(method: Method, rows: Rows) -> StripeLayout:
     Args:
         method: The method of a head, or a merged method.
         rows: The rows of a step.
-
-    Returns:
-        The layout. For a merged method, it is sufficient for each of its heads.
     """
     return rows.once(method, lambda: method.stripe_layout(rows))
 
@@ -178,9 +154,6 @@ class Layer:
             engine: Name of the configured attention engine, on which the width of index blocks depends. The layer
                 attends on ``portable`` until another engine is chosen (``dataclasses.replace``).
             block_tokens: Keys of an index block; None for the width that suits the methods (``block_width``).
-
-        Returns:
-            The layer. Each group selects on the first engine that accepts it.
         """
         methods = methods_by_head(groups)
         specs = [SelectSpec(group.method, device, head_dim) for group in groups]
@@ -209,9 +182,6 @@ class Layer:
         Args:
             rows: The rows of a step.
             workspace: Memory of the index; None for a workspace without a buffer.
-
-        Returns:
-            An index whose lists are undefined until ``select``.
         """
         return rows.once(self, lambda: self._layout(rows)).allocate(workspace or Workspace(rows.device))
 
@@ -275,9 +245,6 @@ def with_kept_mass(layer: Layer, share: float) -> Layer:
     Args:
         layer: The layer.
         share: p, in (0, 1].
-
-    Returns:
-        A layer that needs the same memory, kernels and engines.
     """
     return replace(
         layer, groups=tuple(replace(group, method=group.method.with_kept_mass(share)) for group in layer.groups)
@@ -303,9 +270,6 @@ def run(
             selection: a sink scales a query's output and leaves the order of its blocks unchanged. Shares and
             thresholds of methods refer to the attention that remains for keys.
         check: Whether to synchronise with the device and check the index, for debugging.
-
-    Returns:
-        The filled index, which lies in the workspace.
     """
     query, cache, rows, scale = inputs
     index = layer.allocate_index(rows, workspace)

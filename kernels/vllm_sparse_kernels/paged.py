@@ -28,27 +28,13 @@ FP8 = torch.float8_e4m3fn
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for means and weights of elements.
-
-    Args:
-        dtype: Dtype of the elements.
-
-    Returns:
-        float16 for fp8, otherwise ``dtype``.
-    """
+    """Return the dtype for means and weights of elements."""
     return torch.float16 if dtype == FP8 else dtype
 
 
 @lru_cache(maxsize=64)
 def padded_dim(head_dim: int) -> int:
-    """Return head_dim rounded up to a power of two, which Triton's own function takes 2 µs to compute.
-
-    Args:
-        head_dim: Elements of a head's query or key.
-
-    Returns:
-        Channels that kernels load.
-    """
+    """Return head_dim rounded up to a power of two, which Triton's own function takes 2 µs to compute."""
     return int(triton.next_power_of_2(head_dim))
 
 
@@ -70,11 +56,7 @@ class PagedCache:
     value_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the shapes.
-
-        Raises:
-            ValueError: Keys and values are not both [num_pages, page_size, num_kv_heads, head_dim].
-        """
+        """Check the shapes."""
         if self.keys.dim() != 4 or self.keys.shape != self.values.shape:
             raise ValueError(
                 f"PagedCache: given keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)}, expected both "
@@ -126,13 +108,7 @@ class PagedCache:
 
 
 class QueryArgs(NamedTuple):
-    """Queries as arguments of kernels; head_dim is contiguous.
-
-    Attributes:
-        q: [num_tokens, num_heads, head_dim] queries.
-        stride_token: Elements between two tokens.
-        stride_head: Elements between two heads.
-    """
+    """Queries as arguments of kernels; head_dim is contiguous."""
 
     q: Any
     stride_token: int
@@ -140,30 +116,12 @@ class QueryArgs(NamedTuple):
 
 
 def query_args(q: torch.Tensor) -> QueryArgs:
-    """Build the arguments of kernels that read queries.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim] with contiguous head_dim.
-
-    Returns:
-        The arguments.
-    """
+    """Build the arguments of kernels that read queries."""
     return QueryArgs(q, q.stride(0), q.stride(1))
 
 
 class KeyArgs(NamedTuple):
-    """Keys and their block table as arguments of kernels.
-
-    Attributes:
-        k: [num_pages, page_size, num_kv_heads, head_dim] keys.
-        stride_page: Elements between two pages.
-        stride_token: Elements between two tokens.
-        stride_head: Elements between two heads.
-        page_size: Keys of a page.
-        block_table: [num_rows, max_pages] int32, or [max_pages] for a single row.
-        stride_table: Elements between two rows of the block table; 0 for a single row.
-        v: Values, with the strides of keys; None for kernels that do not read them.
-    """
+    """Keys and their block table as arguments of kernels."""
 
     k: Any
     stride_page: int
@@ -176,19 +134,7 @@ class KeyArgs(NamedTuple):
 
 
 def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False) -> KeyArgs:
-    """Build the arguments of kernels that read keys.
-
-    Args:
-        cache: Keys and values of the layer.
-        block_table: [num_rows, max_pages] int32, or [max_pages] if kernels read a single row.
-        values: Whether kernels also read values.
-
-    Returns:
-        The arguments.
-
-    Raises:
-        ValueError: Keys and values differ in strides, or a head's elements are not contiguous.
-    """
+    """Build the arguments of kernels that read keys."""
     stride_table = block_table.stride(0) if block_table.dim() == 2 else 0
     v = cache.values if values else None
     return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, stride_table, v)
@@ -196,27 +142,14 @@ def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False)
 
 @triton.jit
 def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride_token):
-    """Return the element offsets of keys in the cache, int64, without the offsets of head and dimension.
-
-    Args:
-        block_table_ptr: Pointer to the row's first entry in the block table.
-        positions: Positions of keys in the row's sequence.
-        mask: Positions to compute. Other positions get an offset on page 0, which is always readable.
-        page_size: Keys of a page.
-        stride_page: Elements between two pages.
-        stride_token: Elements between two tokens.
-    """
+    """Return the element offsets of keys in the cache, int64, without the offsets of head and dimension."""
     page = tl.load(block_table_ptr + positions // page_size, mask=mask, other=0).to(tl.int64)
     return page * stride_page + tl.where(mask, positions % page_size, 0).to(tl.int64) * stride_token
 
 
 @triton.jit
 def widen(b_x):
-    """Convert fp8 elements to fp16; return others unchanged.
-
-    Args:
-        b_x: A block of elements.
-    """
+    """Convert fp8 elements to fp16; return others unchanged."""
     if b_x.dtype == tl.float8e4nv:
         return b_x.to(tl.float16)
     else:
@@ -225,33 +158,14 @@ def widen(b_x):
 
 @triton.jit
 def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load the queries [BLOCK_M, BLOCK_D] of a head.
-
-    Args:
-        queries: ``QueryArgs``.
-        i_head: Number of the query head.
-        token: Index of the first query in q.
-        length: Number of queries; rows past it are zero.
-        BLOCK_M: Rows of the result.
-        HEAD_DIM: Elements of a query.
-        BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
-    """
+    """Load the queries [BLOCK_M, BLOCK_D] of a head."""
     o_m = tl.arange(0, BLOCK_M)
     return load_queries_at(queries, i_head, token + o_m, o_m < length, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
 def load_queries_at(queries, i_head, o_q, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load queries [len(o_q), BLOCK_D] of a head.
-
-    Args:
-        queries: ``QueryArgs``.
-        i_head: Number of the query head.
-        o_q: Indices of the queries in q.
-        mask: Queries to load; the others are zero.
-        HEAD_DIM: Elements of a query.
-        BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
-    """
+    """Load queries [len(o_q), BLOCK_D] of a head."""
     o_d = tl.arange(0, BLOCK_D)
     return tl.load(
         queries.q + o_q.to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
@@ -261,17 +175,7 @@ def load_queries_at(queries, i_head, o_q, mask, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load keys [len(o_n), BLOCK_D] of one row and kv head.
-
-    Args:
-        keys: ``KeyArgs``.
-        i_row: Number of the row in the block table.
-        i_kv: Number of the key-value head.
-        o_n: Positions of the keys.
-        end: Position from which on keys are zero.
-        HEAD_DIM: Elements of a key.
-        BLOCK_D: Columns of the result, a power of two; those past ``HEAD_DIM`` are zero.
-    """
+    """Load keys [len(o_n), BLOCK_D] of one row and kv head."""
     o_d = tl.arange(0, BLOCK_D)
     table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
     o_k = key_offsets(table, o_n, o_n < end, keys.page_size, keys.stride_page, keys.stride_token)
@@ -284,22 +188,7 @@ def load_block(
     keys, i_row, i_kv, start, end,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Load BLOCK consecutive keys of one row and kv head. Keys of a page are loaded by one address.
-
-    Args:
-        keys: KeyArgs.
-        i_row: Number of the row.
-        i_kv: Number of the kv head.
-        start: Position of the first key, a multiple of BLOCK.
-        end: End of the row's keys.
-        PAGE: Tokens of a page.
-        BLOCK: Number of keys.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-
-    Returns:
-        [BLOCK, BLOCK_D], 0 from ``end`` on.
-    """
+    """Load BLOCK consecutive keys of one row and kv head. Keys of a page are loaded by one address."""
     start = tl.cast(start, tl.int32)  # the interpreter's loops use Python's integers
     o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
@@ -316,16 +205,7 @@ def load_block(
 def key_means(
     cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int, means: torch.Tensor, workspace: Workspace
 ) -> None:
-    """Compute the mean key of one row.
-
-    Args:
-        cache: Keys and values of the layer.
-        block_table: [num_rows, max_pages] int32.
-        row: Number of the row.
-        seq_len: Number of keys.
-        means: [num_kv_heads, head_dim padded to a power of two] float32; written.
-        workspace: Memory of the sums, ``key_sums_bytes`` of it.
-    """
+    """Compute the mean key of one row."""
     num_splits = ceil_div(seq_len, SPLIT_TOKENS)
     with workspace.frame():
         sums = workspace.empty(num_splits, *means.shape)
@@ -338,16 +218,7 @@ def key_means(
 
 
 def key_sums_bytes(seq_len: int, num_kv_heads: int, head_dim: int) -> int:
-    """Return the workspace memory that ``key_means`` needs.
-
-    Args:
-        seq_len: Number of keys of the row.
-        num_kv_heads: Number of kv heads.
-        head_dim: Channels of a head.
-
-    Returns:
-        Bytes.
-    """
+    """Return the workspace memory that ``key_means`` needs."""
     return padded_bytes(ceil_div(seq_len, SPLIT_TOKENS), num_kv_heads, padded_dim(head_dim))
 
 

@@ -33,9 +33,6 @@ def ceil_div(a: int, b: int) -> int:
     Args:
         a: The dividend.
         b: The divisor, at least 1.
-
-    Returns:
-        ⌈a / b⌉.
     """
     return -(-a // b)
 
@@ -55,28 +52,13 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 def host_to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor from the host to the device, without synchronising with it.
-
-    Args:
-        host: A CPU tensor.
-        device: Device of the copy.
-
-    Returns:
-        The copy.
-    """
+    """Copy a tensor from the host to the device, without synchronising with it."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Up to 128 consecutive queries of one row. Tiles are counted from the row's first query of this step.
-
-    Attributes:
-        row: Number of the row.
-        token: Index of the tile's first query in q.
-        length_tokens: Number of queries: 128, or fewer at the row's end.
-        position: Position of the first query in the row's sequence.
-    """
+    """Up to 128 consecutive queries of one row. Tiles are counted from the row's first query of this step."""
 
     row: int
     token: int
@@ -117,11 +99,7 @@ class Rows:
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the lengths.
-
-        Raises:
-            ValueError: Sequences differ in length, or a number of tokens is out of range.
-        """
+        """Check the lengths."""
         lengths = {len(self.query_starts), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
         if len(lengths) != 1:
             raise ValueError(
@@ -211,9 +189,6 @@ class Rows:
 
         Args:
             row: Number of the row.
-
-        Returns:
-            A range of numbers.
         """
         return range(self.tile_starts[row], self.tile_starts[row + 1])
 
@@ -233,9 +208,6 @@ class Rows:
         Args:
             key: Key of the value.
             make: Computes the value, on the first call with this key.
-
-        Returns:
-            The value.
         """
         if key not in self._computed:
             self._computed[key] = make()
@@ -261,9 +233,6 @@ class Rows:
 
         Args:
             block_tokens: Keys of a block.
-
-        Returns:
-            Pairs of all tiles together.
         """
         return self.once(
             ("masked_pairs", block_tokens),

@@ -49,27 +49,12 @@ CHUNK_ROWS = 64
 
 @triton.jit
 def counted_head(position, TILE: tl.constexpr, EVERY: tl.constexpr):
-    """Return which of EVERY consecutive selected heads is counted in a tile. Host code calls ``counted_head.fn``.
-
-    Args:
-        position: Position of the tile's first query in its sequence.
-        TILE: ``TILE_TOKENS``.
-        EVERY: ``COUNT_EVERY``.
-
-    Returns:
-        A number below EVERY.
-    """
+    """Return which of EVERY consecutive selected heads is counted in a tile. Host code calls ``counted_head.fn``."""
     return position // TILE % EVERY
 
 
 def count_shares(counts: torch.Tensor, shares: torch.Tensor, lifted: int) -> None:
-    """Add shares to a line of counts, in plain torch.
-
-    Args:
-        counts: [SHARE_FIELDS] int64; written.
-        shares: [queries] float32. Shares that are not numbers are left out; a share above 1 counts as 1.
-        lifted: Number of these queries that added blocks.
-    """
+    """Add shares to a line of counts, in plain torch."""
     shares = shares[shares.isfinite()].clamp(max=1.0)
     if not len(shares):
         return
@@ -102,22 +87,13 @@ def least_share(counts: list[int]) -> float | None:
 
     Args:
         counts: A line of counts, on the host.
-
-    Returns:
-        The share; None if nothing was counted.
     """
     return 1 - counts[LOST.value] / UNIT.value if sum(counts[: len(EDGES) + 1]) else None
 
 
 @triton.jit
 def count_share(share, edges, line):
-    """Add one share to a line of counts; see ``count_shares``.
-
-    Args:
-        share: float32. A share that is not a number is left out; a share outside of [0, 1] counts as 0 or 1.
-        edges: [NUM_EDGES] float32, ``EDGES``.
-        line: Pointer to SHARE_FIELDS int64.
-    """
+    """Add one share to a line of counts; see ``count_shares``."""
     o_f = tl.arange(0, SHARE_FIELDS)
     b_share = tl.zeros([SHARE_FIELDS], tl.float32) + share
     is_number = b_share == b_share
@@ -151,9 +127,6 @@ def _add_share_counts_kernel(row_counts, totals, i_total, num_rows, CHUNK: tl.co
     Args:
         row_counts: [num_rows, SHARE_FIELDS] int64.
         totals: [n, SHARE_FIELDS] int64; written.
-        i_total: Line of ``totals``.
-        num_rows: Number of rows.
-        CHUNK: Rows of a program.
     """
     o_r = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     o_f = tl.arange(0, SHARE_FIELDS)

@@ -31,12 +31,7 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
-        """Create a workspace.
-
-        Args:
-            device: Device of the tensors.
-            buffer: [bytes] uint8 on that device; None to let torch allocate every tensor.
-        """
+        """Create a workspace."""
         self.device = device
         self.buffer = buffer
         self.used_bytes = 0
@@ -50,9 +45,6 @@ class Workspace:
         Args:
             *shape: Sizes of its dimensions.
             dtype: Type of its elements.
-
-        Returns:
-            An uninitialised contiguous tensor, valid until the surrounding ``frame`` ends.
 
         Raises:
             MemoryError: The buffer has no room for it.
@@ -84,20 +76,12 @@ class Workspace:
         return self._views[begin, dtype, shape]
 
     def frame(self) -> "Frame":
-        """At the end of the ``with`` block, release all tensors allocated inside it; they become invalid.
-
-        Returns:
-            The context.
-        """
+        """At the end of the ``with`` block, release all tensors allocated inside it; they become invalid."""
         return Frame(self)
 
 
 class Frame:
-    """Context of ``Workspace.frame``. Each layer enters several frames, and a class takes half of a generator's time.
-
-    Args:
-        workspace: The workspace whose memory it releases.
-    """
+    """Context of ``Workspace.frame``. Each layer enters several frames, and a class takes half of a generator's time."""
 
     __slots__ = ("_used_bytes", "_workspace")
 
@@ -111,24 +95,10 @@ class Frame:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the memory.
-
-        Args:
-            kind: Type of the error that ends the block; None without one.
-            error: The error.
-            trace: Its traceback.
-        """
+        """Release the memory."""
         self._workspace.used_bytes = self._used_bytes
 
 
 def padded_bytes(*shape: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the memory that ``Workspace.empty`` needs for a tensor.
-
-    Args:
-        *shape: Sizes of its dimensions.
-        dtype: Type of its elements.
-
-    Returns:
-        Bytes, including the padding to ``ALIGN_BYTES``.
-    """
+    """Return the memory that ``Workspace.empty`` needs for a tensor."""
     return -(-torch.Size(shape).numel() * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES

@@ -104,12 +104,7 @@ class Job:
         return {"prompts": self.prompts, "held-out": self.held_out}
 
     def open_folder(self) -> None:
-        """Create the job's folder, or check that it belongs to this job.
-
-        Raises:
-            ConfigurationError: The folder belongs to another job (the message names the differences), or a prompt has
-                at most ``served.min_tokens`` tokens, so no part of it would run sparse.
-        """
+        """Create the job's folder, or check that it belongs to this job."""
         shortest = min((len(ids) for prompt_set in self._parts.values() for ids in prompt_set.prompts), default=0)
         if shortest <= self.served.min_tokens:
             expected = f"prompts of more than {self.served.min_tokens} tokens, because shorter prompts run dense"
@@ -135,11 +130,7 @@ class Job:
         return EstimatedCosts(self.shape.num_heads, full_ms)
 
     def first_batches(self) -> list[Batch]:
-        """Load the first prompt's chunks of the first layer that can run sparse.
-
-        Returns:
-            One batch for each chunk in which a server would prefill the prompt, on the job's device.
-        """
+        """Load the first prompt's chunks of the first layer that can run sparse."""
         captured = self.captures["prompts"][0]
         return LayerPrompt.read(captured, self.layers[0], self.served, torch.device(self.device)).batches
 
@@ -153,25 +144,14 @@ class Job:
         return card
 
     def warn_of_other_processes(self, device: torch.device) -> None:
-        """Report other processes that hold device memory, because their work would distort measured times.
-
-        Args:
-            device: The CUDA device.
-        """
+        """Report other processes that hold device memory, because their work would distort measured times."""
         free, total = torch.cuda.mem_get_info(device)
         if (held := total - free - torch.cuda.memory_reserved(device)) > OTHERS_BYTES:
             why = "their work distorts the times by which methods are chosen"
             self.progress.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
 
     def correct_engines(self, engines: Mapping[str, AttendEngine]) -> dict[str, AttendEngine]:
-        """Drop engines whose attention over a generated prompt with the model's heads is wrong.
-
-        Args:
-            engines: Attention engines by name.
-
-        Returns:
-            The engines that attend correctly, and those that refuse this kind of attention.
-        """
+        """Drop engines whose attention over a generated prompt with the model's heads is wrong."""
         shape, device = self.shape, torch.device(self.device)
         heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype=self.dtype)
         plan = layer_plan([Dense()] * shape.num_heads)
@@ -213,16 +193,7 @@ class Job:
             raise ConfigurationError(f"{problem}; use a larger disk with --work, or fewer or shorter prompts")
 
     def load_or_make(self, name: str, form: Any, make: Callable[[], Any]) -> Any:
-        """Read a value from the job's folder, or compute it and write it there first.
-
-        Args:
-            name: Name of the file, without ``.json``.
-            form: The value's type, as pydantic validates it.
-            make: Computes the value, as plain JSON values.
-
-        Returns:
-            The value as an instance of ``form``. A file that cannot be read raises ConfigurationError.
-        """
+        """Read a value from the job's folder, or compute it and write it there first."""
         path = self.folder / f"{name}.json"
         if not path.exists():
             write_json(path, make())

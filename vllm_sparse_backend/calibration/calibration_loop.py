@@ -55,44 +55,19 @@ UNBOUNDED = ("share_prefill+paper",)
 
 
 def calibratable_methods() -> list[str]:
-    """List the methods that ``parse_strategy`` accepts.
-
-    Returns:
-        Their names, sorted.
-    """
+    """List the methods that ``parse_strategy`` accepts."""
     return sorted({*PAPERS, *(name for name, spec in METHODS.items() if spec.ladder)})
 
 
 def independent_methods() -> list[str]:
-    """List the methods whose heads do not depend on other layers. ``cheapest_strategy`` chooses from these.
-
-    Returns:
-        Their names, in the registry's order.
-    """
+    """List the methods whose heads do not depend on other layers. ``cheapest_strategy`` chooses from these."""
     return [name for name, spec in METHODS.items() if spec.ladder and spec.full.unshared == spec.full]
 
 
 def parse_strategy(
     text: str, bounds: Mapping[str, Bound], distance: float | None = None, taus: str | None = None
 ) -> Strategy:
-    """Return the search that calibrates one method.
-
-    Args:
-        text: The method's name, or NAME:FIELD=VALUE,FIELD=VALUE. The name alone selects the part of its ladder that
-            differs from the defaults in the searched numbers only. Values select the part of the ladder that has them.
-            Options that are on or off, such as ``dense_tail=true``, select the method's ladder with these options.
-        bounds: The bound of each level, by the level's name.
-        distance: SharePrefill's linkage distance up to which heads are joined; None for the default.
-        taus: SALE's first threshold and the threshold at which halving stops, as ``MOST:LEAST``; None for the ladder of
-            its description.
-
-    Returns:
-        A function that makes the search for a job and a bound.
-
-    Raises:
-        ConfigurationError: The method is unknown, or does not support these values, a bound of the mean, an absolute
-            bound, a distance, or thresholds. The search raises it for prompts that are too short for the method.
-    """
+    """Return the search that calibrates one method."""
     name, _, fields = text.partition(":")
     if fields and name in WITHOUT_LADDER:
         raise ConfigurationError(f"--method {name}: {unexpected(fields, 'no fields: its search has no ladder')}")
@@ -143,15 +118,7 @@ def _refuse_unsupported(name: str, bounds: Mapping[str, Bound], distance: float 
 
 
 def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
-    """Check that prompts are long enough for a setting to leave out any key.
-
-    Args:
-        job: Model, prompts and folder.
-        settings: The settings that a search chooses from.
-
-    Raises:
-        ConfigurationError: Every setting keeps all keys of every prompt.
-    """
+    """Check that prompts are long enough for a setting to leave out any key."""
     longest = max(len(ids) for ids in job.prompts.prompts)
     most_eager = min(settings, key=lambda setting: setting.least_prompt_tokens)
     least = most_eager.least_prompt_tokens
@@ -204,17 +171,7 @@ def _with_options(name: str, wanted: Sequence[tuple[str, str]]) -> list[Method]:
 
 
 def cheapest_strategy(methods: Sequence[str]) -> Strategy:
-    """Return the search that chooses the fastest setting among those of several methods.
-
-    Args:
-        methods: Names from ``independent_methods``.
-
-    Returns:
-        A function that makes the search for a job and a bound.
-
-    Raises:
-        ConfigurationError: A method is unknown, or its heads depend on other layers.
-    """
+    """Return the search that chooses the fastest setting among those of several methods."""
     for name in methods:
         if name not in independent_methods():
             raise ConfigurationError(f"--method: {not_one_of(name, independent_methods())}")
@@ -228,20 +185,7 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
 
 
 def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
-    """Search for methods within every level's bound, and check them on the held-out prompts.
-
-    Args:
-        job: Model, prompts and folder.
-        how: Makes the search for a bound.
-        bounds: The bound of each level, by name; the first is the profile's own level.
-        source: The command, for the profile's provenance.
-
-    Returns:
-        The profile.
-
-    Raises:
-        ConfigurationError: No head of any layer meets the first bound.
-    """
+    """Search for methods within every level's bound, and check them on the held-out prompts."""
     job.open_folder()
     findings = {}
     for name, bound in bounds.items():
@@ -258,16 +202,7 @@ def calibrate(job: Job, how: Strategy, bounds: Mapping[str, Bound], source: str)
 
 
 def choose_jointly(judge: LayerJudge, search: Search, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
-    """Choose methods for a layer until all of its heads meet the bound when they run together.
-
-    Args:
-        judge: Judges the layer's heads.
-        search: Chooses methods among those still allowed.
-        bound: The bound that each sparse head must meet.
-
-    Returns:
-        The method of each head, and the figures of that joint choice; None instead of figures if every head is dense.
-    """
+    """Choose methods for a layer until all of its heads meet the bound when they run together."""
     failed: dict[int, set[Method]] = defaultdict(set)
     given_up: set[int] = set()
 

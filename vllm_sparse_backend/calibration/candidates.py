@@ -26,15 +26,7 @@ FLOOR = 0.5
 
 
 def candidates_of(names: Sequence[str], head_dim: int) -> list[Method]:
-    """List the settings of some methods.
-
-    Args:
-        names: Names of methods with a ladder.
-        head_dim: Elements of a head's query or key.
-
-    Returns:
-        The settings, within each kind the sparsest first.
-    """
+    """List the settings of some methods."""
     settings: list[Method] = []
     for name in names:
         ladder = ladder_of(name)
@@ -58,17 +50,7 @@ def _variants(ladder: Sequence[TopP], head_dim: int) -> list[TopP]:
 
 
 def kinds_in_order(settings: Iterable[Method], costs: Costs, num_heads: int) -> list[Method]:
-    """List the kinds of some settings in the order in which they are judged.
-
-    Args:
-        settings: Settings of any methods, within each kind the sparsest first.
-        costs: Times of selection and attention.
-        num_heads: Heads of a layer.
-
-    Returns:
-        The kinds (``kind_of``), with the variants of ``top_p`` last: those without a floor first, and then the cheaper
-        selection.
-    """
+    """List the kinds of some settings in the order in which they are judged."""
     sparsest: dict[Method, Method] = {}
     for setting in settings:
         sparsest.setdefault(kind_of(setting), setting)
@@ -84,18 +66,7 @@ def kinds_in_order(settings: Iterable[Method], costs: Costs, num_heads: int) -> 
 
 
 def can_be_cheapest(setting: Method, within_bound: Iterable[Method], costs: Costs, num_heads: int) -> bool:
-    """Return whether a setting may cost a head less than the settings that are already known to be within the bound.
-
-    Args:
-        setting: A setting that is not judged yet.
-        within_bound: The head's settings within the bound, of kinds that come earlier in ``kinds_in_order``.
-        costs: Times of selection and attention.
-        num_heads: Heads of a layer.
-
-    Returns:
-        False for a setting of ``top_p`` that is not sparser than a known setting whose selection costs at most as much.
-        True for all other methods.
-    """
+    """Return whether a setting may cost a head less than the settings that are already known to be within the bound."""
     if not isinstance(setting, TopP):
         return True
     setting_ms = selection_ms(costs, setting, num_heads)

@@ -55,18 +55,7 @@ class Capture:
     """``weights_sha256`` of the model."""
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
-        """Load one captured layer.
-
-        Args:
-            layer: A layer that ``scales`` names.
-            device: Where to put the tensors.
-
-        Returns:
-            q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim].
-
-        Raises:
-            ConfigurationError: The layer's file is missing or cannot be read.
-        """
+        """Load one captured layer."""
         if not self._path(layer).is_file():
             raise ConfigurationError(f"{self._path(layer)}: missing; capture the prompt again")
         with readable(self._path(layer), "tensors"):
@@ -74,13 +63,7 @@ class Capture:
             return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
 
     def add(self, layer: int, tensors: LayerTensors, scale: float) -> None:
-        """Write one layer to the capture's folder.
-
-        Args:
-            layer: The layer's number.
-            tensors: Its contiguous queries, keys and values.
-            scale: Scale of q·k.
-        """
+        """Write one layer to the capture's folder."""
         with whole_file(self._path(layer)) as path, writable(path):
             safetensors().save_file(tensors._asdict(), path)
         self.scales[layer] = scale
@@ -90,17 +73,7 @@ class Capture:
 
     @staticmethod
     def open(folder: Path) -> "Capture":
-        """Open the capture in a folder.
-
-        Args:
-            folder: Folder that ``finish_capture`` completed.
-
-        Returns:
-            The capture that the folder contains.
-
-        Raises:
-            ConfigurationError: The folder contains no capture, or the capture cannot be read.
-        """
+        """Open the capture in a folder."""
         path = folder / "capture.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder}: no capture: capture.json is missing")
@@ -118,17 +91,6 @@ def capture_prompts(
     """Run a model on prompts, and write the inputs of its attention layers to disk.
 
     The model is loaded once, and only if a capture is missing.
-
-    Args:
-        model: Model folder in Hugging Face's format.
-        prompts: Token ids of each prompt.
-        folders: Folder of each prompt's capture. An existing capture of the same prompt and model is reused.
-        device: Where the model runs.
-        dtype: The dtype of the model, and of the captured tensors.
-
-    Yields:
-        Each prompt's capture, in order. Missing transformers, and a model without plain causal attention, raise
-        ConfigurationError.
     """
     network: Any = None
     for token_ids, folder in zip(prompts, folders, strict=True):
@@ -141,20 +103,7 @@ def capture_prompts(
 
 
 def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
-    """Return the number of tokens of a captured prompt.
-
-    Args:
-        model: The model's folder.
-        tokens: The value of ``--tokens``, or None.
-        default: Number of tokens if ``tokens`` is None, limited to the model's positions.
-
-    Returns:
-        The number of tokens.
-
-    Raises:
-        ConfigurationError: ``model`` is not a local folder (nothing is downloaded), or it has fewer positions than
-            ``tokens``.
-    """
+    """Return the number of tokens of a captured prompt."""
     config = read_config(model)
     stretched = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor")
     positions = config.get("max_position_embeddings")
@@ -168,16 +117,7 @@ def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
 
 
 def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
-    """Return the capture of this prompt by this model, if the folder contains it.
-
-    Args:
-        model: Model folder.
-        token_ids: The prompt.
-        folder: Where the capture may be.
-
-    Returns:
-        The capture, or None if the folder contains no capture or a different capture.
-    """
+    """Return the capture of this prompt by this model, if the folder contains it."""
     if not (folder / "capture.json").is_file():
         return None
     held, wanted = Capture.open(folder), _empty(model, token_ids, folder)
@@ -185,16 +125,7 @@ def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture
 
 
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
-    """Begin a capture, and replace any capture in the folder.
-
-    Args:
-        model: Model folder.
-        token_ids: The prompt.
-        folder: Where the capture goes; created if missing.
-
-    Returns:
-        A capture without layers, which ``Capture.add`` fills.
-    """
+    """Begin a capture, and replace any capture in the folder."""
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
@@ -207,14 +138,7 @@ def _empty(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
 
 
 def finish_capture(capture: Capture) -> None:
-    """Mark a capture as complete by writing its ``capture.json``.
-
-    Args:
-        capture: The capture with all of its layers.
-
-    Raises:
-        ConfigurationError: It has no layer.
-    """
+    """Mark a capture as complete by writing its ``capture.json``."""
     if not capture.scales:
         raise ConfigurationError(f"{capture.model}: no layer to capture: {capture.left_out or 'none called attention'}")
     # Written atomically, and last: an interrupted capture has no such file. No path is stored: the folder may be moved.
@@ -268,14 +192,7 @@ def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
 
 
 def weights_sha256(model: Path) -> str:
-    """Hash a model's config, and the name, size and last 64 KiB of each file of weights.
-
-    Args:
-        model: Model folder.
-
-    Returns:
-        The hexadecimal digest, which changes when the model is trained further.
-    """
+    """Hash a model's config, and the name, size and last 64 KiB of each file of weights."""
     digest = hashlib.sha256((model / "config.json").read_bytes())
     for file in sorted(file for kind in ("*.safetensors", "*.bin", "*.pt") for file in model.glob(kind)):
         size = file.stat().st_size
@@ -287,51 +204,23 @@ def weights_sha256(model: Path) -> str:
 
 
 def prompt_sha256(token_ids: Sequence[int]) -> str:
-    """Hash a prompt.
-
-    Args:
-        token_ids: The prompt, or several concatenated prompts.
-
-    Returns:
-        The hexadecimal digest of the token ids in decimal, separated by spaces.
-    """
+    """Hash a prompt."""
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()
 
 
 def load_tokenizer(model: Path) -> Any:
-    """Load a model's tokenizer with transformers.
-
-    Args:
-        model: Model folder.
-
-    Returns:
-        The tokenizer. If it is missing or cannot be read, ConfigurationError is raised.
-    """
+    """Load a model's tokenizer with transformers."""
     with readable(model, "tokenizer"):
         return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
 
 
 def begin_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens that begin every prompt in the model's training.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-
-    Returns:
-        The begin-of-sequence token, whether or not the tokenizer adds it; empty if it has no such token.
-    """
+    """Return the tokens that begin every prompt in the model's training."""
     return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
 def default_text() -> Path:
-    """Return the folder of the installed vLLM's sources, the default text of prompts. Does not import vLLM.
-
-    Returns:
-        The package's folder.
-
-    Raises:
-        ConfigurationError: vLLM is not installed.
-    """
+    """Return the folder of the installed vLLM's sources, the default text of prompts. Does not import vLLM."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError("text: not given, expected a text: vLLM, whose sources are the default, is missing")

@@ -66,15 +66,7 @@ class CheapestSearch(Search):
             self.price = price_of(layers, costs, bound.mean * job.shape.num_layers / len(layers))
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose the layer's cheapest methods among those that meet the bound and are allowed.
-
-        Args:
-            judge: Judges the layer's heads.
-            is_allowed: Whether a head may use a method.
-
-        Returns:
-            One method for each head, ``Dense()`` if no cheaper method meets the bound.
-        """
+        """Choose the layer's cheapest methods among those that meet the bound and are allowed."""
         if not self.bound.has_mean:
             held = sparsest_of_kinds(judge, self.bound, self.among, is_allowed, self.costs)
             return cheapest_methods(held, self.costs)
@@ -90,13 +82,6 @@ class CheapestSearch(Search):
 
         A head whose method fails jointly with other heads gets another method, whose error may be larger than assumed
         when the price was set.
-
-        Args:
-            methods: The chosen method of each layer and head.
-            mean_error: Their mean error over all heads of the model.
-
-        Returns:
-            Whether the mean misses its bound. Methods are then chosen again at the higher price.
         """
         if mean_error <= self.bound.mean:
             return False
@@ -111,16 +96,6 @@ def sparsest_of_kinds(
     """Find, for each head and kind, the sparsest setting that meets the bound. It is the cheapest at price 0.
 
     Settings that cannot be the cheapest are not judged (``can_be_cheapest``).
-
-    Args:
-        judge: Judges the layer's heads.
-        bound: The bound that a setting must meet.
-        among: Candidates, within each kind the sparsest first.
-        is_allowed: Whether a head may use a method.
-        costs: Times of selection and attention.
-
-    Returns:
-        For each head, at most one method of each kind, with its figures.
     """
     num_heads = judge.num_heads
     held: Held = [{} for _ in range(num_heads)]
@@ -141,28 +116,12 @@ def sparsest_of_kinds(
 
 
 def judge_uniformly(judge: LayerJudge, among: Sequence[Method]) -> dict[Method, list[HeadResult]]:
-    """Judge each method applied to all heads of the layer.
-
-    Args:
-        judge: Judges the layer's heads.
-        among: Methods.
-
-    Returns:
-        By method, the figures of each head.
-    """
+    """Judge each method applied to all heads of the layer."""
     return {method: judge.judge([method] * judge.num_heads) for method in among}
 
 
 def methods_within_bound(figures: Mapping[Method, Sequence[HeadResult]], bound: Bound) -> Held:
-    """Filter the methods of each head by the bound.
-
-    Args:
-        figures: By method, the figures of each head.
-        bound: The bound to meet.
-
-    Returns:
-        For each head, the methods that meet the bound, with their figures.
-    """
+    """Filter the methods of each head by the bound."""
     num_heads = len(next(iter(figures.values())))
     return [
         {method: results[head] for method, results in figures.items() if bound.holds(results[head])}
@@ -171,16 +130,7 @@ def methods_within_bound(figures: Mapping[Method, Sequence[HeadResult]], bound: 
 
 
 def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Costs, most_mean: float) -> float:
-    """Find the lowest price of error at which the chosen methods' mean error is within a limit.
-
-    Args:
-        layers: For each layer, the result of ``methods_within_bound``.
-        costs: Times of selection and attention.
-        most_mean: Limit of the mean error over all heads of these layers.
-
-    Returns:
-        The price in ms for an error of 1; 0 if the cheapest methods are within the limit.
-    """
+    """Find the lowest price of error at which the chosen methods' mean error is within a limit."""
 
     def holds(price: float) -> bool:
         errors = []
@@ -200,16 +150,7 @@ def price_of(layers: Sequence[Sequence[Mapping[Method, HeadResult]]], costs: Cos
 
 
 def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Costs, price: float = 0.0) -> list[Method]:
-    """Choose the methods that cost a layer least.
-
-    Args:
-        holding: For each head, the methods that it may use, with their figures; every head may also be dense.
-        costs: Times of selection and attention.
-        price: Price in ms of an error of 1.
-
-    Returns:
-        One method for each head.
-    """
+    """Choose the methods that cost a layer least."""
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
     kinds = list(dict.fromkeys(kind_of(method) for results in holding for method in results))

@@ -19,14 +19,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 
 
 class HeadTime(NamedTuple):
-    """One head of one layer.
-
-    Attributes:
-        method: Its method.
-        density: Share of causal pairs that it keeps.
-        dense_ms: Its part of the layer's time under dense attention, in ms.
-        ms: Its part of the layer's time under the profile, in ms.
-    """
+    """One head of one layer."""
 
     method: Method
     density: float
@@ -50,15 +43,7 @@ class ClassTimes:
 
 
 def times_of_classes(job: Job, level: Level) -> list[ClassTimes]:
-    """Return the times of each class of heads.
-
-    Args:
-        job: The job that made the level, with its costs.
-        level: A level of a profile, with the measured densities of its heads.
-
-    Returns:
-        The classes, with the most heads first.
-    """
+    """Return the times of each class of heads."""
     num_heads = job.shape.num_heads
     figures = level.provenance.figures
     densities = figures.rows("density", job.shape) if figures is not None else [None] * job.shape.num_layers
@@ -75,14 +60,6 @@ def head_times(methods: Sequence[Method], densities: Sequence[float], costs: Cos
 
     Heads that are selected together divide the fixed time of their selection equally, and all heads divide the fixed
     time of attention.
-
-    Args:
-        methods: The method of each head.
-        densities: Share of causal pairs that each head keeps.
-        costs: Times of selection and attention.
-
-    Returns:
-        The times of each head.
     """
     num_heads = len(methods)
     dense_ms = costs.layer.dense_ms / num_heads

@@ -13,18 +13,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 
 
 def require_module(module: str, why: str) -> Any:
-    """Import a module of a library.
-
-    Args:
-        module: The module's full name.
-        why: Beginning of the error message: what needs the module, and how to get it.
-
-    Returns:
-        The module.
-
-    Raises:
-        ConfigurationError: It cannot be imported.
-    """
+    """Import a module of a library."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -32,11 +21,7 @@ def require_module(module: str, why: str) -> Any:
 
 
 def safetensors() -> Any:
-    """Import ``safetensors.torch``.
-
-    Returns:
-        The module. Without it, ConfigurationError is raised.
-    """
+    """Import ``safetensors.torch``."""
     return require_module("safetensors.torch", "captures need safetensors, which comes with vLLM")
 
 
@@ -45,17 +30,6 @@ def readable(path: Path, what: str, remedy: str = "") -> Iterator[None]:
     """Turn any failure to read a file or folder into one ConfigurationError.
 
     Readers raise many kinds of exceptions for missing and damaged files.
-
-    Args:
-        path: The file or folder, which the message names.
-        what: Name of its content, for the message.
-        remedy: Remedy for the operator; empty if there is none.
-
-    Yields:
-        Nothing; the reading happens in the block.
-
-    Raises:
-        ConfigurationError: The block raised any exception.
     """
     try:
         yield
@@ -68,17 +42,7 @@ def readable(path: Path, what: str, remedy: str = "") -> Iterator[None]:
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Turn any failure of a library to write a file (such as a full disk) into a ConfigurationError.
-
-    Args:
-        path: The file or folder, which the message names.
-
-    Yields:
-        Nothing; the writing happens in the block.
-
-    Raises:
-        ConfigurationError: The block raised any exception.
-    """
+    """Turn any failure of a library to write a file (such as a full disk) into a ConfigurationError."""
     try:
         yield
     except Exception as error:
@@ -87,15 +51,6 @@ def writable(path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path, form: Any, remedy: str = "delete it") -> Any:
-    """Read a JSON file as a value of a type.
-
-    Args:
-        path: The file.
-        form: The type, as pydantic validates it.
-        remedy: Remedy for a damaged file.
-
-    Returns:
-        The value. A file that cannot be read as ``form`` raises ConfigurationError.
-    """
+    """Read a JSON file as a value of a type."""
     with readable(path, "contents", remedy):
         return TypeAdapter(form).validate_json(path.read_bytes(), strict=True)

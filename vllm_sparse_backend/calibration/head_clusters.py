@@ -81,18 +81,7 @@ Clusters = tuple[tuple[int, ...], ...]
 
 
 def map_side(num_tokens: int, device: str) -> int:
-    """Return the side of attention maps for a prompt.
-
-    Args:
-        num_tokens: Tokens of the prompt.
-        device: Where the autoencoder is trained.
-
-    Returns:
-        The largest side on this device, or the largest multiple of 16 that the prompt fills.
-
-    Raises:
-        ConfigurationError: The prompt is shorter than ``SHRINK`` tokens.
-    """
+    """Return the side of attention maps for a prompt."""
     if num_tokens < SHRINK:
         expected = f"at least {SHRINK} tokens, by which share_prefill's autoencoder shrinks attention maps"
         raise ConfigurationError(f"prompts: {unexpected(f'{num_tokens} tokens', expected)}")
@@ -101,21 +90,7 @@ def map_side(num_tokens: int, device: str) -> int:
 
 
 def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
-    """Average the causal attention of a layer's heads over ``side`` × ``side`` blocks of equal width.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim].
-        k: [num_tokens, num_kv_heads, head_dim], of the same tokens. Trailing tokens that do not fill a block are
-            dropped.
-        scale: Scale of q·k.
-        side: Blocks in each direction.
-
-    Returns:
-        [num_heads, side, side] float16 on the host, each map divided by its largest value.
-
-    Raises:
-        ValueError: The prompt has fewer tokens than ``side``.
-    """
+    """Average the causal attention of a layer's heads over ``side`` × ``side`` blocks of equal width."""
     width = len(q) // side
     if width == 0:
         raise ValueError(f"attention_maps: given {len(q)} tokens, expected at least side = {side}")
@@ -140,17 +115,7 @@ def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width
 
 
 def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
-    """Build the encoder and decoder of the paper's table 3.
-
-    Args:
-        side: Side of the maps, a multiple of 16.
-
-    Returns:
-        Encoder [n, 1, side, side] → [n, 64], and the reverse decoder.
-
-    Raises:
-        ValueError: ``side`` is not a multiple of 16.
-    """
+    """Build the encoder and decoder of the paper's table 3."""
     if side % SHRINK:
         raise ValueError(f"autoencoder: given maps of side {side}, expected a multiple of {SHRINK}")
     small = side // SHRINK
@@ -169,32 +134,15 @@ def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
 
 
 class EarlyStop:
-    """Decides after each epoch whether training still lowers the loss by enough.
-
-    Attributes:
-        losses: Loss of each epoch so far.
-    """
+    """Decides after each epoch whether training still lowers the loss by enough."""
 
     def __init__(self, device_type: str, patience: int = PATIENCE) -> None:
-        """Initialise the rule.
-
-        Args:
-            device_type: ``cpu`` measures drops relative to the first loss, other devices relative to the best loss.
-            patience: Number of epochs over which the drop of the loss is measured.
-        """
+        """Initialise the rule."""
         self.device_type, self.patience = device_type, patience
         self.losses: list[float] = []
 
     def has_converged(self, loss: float) -> bool:
-        """Record the loss of an epoch, and return whether training should stop.
-
-        Args:
-            loss: Loss of the epoch.
-
-        Returns:
-            True if the best loss of the last ``patience`` epochs is too close to the best loss before them. False in
-            the first ``patience`` epochs.
-        """
+        """Record the loss of an epoch, and return whether training should stop."""
         self.losses.append(loss)
         before, latest = self.losses[: -self.patience], self.losses[-self.patience :]
         if not before:
@@ -221,17 +169,7 @@ def representations(
     epochs: int = EPOCHS,
     progress: JobProgress | None = None,
 ) -> torch.Tensor:
-    """Train an autoencoder on maps, and return their latent values. The result is deterministic.
-
-    Args:
-        maps: n maps [side, side] of any scale and dtype, which are moved to ``device``.
-        device: Where training runs.
-        epochs: Maximum number of epochs.
-        progress: Advances by a step for each epoch.
-
-    Returns:
-        [n, 64] float32 on ``device``.
-    """
+    """Train an autoencoder on maps, and return their latent values. The result is deterministic."""
     progress = progress or JobProgress()
     side, device, on_device = maps[0].shape[-1], torch.device(device), [head_map.to(device) for head_map in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
@@ -268,15 +206,7 @@ def representations(
 
 
 def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
-    """Cluster points with Ward's linkage.
-
-    Args:
-        points: [n, d].
-        distance: Linkage distance up to which clusters are joined.
-
-    Returns:
-        The label of each point.
-    """
+    """Cluster points with Ward's linkage."""
     if len(points) < 2:
         return [0] * len(points)
     hierarchy = require_scipy()
@@ -285,11 +215,7 @@ def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
 
 
 def require_scipy() -> Any:
-    """Import scipy's hierarchical clustering.
-
-    Returns:
-        The module ``scipy.cluster.hierarchy``. Without scipy, ConfigurationError is raised.
-    """
+    """Import scipy's hierarchical clustering."""
     return require_module(
         "scipy.cluster.hierarchy", "clusters need scipy (pip install 'vllm-sparse-backend[calibrate]')"
     )
@@ -302,18 +228,7 @@ def cluster_heads(
     epochs: int = EPOCHS,
     progress: JobProgress | None = None,
 ) -> Clusters:
-    """Cluster all heads of a model by their attention maps.
-
-    Args:
-        maps: For each layer, [num_heads, side, side].
-        distance: Linkage distance up to which heads are joined.
-        device: Where the autoencoder is trained.
-        epochs: Maximum number of training epochs.
-        progress: Advances by a step for each epoch.
-
-    Returns:
-        For each layer, the cluster of each head, numbered from 0 by first member; −1 for noise.
-    """
+    """Cluster all heads of a model by their attention maps."""
     num_heads = len(maps[0])
     latent = representations([head_map for layer in maps for head_map in layer], device, epochs, progress)
     spread = latent.std(0)
@@ -333,18 +248,7 @@ def head_clusters(
     distance: float = DISTANCE,
     progress: JobProgress | None = None,
 ) -> Clusters:
-    """Compute SharePrefill's clusters from a captured prompt.
-
-    Args:
-        captured: The prompt's capture.
-        device: Where maps are made and the autoencoder is trained.
-        side: Side of the attention maps.
-        distance: Linkage distance up to which heads are joined.
-        progress: Gets a step for each layer's maps, then for each epoch.
-
-    Returns:
-        For each layer, the cluster of each head; heads of layers that were not captured are noise.
-    """
+    """Compute SharePrefill's clusters from a captured prompt."""
     progress = progress or JobProgress()
     layers = sorted(captured.scales)
     maps = []

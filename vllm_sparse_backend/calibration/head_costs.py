@@ -70,14 +70,7 @@ class Costs(Protocol):
     """Source of the times that a search weighs."""
 
     def of(self, method: Method) -> Cost:
-        """Return the times of a method's kind.
-
-        Args:
-            method: A method of the kind (``kind_of``).
-
-        Returns:
-            Times in ms over the first prompt.
-        """
+        """Return the times of a method's kind."""
 
     @property
     def layer(self) -> LayerCost:
@@ -86,28 +79,13 @@ class Costs(Protocol):
 
 @lru_cache(maxsize=4096)
 def kind_of(method: Method) -> Method:
-    """Return the key of a method's kind: methods with equal keys are selected together, by the same kernels.
-
-    Args:
-        method: The method of a head, or a merger of several.
-
-    Returns:
-        The method's ``group_key``; for ``top_p``, with the highest floor of its heads.
-    """
+    """Return the key of a method's kind: methods with equal keys are selected together, by the same kernels."""
     return method.size_key if isinstance(method, TopP) else method.group_key
 
 
 @lru_cache(maxsize=4096)
 def includes(kind: Method, method: Method) -> bool:
-    """Return whether a kind's kernels can also select heads of this method.
-
-    Args:
-        kind: A kind, from ``kind_of``.
-        method: The method of a head.
-
-    Returns:
-        True for methods of the kind, and for ``top_p`` with a lower floor or none.
-    """
+    """Return whether a kind's kernels can also select heads of this method."""
     if kind.group_key != method.group_key:
         return False
     return kind_of(kind.merged([kind, method])) == kind
@@ -119,31 +97,13 @@ def _name(method: Method) -> str:
 
 
 def head_ms(costs: Costs, method: Method, density: float) -> float:
-    """Return the time that one more head of a method's kind takes.
-
-    Args:
-        costs: Times of selection and attention.
-        method: The head's method.
-        density: Share of its pairs that the head keeps.
-
-    Returns:
-        Time in ms over the first prompt.
-    """
+    """Return the time that one more head of a method's kind takes."""
     cost = costs.of(method)
     return cost.head_ms + density * cost.full_ms
 
 
 def selection_ms(costs: Costs, method: Method, num_heads: int) -> float:
-    """Return the time of selection for a layer whose heads all have methods of one kind.
-
-    Args:
-        costs: Times of selection and attention.
-        method: A method of the kind.
-        num_heads: Heads of the layer.
-
-    Returns:
-        Time in ms over the first prompt.
-    """
+    """Return the time of selection for a layer whose heads all have methods of one kind."""
     cost = costs.of(method)
     return cost.group_ms + num_heads * cost.head_ms
 
@@ -159,14 +119,7 @@ class EstimatedCosts:
     """False to count only kept pairs, for device-independent searches for the sparsest methods."""
 
     def of(self, method: Method) -> Cost:
-        """Estimate the times of a method's kind.
-
-        Args:
-            method: A method.
-
-        Returns:
-            Times in ms, in proportion to ``full_ms``. The time of a floor, which depends on the prompt, is left out.
-        """
+        """Estimate the times of a method's kind."""
         selection = METHODS[name_of(method)].cost * self.full_ms * self.selects
         if isinstance(method, TopP) and method.channels == "low_rank":
             selection *= LOW_RANK_SHARE
@@ -199,14 +152,7 @@ class MeasuredCosts:
         self.known: SavedCosts = read_json(path, SavedCosts) if path.exists() else SavedCosts(None, {})
 
     def of(self, method: Method) -> Cost:
-        """Return the times of a method's kind. Unknown times are measured and saved first.
-
-        Args:
-            method: A method.
-
-        Returns:
-            Times in ms, rounded to three digits.
-        """
+        """Return the times of a method's kind. Unknown times are measured and saved first."""
         if (name := _name(method)) not in self.known.kinds:
             self.known.kinds[name] = self._measure(method, self.batches())
             write_json(self.path, asdict(self.known))

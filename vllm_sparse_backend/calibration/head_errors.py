@@ -92,35 +92,15 @@ class Bound:
 
         ``of_default`` is unchanged, because it compares two methods on the same prompts. ``absolute`` is unchanged,
         because it is the paper's number.
-
-        Args:
-            margin: Share by which each error limit is lowered.
-
-        Returns:
-            The tighter bound.
         """
         return replace(self, **{name: getattr(self, name) * (1 - margin) for name in ERRORS})
 
     def holds(self, figures: HeadResult) -> bool:
-        """Return whether a head meets the bound, including on unseen prompts as ``HeadResult.unseen`` predicts.
-
-        Args:
-            figures: The head's figures.
-
-        Returns:
-            True if every limit is met; False if a figure is NaN.
-        """
+        """Return whether a head meets the bound, including on unseen prompts as ``HeadResult.unseen`` predicts."""
         return all(share <= 1 for share in self._shares(figures.unseen or figures))
 
     def used_fraction(self, figures: HeadResult) -> float:
-        """Return the fraction of the bound that a head uses on these prompts.
-
-        Args:
-            figures: The head's figures.
-
-        Returns:
-            The largest ratio of error to limit. Above 1, the head misses the bound.
-        """
+        """Return the fraction of the bound that a head uses on these prompts."""
         return max(self._shares(figures))
 
     def _shares(self, errors: HeadResult | Errors) -> list[float]:
@@ -140,11 +120,4 @@ class LayerJudge(Protocol):
     num_heads: int
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Measure one method for each head, in one pass of selection and attention over each chunk.
-
-        Args:
-            methods: One method for each head.
-
-        Returns:
-            The figures of each head.
-        """
+        """Measure one method for each head, in one pass of selection and attention over each chunk."""

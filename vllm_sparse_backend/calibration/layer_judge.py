@@ -47,13 +47,7 @@ State = dict[Hashable, Any]
 
 
 class Outcome(NamedTuple):
-    """Effect of methods on the heads of one prompt, on the device.
-
-    Attributes:
-        errors: [num_queries, num_heads] float32, ‖o − õ‖₁ / ‖o‖₁ of each query.
-        absolute: [num_heads] float64, the sum of ‖o − õ‖₁ over queries divided by the prompt's tokens.
-        kept_pairs: [num_heads] float64.
-    """
+    """Effect of methods on the heads of one prompt, on the device."""
 
     errors: torch.Tensor
     absolute: torch.Tensor
@@ -73,13 +67,7 @@ class Served:
 
 
 class LongContexts(NamedTuple):
-    """Other methods for the chunks of a prompt that have a long context.
-
-    Attributes:
-        context_tokens: Earlier tokens from which a chunk uses them.
-        groups: The layer's heads, grouped by method.
-        block_tokens: Keys of an index block.
-    """
+    """Other methods for the chunks of a prompt that have a long context."""
 
     context_tokens: int
     groups: LayerPlan
@@ -102,18 +90,7 @@ class LayerPrompt:
     def read(
         captured: Capture, layer: int, served: Served, device: torch.device, before: Sequence[State] = ()
     ) -> "LayerPrompt":
-        """Load a captured layer and compute its output under dense attention.
-
-        Args:
-            captured: The prompt's capture.
-            layer: A captured layer's number.
-            served: How a server prefills the prompt.
-            device: Where the tensors go.
-            before: For each chunk, the state that earlier layers left; empty if there is none.
-
-        Returns:
-            The layer's chunks and their dense outputs.
-        """
+        """Load a captured layer and compute its output under dense attention."""
         tensors, scale = captured.read(layer, device), captured.scales[layer]
         cache = PagedCache(paged(tensors.k), paged(tensors.v))
         rows = chunk_rows(captured.num_tokens, served.chunk_tokens, device, served.min_tokens)
@@ -135,17 +112,7 @@ class LayerPrompt:
     def passes(
         self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
     ) -> Iterator[tuple[torch.Tensor, SparseIndex, State]]:
-        """Select and attend chunk by chunk.
-
-        Args:
-            groups: The layer's heads, grouped by method.
-            engines: Attention engines of a CUDA device by name; None or empty to use the references.
-            long: Other methods for chunks with a long context; None if all chunks have the same.
-
-        Yields:
-            For each chunk: output [query_len, num_heads, head_dim], the index of kept keys, and the state left to the
-            next layer.
-        """
+        """Select and attend chunk by chunk."""
         for i, batch in enumerate(self.batches):
             rows = replace(batch.rows)  # no state remains between passes
             rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
@@ -162,16 +129,7 @@ class LayerPrompt:
     def outcome(
         self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
     ) -> Outcome:
-        """Compare the output under a method with the dense output, for all chunks.
-
-        Args:
-            groups: The layer's heads, grouped by method.
-            engines: Attention engines of a CUDA device by name; None to use the references.
-            long: Other methods for chunks with a long context; None if all chunks have the same.
-
-        Returns:
-            Errors and kept pairs of each head.
-        """
+        """Compare the output under a method with the dense output, for all chunks."""
         errors, absolute, pairs = [], [], []
         for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines, long), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -184,29 +142,13 @@ class LayerPrompt:
 
 
 def streaming_heads_of(tensors: LayerTensors, scale: float) -> frozenset[int]:
-    """Find a layer's streaming heads by the rule of a server, on the first tokens of a captured prompt.
-
-    Args:
-        tensors: The captured layer.
-        scale: Factor from q·k to scores.
-
-    Returns:
-        Numbers of the streaming heads.
-    """
+    """Find a layer's streaming heads by the rule of a server, on the first tokens of a captured prompt."""
     query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
     return attend_and_measure(query, key, value, AttentionTraits(scale))[1].streaming_heads()
 
 
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
-    """Reduce queries' errors to the figures of ``Errors``, except the last, ``absolute``.
-
-    Args:
-        errors: [num_queries, num_heads], under the method.
-        of_default: [num_queries, num_heads], under the server's default.
-
-    Returns:
-        [4, num_heads] float64, in the order of ``Errors``.
-    """
+    """Reduce queries' errors to the figures of ``Errors``, except the last, ``absolute``."""
     mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
     (more,) = error_quantiles(errors - of_default, BEYOND_P999)
     return torch.stack(
@@ -215,15 +157,7 @@ def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Te
 
 
 def error_quantiles(of_queries: torch.Tensor, *shares: float) -> list[torch.Tensor]:
-    """Return upper quantiles of queries' errors.
-
-    Args:
-        of_queries: [num_queries, num_heads].
-        shares: Shares of queries that exceed the quantile.
-
-    Returns:
-        [num_heads] float64 for each share.
-    """
+    """Return upper quantiles of queries' errors."""
     ordered = of_queries.sort(0).values
     return [ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in shares]
 
@@ -252,14 +186,7 @@ class CapturedLayer:
         ]
 
     def after(self, methods: Sequence[Method]) -> list[list[State]]:
-        """Run the layer and return the state that it passes to the next layer.
-
-        Args:
-            methods: One method for each head.
-
-        Returns:
-            For each prompt, the state of each chunk.
-        """
+        """Run the layer and return the state that it passes to the next layer."""
         groups = layer_plan(methods, self.others)
         return [[dict(state) for *_, state in prompt.passes(groups, self.engines)] for prompt in self.prompts]
 
@@ -282,14 +209,7 @@ class CapturedLayer:
         return [prompt.outcome(groups, self.engines, long).errors for prompt in self.prompts]
 
     def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Run the layer on all prompts and measure each head.
-
-        Args:
-            methods: One method for each head.
-
-        Returns:
-            For each head, the largest errors over the prompts, and the density over all prompts.
-        """
+        """Run the layer on all prompts and measure each head."""
         groups = layer_plan(methods, self.others)
         outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
         errors = torch.stack(
@@ -307,14 +227,7 @@ class CapturedLayer:
 
 
 def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
-    """Extrapolate errors to an unseen prompt: the largest plus its distance to the second largest.
-
-    Args:
-        errors: [num_prompts, 4, num_heads].
-
-    Returns:
-        [4, num_heads]; for a single prompt, its own errors.
-    """
+    """Extrapolate errors to an unseen prompt: the largest plus its distance to the second largest."""
     ordered = errors.sort(0).values
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
 
@@ -337,17 +250,7 @@ class RememberingJudge:
         return self._read()
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Return the figures, from the file if they are known.
-
-        Args:
-            methods: One method for each head.
-
-        Returns:
-            The figures of each head.
-
-        Raises:
-            ValueError: The number of methods differs from the number of heads.
-        """
+        """Return the figures, from the file if they are known."""
         if len(methods) != self.num_heads:
             raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
         # The key has all fields of all methods, or of the first method if all are equal.

@@ -41,11 +41,7 @@ class LayerWalk:
         self._passed = 0
 
     def judge(self) -> RememberingJudge:
-        """Return the judge of the next layer.
-
-        Returns:
-            A judge whose file holds the layer's known outcomes.
-        """
+        """Return the judge of the next layer."""
         layer = len(self.chosen)
         name = f"{self.kind}-layer-{layer:03}{self._handed_on()}.json"
         return RememberingJudge(layer, self.job.shape.num_heads, self.job.folder / name, self._read)
@@ -78,18 +74,7 @@ def walk_layers(
     others: Sequence[Method],
     choose: Callable[[RememberingJudge], tuple[Sequence[Method], ResultT | None]],
 ) -> tuple[list[list[Method]], list[ResultT | None]]:
-    """Choose methods for all layers in order; layers that never run sparse are dense.
-
-    Args:
-        job: Model, prompts and folder.
-        kind: ``prompts`` or ``held-out``.
-        others: Methods of heads in other layers, for methods that need them.
-        choose: Returns a layer's methods from its judge, and any further result.
-
-    Returns:
-        For each layer, the method of each head; and for each layer the further result, None for layers that are never
-        sparse.
-    """
+    """Choose methods for all layers in order; layers that never run sparse are dense."""
     flow = LayerWalk(job, kind, others)
     results: list[ResultT | None] = []
     job.progress.begin("layers", len(job.layers))
@@ -108,14 +93,7 @@ def walk_layers(
 
 
 def needs_others(method: Method) -> bool:
-    """Return whether a head's selection depends on other heads.
-
-    Args:
-        method: The head's method.
-
-    Returns:
-        True for methods that share patterns between heads.
-    """
+    """Return whether a head's selection depends on other heads."""
     return method.unshared != method
 
 
@@ -125,14 +103,7 @@ def _shared_parameters(method: Method) -> dict[str, Any] | None:
 
 
 def first_layer_judge(job: Job) -> RememberingJudge:
-    """Return the judge of the first layer that can run sparse, on the prompts.
-
-    Args:
-        job: Model, prompts and folder.
-
-    Returns:
-        The judge; all earlier layers are dense.
-    """
+    """Return the judge of the first layer that can run sparse, on the prompts."""
     flow = LayerWalk(job, "prompts")
     flow.chosen = [[Dense()] * job.shape.num_heads] * job.layers[0]
     return flow.judge()

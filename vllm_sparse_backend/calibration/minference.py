@@ -71,15 +71,7 @@ class MInferenceSearch(Search):
         judge.save()
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's candidate.
-
-        Args:
-            judge: Judges the layer's heads.
-            is_allowed: Whether a head may use a method.
-
-        Returns:
-            One method for each head, ``Dense()`` if no candidate meets the bound in any budget.
-        """
+        """Choose each head's candidate."""
         chosen: list[Method | None] = [None] * judge.num_heads
         for space in self.spaces:
             passes = [judge_all(judge, self.bound, [candidate] * judge.num_heads) for candidate in space]
@@ -94,16 +86,7 @@ class MInferenceSearch(Search):
 
 
 def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> Iterator[Space]:
-    """Resize the candidates to each budget, in at most twelve passes per candidate.
-
-    Args:
-        judge: Judges the first layer that can run sparse.
-        costs: Times of selection and attention.
-        budgets: Multiples of the paper's cost.
-
-    Yields:
-        The candidates of each budget that is cheaper than dense attention, the cheapest budget first.
-    """
+    """Resize the candidates to each budget, in at most twelve passes per candidate."""
     dense_ms = _cost(judge, costs, Dense())[0]
     for budget in sorted(budgets):
         aim = budget * _cost(judge, costs, TARGET)[0]
@@ -116,15 +99,7 @@ def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> 
 
 
 def resized(candidate: Method, steps: int) -> Method:
-    """Resize a candidate (the paper's ChangeSpace).
-
-    Args:
-        candidate: An A-shape, vertical-slash or block-sparse method.
-        steps: Whole steps of its larger number, to which the remainder of a step is added.
-
-    Returns:
-        The resized candidate.
-    """
+    """Resize a candidate (the paper's ChangeSpace)."""
     number, field = max((getattr(candidate, field), field) for field in SIZES[type(candidate)])
     step = 1 if isinstance(candidate, BlockSparse) else STEP
     changes: dict[str, Any] = {field: steps * step + number % step}

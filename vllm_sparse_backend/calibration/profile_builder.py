@@ -32,12 +32,7 @@ class LevelResult:
     crossover: ProfileCrossover | None = None
 
     def summary(self) -> dict[str, float]:
-        """Summarise the held-out prompts over the heads that are not dense.
-
-        Returns:
-            The share of heads within the bound, the largest used fraction of the bound, and mean errors, to four
-            digits; empty if all heads are dense.
-        """
+        """Summarise the held-out prompts over the heads that are not dense."""
         sparse = [
             result
             for methods, figures in zip(self.methods, self.held_out)
@@ -71,15 +66,7 @@ class LevelResult:
 
 
 def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -> float:
-    """Return the mean error over all heads of the model. Heads of layers without figures count as dense.
-
-    Args:
-        figures: For each layer, the figures of its heads or None.
-        num_heads: Heads of a layer.
-
-    Returns:
-        The mean of ``HeadResult.error``.
-    """
+    """Return the mean error over all heads of the model. Heads of layers without figures count as dense."""
     return sum(result.error for layer in figures for result in layer or ()) / (len(figures) * num_heads)
 
 
@@ -87,17 +74,6 @@ def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Pr
     """Build the profile from each level's result.
 
     Levels without a sparse head are left out, because they would equal ``exact``.
-
-    Args:
-        job: Model, prompts and folder.
-        findings: Results by the level's name; the first is the profile's own level.
-        source: The command, for the provenance.
-
-    Returns:
-        The profile.
-
-    Raises:
-        ConfigurationError: The first level has no sparse head.
     """
     levels = {
         name: Level.of_heads(finding.methods, provenance_of(job, finding, source), finding.crossover)
@@ -119,16 +95,7 @@ def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Pr
 
 
 def provenance_of(job: Job, finding: LevelResult, source: str) -> Provenance:
-    """Record how a level was made: versions, device, prompts, bounds and figures.
-
-    Args:
-        job: Model, prompts and folder.
-        finding: The level's result.
-        source: The command.
-
-    Returns:
-        The level's provenance.
-    """
+    """Record how a level was made: versions, device, prompts, bounds and figures."""
     rows: dict[str, profile_figures.PerHead] = {
         name: [[getattr(result, of_name) for result in layer] if layer else None for layer in finding.figures]
         for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))

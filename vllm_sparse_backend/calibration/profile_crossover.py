@@ -36,15 +36,7 @@ Methods = Sequence[Sequence[Method]]
 
 
 def measure_crossover(job: Job, methods: Methods) -> ProfileCrossover | None:
-    """Measure the crossover of a profile's methods, or read it from the job's folder.
-
-    Args:
-        job: Model, prompts and folder.
-        methods: The method of each layer and head.
-
-    Returns:
-        The crossover; None without a CUDA device, on short prompts, or if every head is dense.
-    """
+    """Measure the crossover of a profile's methods, or read it from the job's folder."""
     longest = max(map(len, job.prompts.prompts))
     sparse = [layer for layer, heads in enumerate(methods) if any(not isinstance(method, Dense) for method in heads)]
     if job.card is None or not sparse or longest < 2 * SHORTEST_TOKENS:

@@ -41,19 +41,7 @@ class ClusterFile(Section):
 
 
 def import_profile(path: str | Path, model: str | Path) -> Profile:
-    """Convert a file of MInference or SharePrefill to a profile.
-
-    Args:
-        path: The foreign JSON file, which does not name its model.
-        model: The model's folder, or its config.json.
-
-    Returns:
-        The profile with the file's patterns or clusters.
-
-    Raises:
-        ConfigurationError: The file is malformed, has an unknown form, or does not fit the model. The message names
-            file and place.
-    """
+    """Convert a file of MInference or SharePrefill to a profile."""
     path = Path(path)
     shape = ModelShape.from_folder(Path(model))
     with readable(path, "content", "expected JSON of MInference or SharePrefill"):

@@ -12,17 +12,7 @@ PAGE_TOKENS = 128
 
 
 def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
-    """Return the steps in which a server prefills a prompt, starting at position ``min_tokens``.
-
-    Args:
-        num_tokens: Tokens of the prompt, in pages numbered in order.
-        chunk_tokens: Tokens of a step.
-        device: Device of the block table.
-        min_tokens: Dense first positions, which are left out. A chunk that crosses this border begins there.
-
-    Returns:
-        The rows of each step; every step has one sequence.
-    """
+    """Return the steps in which a server prefills a prompt, starting at position ``min_tokens``."""
     table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
     spans = [
         (max(start, min_tokens), min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
@@ -31,28 +21,13 @@ def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tok
 
 
 def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
-    """Compute causal attention over all keys.
-
-    Args:
-        tensors: q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim].
-        scale: Scale of q·k.
-
-    Returns:
-        [num_tokens, num_heads, head_dim], in q's dtype.
-    """
+    """Compute causal attention over all keys."""
     q, k, v = (x.transpose(0, 1)[None] for x in tensors)
     out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def paged(x: torch.Tensor) -> torch.Tensor:
-    """Split keys or values into pages of 128 tokens.
-
-    Args:
-        x: [num_tokens, num_kv_heads, head_dim].
-
-    Returns:
-        [num_pages, 128, num_kv_heads, head_dim]; places past the end are NaN.
-    """
+    """Split keys or values into pages of 128 tokens."""
     padding = -len(x) % PAGE_TOKENS
     return pad(x, (0, 0, 0, 0, 0, padding), value=float("nan")).unflatten(0, (-1, PAGE_TOKENS))

@@ -56,19 +56,7 @@ class PromptSet:
 
 
 def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> PromptSet:
-    """Make prompts from a text. Equal arguments give equal prompts.
-
-    Args:
-        model: Model folder, for its tokenizer.
-        text: A text file, or a folder of *.py and *.md.
-        num_tokens: Tokens of each prompt.
-        count: Number of prompts.
-        seed: Seed of threads and their places.
-        part: The half of the text to use, 0 or 1. The halves do not overlap.
-
-    Returns:
-        The prompts. A text or prompts that are too short raise ConfigurationError.
-    """
+    """Make prompts from a text. Equal arguments give equal prompts."""
     tokenizer = load_tokenizer(model)
 
     def encode(text: str) -> list[int]:
@@ -94,23 +82,7 @@ def insert_threads(
     tokenizer: str,
     remedy: str = LONGER_PROMPTS,
 ) -> tuple[int, ...]:
-    """Make a prompt: insert threads of each kind into a text, whose end is dropped to make room for them.
-
-    Args:
-        stretch: Token ids of the text, as many as the prompt will have.
-        passages: Token ids of another text, from which repeated passages are taken.
-        start: Token ids that begin every prompt.
-        encode: Returns the token ids of a line.
-        rng: Source of the threads and their places.
-        tokenizer: Name of the tokenizer, for the error.
-        remedy: What to do about the error.
-
-    Returns:
-        Token ids, as many as ``stretch`` has.
-
-    Raises:
-        ConfigurationError: Threads of all kinds, one of each, would take more than half of the prompt.
-    """
+    """Make a prompt: insert threads of each kind into a text, whose end is dropped to make room for them."""
     num_tokens = len(stretch)
     threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
     _drop_threads(threads, num_tokens // 2 - len(start))
@@ -202,17 +174,6 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptS
 
     Each line of a .jsonl file is a prompt: an object with ``messages``, which the model's chat template turns into
     text, or with ``text`` or ``prompt``. Any other file is one prompt.
-
-    Args:
-        model: Model folder, for its tokenizer.
-        files: The files.
-        num_tokens: Longer prompts are cut to this number of tokens.
-
-    Returns:
-        The prompts.
-
-    Raises:
-        ConfigurationError: A file cannot be read or contains no prompt. The message names file and line.
     """
     tokenizer = load_tokenizer(model)
     start = begin_ids(tokenizer)

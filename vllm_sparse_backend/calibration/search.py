@@ -35,26 +35,10 @@ class Search(ABC):
 
     @abstractmethod
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose the methods of one layer.
-
-        Args:
-            judge: Judges the layer's heads.
-            is_allowed: Whether a head may use a method.
-
-        Returns:
-            One method for each head, ``Dense()`` if no allowed method meets the bound.
-        """
+        """Choose the methods of one layer."""
 
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """Return whether to choose for the whole model again. A search adjusts itself before it returns True.
-
-        Args:
-            methods: The chosen method of each layer and head.
-            mean_error: Their mean error over all heads of the model.
-
-        Returns:
-            False, unless a search overrides this.
-        """
+        """Return whether to choose for the whole model again. A search adjusts itself before it returns True."""
         return False
 
 
@@ -72,16 +56,7 @@ class Judged(NamedTuple):
 
 
 def judge_all(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> list[Judged]:
-    """Judge one method for each head in one pass.
-
-    Args:
-        judge: Judges the layer's heads.
-        bound: The bound to meet.
-        methods: One method for each head.
-
-    Returns:
-        The outcome of each head.
-    """
+    """Judge one method for each head in one pass."""
     figures = judge.judge(methods)
     return [Judged(method, of_head, bound.holds(of_head)) for method, of_head in zip(methods, figures, strict=True)]
 
@@ -92,14 +67,6 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
     A pass runs one method on each head, so each step of the bisection judges all heads in one pass, each head at the
     middle of its own range. Ladders of n settings need at most ⌈log2(n + 1)⌉ passes. The returned setting itself was
     judged, so an error curve that is not monotone costs sparsity but never violates the bound.
-
-    Args:
-        judge: Judges the layer's heads.
-        bound: The bound to meet.
-        ladders: Settings by head, the sparsest first. Heads without a ladder are not searched.
-
-    Returns:
-        By head, the setting that meets the bound; if none does, the last setting, with ``holds`` false.
     """
     low = dict.fromkeys(ladders, 0)
     high = {head: len(ladder) for head, ladder in ladders.items()}
@@ -121,14 +88,7 @@ def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Met
 
 
 def sparse_enough(judged: Judged | None) -> Method:
-    """Return a judged method if it is worth its selection, otherwise dense.
-
-    Args:
-        judged: A head's outcome, or None.
-
-    Returns:
-        The method if it meets the bound and leaves out at least ``LEAST_SPARSITY`` of the pairs; otherwise ``Dense()``.
-    """
+    """Return a judged method if it is worth its selection, otherwise dense."""
     return judged.method if judged and judged.holds and judged.sparsity >= LEAST_SPARSITY else Dense()
 
 
@@ -139,15 +99,7 @@ class LadderSearch(Search):
         self.bound, self.settings = bound, settings
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's sparsest allowed setting that meets the bound.
-
-        Args:
-            judge: Judges the layer's heads.
-            is_allowed: Whether a head may use a method.
-
-        Returns:
-            One method for each head, ``Dense()`` if no setting meets the bound and leaves out enough pairs.
-        """
+        """Choose each head's sparsest allowed setting that meets the bound."""
         heads = range(judge.num_heads)
         ladders = {head: [setting for setting in self.settings if is_allowed(head, setting)] for head in heads}
         judged = sparsest(judge, self.bound, ladders)
@@ -155,14 +107,7 @@ class LadderSearch(Search):
 
 
 def ladder_of(name: str) -> list[Method]:
-    """Return a method's ladder from its description.
-
-    Args:
-        name: The method's name.
-
-    Returns:
-        Its settings, within each kind the sparsest first.
-    """
+    """Return a method's ladder from its description."""
     return [make_method(name, setting) for setting in METHODS[name].ladder]
 
 
@@ -171,14 +116,6 @@ def halving_settings(settings: Sequence[Sale], most: float, least: float) -> lis
 
     The paper begins with τ = 0.008 and halves it until the bound is met. The authors' code stops at 0.0001: a head that
     misses the bound at every larger τ is dense.
-
-    Args:
-        settings: Settings of one kind, which differ only in τ.
-        most: The first τ.
-        least: The τ at which halving stops; only larger τ are returned.
-
-    Returns:
-        The first setting with each τ, the largest τ (the sparsest setting) first.
     """
     taus = []
     tau = most
@@ -189,14 +126,7 @@ def halving_settings(settings: Sequence[Sale], most: float, least: float) -> lis
 
 
 def halved(ladder: Sequence[MethodT]) -> list[MethodT]:
-    """Insert a setting between neighbours that differ in one float parameter.
-
-    Args:
-        ladder: Settings of one method.
-
-    Returns:
-        The ladder with the midpoints inserted.
-    """
+    """Insert a setting between neighbours that differ in one float parameter."""
     finer = list(ladder[:1])
     for before, after in pairwise(ladder):
         differing = [field.name for field in fields(after) if getattr(before, field.name) != getattr(after, field.name)]

@@ -69,15 +69,7 @@ class SharePrefillSearch(Search):
         self._require_any()
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's method from its options. The cluster's pattern comes first.
-
-        Args:
-            judge: Judges the layer's heads.
-            is_allowed: Whether a head may use a method.
-
-        Returns:
-            One method for each head.
-        """
+        """Choose each head's method from its options. The cluster's pattern comes first."""
         chosen: list[Method] = []
         for head, choice in enumerate(self.choices[judge.layer]):
             shared = [choice.shared] if choice.shared and choice.shared.cluster in self.left else []
@@ -85,15 +77,7 @@ class SharePrefillSearch(Search):
         return chosen
 
     def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """Dissolve clusters with a single remaining head, which has no partner to share with.
-
-        Args:
-            methods: The chosen method of each layer and head.
-            mean_error: Not used.
-
-        Returns:
-            Whether any cluster was dissolved.
-        """
+        """Dissolve clusters with a single remaining head, which has no partner to share with."""
         members = Counter(method.sharing for method in chain.from_iterable(methods) if needs_others(method))
         numbers = {
             method.cluster for method, count in members.items() if count > 1 and isinstance(method, SharePrefill)
@@ -127,16 +111,7 @@ class PaperSharing(Search):
     """
 
     def __init__(self, job: Job, bound: Bound, distance: float | None = None) -> None:
-        """Cluster the heads.
-
-        Args:
-            job: Model, prompts and folder.
-            bound: Not used.
-            distance: Linkage distance up to which heads are joined; None for the default.
-
-        Raises:
-            ConfigurationError: No heads form a cluster.
-        """
+        """Cluster the heads."""
         self.clusters, distance = find_clusters(job, distance)
         self.others = [SharePrefill(cluster=number) for number in cluster_numbers(self.clusters)]
         if not self.others:
@@ -146,29 +121,13 @@ class PaperSharing(Search):
             )
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Return the paper's method for each head.
-
-        Args:
-            judge: Judges the layer's heads.
-            is_allowed: Whether a head may use a method; False only if its output is not a number.
-
-        Returns:
-            One method for each head.
-        """
+        """Return the paper's method for each head."""
         methods = [SharePrefill(cluster=number) for number in self.clusters[judge.layer]]
         return [method if is_allowed(head, method) else Dense() for head, method in enumerate(methods)]
 
 
 def find_clusters(job: Job, distance: float | None) -> tuple[Clusters, float]:
-    """Return the clusters of a model's heads on the first prompt, and the linkage distance.
-
-    Args:
-        job: Model, prompts and folder, where an earlier run may have left the clusters.
-        distance: Linkage distance up to which heads are joined; None for the default.
-
-    Returns:
-        For each layer, the cluster of each head; and the distance.
-    """
+    """Return the clusters of a model's heads on the first prompt, and the linkage distance."""
     distance = DISTANCE if distance is None else distance
     side = map_side(min(map(len, job.prompts.prompts)), job.device)
     clusters = job.load_or_make(
@@ -180,31 +139,14 @@ def find_clusters(job: Job, distance: float | None) -> tuple[Clusters, float]:
 
 
 def cluster_numbers(clusters: Clusters) -> list[int]:
-    """Return the numbers of all clusters, ascending.
-
-    Args:
-        clusters: For each layer, the cluster of each head; −1 for noise.
-
-    Returns:
-        The numbers, without −1.
-    """
+    """Return the numbers of all clusters, ascending."""
     return sorted({*chain.from_iterable(clusters)} - {NOISE})
 
 
 def survey_layer(
     judge: LayerJudge, bound: Bound, ladder: Sequence[SharePrefill], clusters: Sequence[int]
 ) -> list[SharingOptions]:
-    """Find the options of each head of a layer.
-
-    Args:
-        judge: Judges the layer's heads.
-        bound: The bound to meet.
-        ladder: Settings by γ, the sparsest first.
-        clusters: The cluster of each head, −1 for noise.
-
-    Returns:
-        The options of each head.
-    """
+    """Find the options of each head of a layer."""
     alone = sparsest(judge, bound, dict.fromkeys(range(judge.num_heads), ladder))
     choices = [SharingOptions(sparse_enough(judged)) for judged in alone.values()]
     if set(clusters) == {NOISE}:
@@ -224,14 +166,7 @@ def survey_layer(
 
 
 def worthwhile_clusters(choices: Sequence[Sequence[SharingOptions]]) -> set[int]:
-    """Return the clusters of at least two heads that save more than they cost.
-
-    Args:
-        choices: The options of each layer and head.
-
-    Returns:
-        The clusters' numbers.
-    """
+    """Return the clusters of at least two heads that save more than they cost."""
     saved: dict[int, list[float]] = defaultdict(list)
     for choice in chain.from_iterable(choices):
         if choice.shared:

@@ -49,15 +49,7 @@ class SpargeAttnSearch(Search):
         self.bound, self.skipping = bound, skipping
 
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's sparsest pair, then its λ.
-
-        Args:
-            judge: Judges the layer's heads.
-            is_allowed: Whether a head may use a method.
-
-        Returns:
-            One method for each head, ``Dense()`` if no pair meets the bound and leaves out enough.
-        """
+        """Choose each head's sparsest pair, then its λ."""
         pairs = self._pairs(judge, is_allowed)
         methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
         return self._with_margins(judge, methods, is_allowed) if self.skipping else methods

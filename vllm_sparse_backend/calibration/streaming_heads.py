@@ -69,14 +69,7 @@ LEAST_TEXT_CHARS = 1 << 19
 
 
 class AttentionTraits(NamedTuple):
-    """How a layer attends to keys.
-
-    Attributes:
-        scale: Factor from q·k to scores.
-        window_tokens: Keys that a query attends to, including its own position; None for all earlier keys.
-        softcap: Scores are limited to ± this value by a tanh; 0 for no limit.
-        sinks: [num_heads] learnt sinks, scores of an additional key without a value; None without sinks.
-    """
+    """How a layer attends to keys."""
 
     scale: float
     window_tokens: int | None = None
@@ -85,36 +78,19 @@ class AttentionTraits(NamedTuple):
 
 
 class FarAttention(NamedTuple):
-    """Attention to far blocks by head, over the queries past sink and window.
-
-    Attributes:
-        mean_share: [num_heads] float32, mean share of attention in far blocks.
-        heavy_queries: [num_heads] float32, share of the queries with a heavy far block.
-    """
+    """Attention to far blocks by head, over the queries past sink and window."""
 
     mean_share: torch.Tensor
     heavy_queries: torch.Tensor
 
     def streaming_heads(self) -> frozenset[int]:
-        """Return the streaming heads. Waits for the device.
-
-        Returns:
-            Their numbers.
-        """
+        """Return the streaming heads. Waits for the device."""
         is_streaming = (self.mean_share < MAX_FAR_SHARE) & (self.heavy_queries < MAX_HEAVY_QUERIES)
         return frozenset(is_streaming.nonzero().flatten().tolist())
 
 
 def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
-    """Return the length of the context from which streaming heads keep fewer keys on a server with default settings.
-
-    Args:
-        model: The model folder.
-        chunk_tokens: Maximum tokens of the server's steps.
-
-    Returns:
-        The number of earlier tokens; None if the server does not look for streaming heads.
-    """
+    """Return the length of the context from which streaming heads keep fewer keys on a server with default settings."""
     config = read_config_json(model / "config.json")
     text = text_part(config, str(model))
     is_plain = text is config and PLAIN_KINDS.issuperset(layer_kinds(text) or ())
@@ -124,19 +100,7 @@ def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
 
 
 def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> list[int]:
-    """Make the prompt on which heads are measured: this project's sources, with lookups and repeated passages.
-
-    Args:
-        encode: Returns the token ids of a text, without special tokens.
-        start: Token ids that begin every prompt.
-        tokenizer: Name of the tokenizer, for an error.
-
-    Returns:
-        ``PROMPT_TOKENS`` token ids, always the same for a tokenizer and a version of this project.
-
-    Raises:
-        ConfigurationError: The tokenizer makes so few or so many tokens of a line that no such prompt exists.
-    """
+    """Make the prompt on which heads are measured: this project's sources, with lookups and repeated passages."""
     ids = encode(project_text()[:LEAST_TEXT_CHARS])
     if len(ids) < 2 * PROMPT_TOKENS:
         raise ConfigurationError(
@@ -151,20 +115,7 @@ def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> li
 def attend_and_measure(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, traits: AttentionTraits
 ) -> tuple[torch.Tensor, FarAttention]:
-    """Compute causal attention of one prompt in float32, and measure each head's attention to far blocks.
-
-    Args:
-        query: [num_tokens, num_heads, head_dim].
-        key: [num_tokens, num_kv_heads, head_dim].
-        value: Same shape as ``key``.
-        traits: How the layer attends.
-
-    Returns:
-        The output, [num_tokens, num_heads, head_dim] float32, and the measurement.
-
-    Raises:
-        ValueError: No query is past sink and window.
-    """
+    """Compute causal attention of one prompt in float32, and measure each head's attention to far blocks."""
     num_tokens, num_kv_heads = query.shape[0], key.shape[1]
     first_far = SINK_TOKENS + WINDOW_TOKENS
     if num_tokens <= first_far:

@@ -40,16 +40,7 @@ LENGTHS_TOKENS = (32_768, 131_072, 1_048_576)
 
 @dataclass(frozen=True)
 class PrefillShare:
-    """Seconds on an H100 that a prompt spends in parts of a model.
-
-    Attributes:
-        linear_s: In linear layers.
-        sparse_s: In attention that can run sparse.
-        dense_s: In attention that stays dense.
-        recurrence_s: In recurrences of linear attention and Mamba layers.
-        num_unknown: Number of layers with a recurrence that the config does not describe in known fields. They count
-            as linear layers of attention's size.
-    """
+    """Seconds on an H100 that a prompt spends in parts of a model."""
 
     linear_s: float
     sparse_s: float

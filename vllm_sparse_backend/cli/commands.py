@@ -27,14 +27,7 @@ class OptionsCommand(TyperCommand):
 
 
 def add_command(app: typer.Typer, options: type[Command], *, name: str | None = None, example: str = "") -> None:
-    """Add a command to a group.
-
-    Args:
-        app: The group.
-        options: Frozen dataclass of the command's options.
-        name: The command's name; None if the command is the whole program.
-        example: A command line to show at the end of its help.
-    """
+    """Add a command to a group."""
     epilog = f"Example: {example}" if example else None
     app.command(name, cls=OptionsCommand, epilog=epilog)(options)
 

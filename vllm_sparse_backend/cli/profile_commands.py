@@ -265,15 +265,7 @@ def pays(crossover: "ProfileCrossover | None") -> str:
 
 
 def class_table(title: str, classes: "Sequence[ClassTimes]") -> Table:
-    """Return a table with a row for each class of heads, and a row for all of them.
-
-    Args:
-        title: Title of the table.
-        classes: The classes in order.
-
-    Returns:
-        The table; shares of time are in per cent.
-    """
+    """Return a table with a row for each class of heads, and a row for all of them."""
     from vllm_sparse_backend.evaluation.crossover_bench import method_label
 
     table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")

@@ -5,26 +5,13 @@ from typing import NamedTuple
 
 
 class Reach(NamedTuple):
-    """Attention reach of a layer: all earlier tokens, a sliding window, or the query's own chunk of positions.
-
-    Attributes:
-        window: Tokens of the sliding window, including the query's own; 0 without a window.
-        chunk: Tokens of a chunk, for chunked local attention; 0 without chunks. Takes precedence over ``window``.
-    """
+    """Attention reach of a layer: all earlier tokens, a sliding window, or the query's own chunk of positions."""
 
     window: int = 0
     chunk: int = 0
 
     def pairs(self, first: int, end: int) -> int:
-        """Count the causal (query, key) pairs of a range of queries.
-
-        Args:
-            first: Position of the first query.
-            end: Position after the last query.
-
-        Returns:
-            Pairs of one head.
-        """
+        """Count the causal (query, key) pairs of a range of queries."""
         return self._pairs_up_to(end) - self._pairs_up_to(first)
 
     def _pairs_up_to(self, end: int) -> int:

@@ -19,13 +19,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ProfileChoice:
-    """The result of ``choose_profile``.
-
-    Attributes:
-        name: Name of the bundled profile; None if none was chosen.
-        profile: The profile; None if none was chosen.
-        why: The reason for the choice, or for choosing no profile.
-    """
+    """The result of ``choose_profile``."""
 
     name: str | None
     profile: Profile | None
@@ -36,13 +30,6 @@ def choose_profile(shape: ModelShape, bundled: Mapping[str, Path] | None = None)
     """Choose the bundled profile for a model.
 
     If several profiles are for the same model, profiles for the served rope_theta and profiles by this tool come first.
-
-    Args:
-        shape: Shape and names of the served model.
-        bundled: Paths of the profiles by name; by default those of this package.
-
-    Returns:
-        The choice and its reason.
     """
     loaded = {name: load_profile(path) for name, path in (bundled or bundled_profiles()).items()}
     fitting = {

@@ -101,15 +101,7 @@ class ProfileCrossover(BreakEven):
     """Longest measured prompt, in tokens."""
 
     def matches(self, device: str, engine: str) -> bool:
-        """Return whether the measurement applies to a device and engine.
-
-        Args:
-            device: Name of the device, as torch reports it; case does not matter.
-            engine: Name of the attention engine.
-
-        Returns:
-            True if it was made on that kind of device with layers of that engine.
-        """
+        """Return whether the measurement applies to a device and engine."""
         return self.device.casefold() == device.casefold() and engine in self.engines
 
 
@@ -175,14 +167,7 @@ class Crossover(Section):
     """The measurements."""
 
     def engines(self, device: str) -> list[str]:
-        """List the engines that were measured on a device.
-
-        Args:
-            device: Name of the device, as torch reports it; case does not matter.
-
-        Returns:
-            Names of engines, sorted.
-        """
+        """List the engines that were measured on a device."""
         return sorted({entry.engine for entry in self.entries if entry.device.casefold() == device.casefold()})
 
     def find(self, device: str, engine: str, method: Method, shape: tuple[int, int, int]) -> tuple[Entry, ...]:
@@ -191,15 +176,6 @@ class Crossover(Section):
         Entries with equal parameters are closer than entries with an equal shape. Among other shapes, the entry whose
         query heads have the most similar total width is closest: with fewer or narrower heads, the device needs less
         time for a layer, but the host needs as long to launch it, so sparse prefill pays off only for longer prompts.
-
-        Args:
-            device: Name of the device, as torch reports it; case does not matter.
-            engine: Name of the attention engine.
-            method: The method. Entries of other classes are ignored.
-            shape: (num_heads, num_kv_heads, head_dim) of the layer.
-
-        Returns:
-            All entries of this device, engine and class of method that are equally close; empty if there is none.
         """
         candidates: dict[tuple[bool, bool, float], list[Entry]] = {}
         for entry in self.entries:
@@ -223,16 +199,7 @@ def _width_ratio(shape: tuple[int, int, int], other: tuple[int, int, int]) -> fl
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Lengths from which rows run sparse.
-
-    Attributes:
-        min_tokens: Leading positions of a row that are always dense; None if no row ever runs sparse.
-        min_query_tokens: Rows with fewer new tokens past ``min_tokens`` run dense.
-        notes: Log lines about missing measurements and adjusted numbers.
-        measured: ``min_query_tokens`` of the table; None if it is missing for at least one method.
-        min_pairs: Rows whose new tokens past ``min_tokens`` have fewer (query, key) pairs run dense: selection has a
-            fixed cost, which a few tokens after a short prefix do not pay for. 0 unless both lengths are measured.
-    """
+    """Lengths from which rows run sparse."""
 
     min_tokens: int | None
     min_query_tokens: int
@@ -245,13 +212,6 @@ class Thresholds:
 
         Measurements double the length each time, so the true crossover may be as low as half the measured number. This
         accepts a number that is up to an eighth lower.
-
-        Args:
-            chunk: Maximum number of new tokens of a request in a step.
-            busy: The same maximum in a step that also has the maximum number of decodes.
-
-        Returns:
-            Thresholds with a lower ``min_query_tokens`` and a note about it, or these thresholds.
         """
         if busy >= self.min_query_tokens or self.measured is None:
             return self
@@ -266,15 +226,7 @@ class Thresholds:
         return replace(self, min_query_tokens=fewest, notes=(*self.notes, note))
 
     def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:
-        """Return why a row of these lengths runs dense.
-
-        Args:
-            query_len: New tokens.
-            seq_len: Tokens of the sequence, including the new tokens.
-
-        Returns:
-            The reason; None if the row runs sparse.
-        """
+        """Return why a row of these lengths runs dense."""
         if self.min_tokens is None:
             return Fallback.NEVER_FASTER
         if seq_len <= self.min_tokens:
@@ -312,19 +264,6 @@ def resolve_thresholds(
     The profile's own measurement applies if it matches device and engine. Otherwise the largest numbers of any method
     in the table apply. Dense heads need no measurement if other methods are present, because no length makes them
     faster.
-
-    Args:
-        min_tokens: The setting, in tokens.
-        min_query_tokens: The setting, in tokens.
-        methods: Methods of the model's heads.
-        table: The table of measurements.
-        device: Name of the device, as torch reports it.
-        engine: Name of the attention engine.
-        shape: (num_heads, num_kv_heads, head_dim) of a layer.
-        profile_crossover: The measurement in the profile, if there is one.
-
-    Returns:
-        The thresholds, with notes about methods that were not measured or never faster.
     """
     measurements: dict[Method, tuple[Entry | ProfileCrossover, ...]]
     if profile_crossover is not None and profile_crossover.matches(device, engine):
@@ -370,30 +309,12 @@ def resolve_thresholds(
 
 
 def timed_tokens(min_tokens: int, chunk_tokens: int) -> int:
-    """Return the number of new tokens after ``min_tokens`` with which ``bench crossover`` measures this length.
-
-    Args:
-        min_tokens: Dense tokens.
-        chunk_tokens: Maximum tokens of a step.
-
-    Returns:
-        Half of a chunk, which is the average sparse part of a chunk, or ``min_tokens`` if that is smaller.
-    """
+    """Return the number of new tokens after ``min_tokens`` with which ``bench crossover`` measures this length."""
     return min(min_tokens, chunk_tokens // 2)
 
 
 def crossover_file(path: str | None = None) -> Path:
-    """Find a table's file.
-
-    Args:
-        path: Path of a table; None for the bundled table.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigurationError: There is no such file.
-    """
+    """Find a table's file."""
     file = file_at(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
     if file is None:
         problem = why_no_file(str(path))
@@ -402,32 +323,11 @@ def crossover_file(path: str | None = None) -> Path:
 
 
 def parse_crossover(text: str, source: str) -> Crossover:
-    """Parse a table.
-
-    Args:
-        text: The table as JSON.
-        source: The name of the text in error messages, such as a file's path.
-
-    Returns:
-        The checked table.
-
-    Raises:
-        ConfigurationError: A field is missing, unknown or wrong.
-    """
+    """Parse a table."""
     return Crossover.read(text, f"{source}: ")
 
 
 def load_crossover(path: str | None = None) -> Crossover:
-    """Read a table from its file.
-
-    Args:
-        path: Path of a table; None for the bundled table.
-
-    Returns:
-        The checked table.
-
-    Raises:
-        ConfigurationError: There is no such file, or a field is missing, unknown or wrong.
-    """
+    """Read a table from its file."""
     file = crossover_file(path)
     return parse_crossover(read_text(file), str(file))

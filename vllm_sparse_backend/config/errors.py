@@ -26,39 +26,19 @@ class ConfigurationError(RuntimeError):
     """
 
     def __init__(self, message: str) -> None:
-        """Join the lines of a message.
-
-        Args:
-            message: The text; every run of white space in it becomes one blank.
-        """
+        """Join the lines of a message."""
         super().__init__(" ".join(message.split()))
 
 
 def unexpected(value: object, expected: str) -> str:
-    """Format an error about a value.
-
-    Args:
-        value: The value that was given; its repr is cut to 80 characters.
-        expected: Description of valid values.
-
-    Returns:
-        ``given VALUE, expected EXPECTED``.
-    """
+    """Format an error about a value."""
     # The full repr of a large mapping or list would take long and then be cut.
     shown = _short.repr(value) if isinstance(value, (dict, list)) else repr(value)
     return f"given {shown if len(shown) <= 80 else shown[:77] + '...'}, expected {expected}"
 
 
 def not_one_of(value: object, allowed: Iterable[str]) -> str:
-    """Format an error about a name that does not exist.
-
-    Args:
-        value: The name that was given.
-        allowed: The names that exist.
-
-    Returns:
-        ``given VALUE, expected one of A, B, C``, with the closest name if the value looks like a typo of it.
-    """
+    """Format an error about a name that does not exist."""
     names = sorted(allowed)
     close = difflib.get_close_matches(str(value), names, n=1)
     return unexpected(value, f"one of {', '.join(names)}" + (f" (did you mean {close[0]!r}?)" if close else ""))
@@ -72,16 +52,7 @@ TYPO_PARTS = ("spars", "prefil")
 
 
 def looks_like(key: object, known_key: str) -> bool:
-    """Return whether a key may be a typo of a known key.
-
-    Args:
-        key: A key that a user wrote.
-        known_key: A key of this project.
-
-    Returns:
-        True if they are equal or similar apart from case and punctuation, or if the known key is a part of the other.
-        False for a key that is not a text, is longer than ``MAX_TYPO_LENGTH`` or has none of ``TYPO_PARTS``.
-    """
+    """Return whether a key may be a typo of a known key."""
     if not isinstance(key, str) or len(key) > MAX_TYPO_LENGTH:
         return False
     if not any(part in key.lower() for part in TYPO_PARTS):
@@ -100,14 +71,7 @@ MAPPINGS = ("dict_type", "model_type", "dataclass_type")
 
 
 def reason_of(detail: ErrorDetails) -> str:
-    """Format one error of pydantic, without its place.
-
-    Args:
-        detail: One error of a ``pydantic.ValidationError``.
-
-    Returns:
-        The reason, such as ``given 3, expected a valid string``.
-    """
+    """Format one error of pydantic, without its place."""
     kind = detail["type"]
     if kind == "value_error":  # raised by a validator of this project, which wrote the message
         return str(detail["ctx"]["error"])
@@ -120,17 +84,7 @@ def reason_of(detail: ErrorDetails) -> str:
 
 
 def to_configuration_error(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:
-    """Convert pydantic's errors about a model's fields into one ``ConfigurationError``.
-
-    Args:
-        error: What pydantic raised.
-        model: The model or dataclass that was validated.
-        source: Where the values were given: a file or an option, with the separator that follows it.
-        root: The field in ``source`` that contains the model, or an empty string.
-
-    Returns:
-        The error to raise: one line that names every wrong field.
-    """
+    """Convert pydantic's errors about a model's fields into one ``ConfigurationError``."""
     return ConfigurationError(f"{source}{'; '.join(_problem(detail, model, root) for detail in error.errors())}")
 
 
@@ -173,19 +127,7 @@ class Section(BaseModel):
 
     @classmethod
     def read(cls, value: object, source: str, root: str = "") -> Self:
-        """Validate plain values or a JSON text.
-
-        Args:
-            value: A mapping of fields to values, or such a mapping as a JSON text.
-            source: Where it was given: a file or an option, with the separator that follows it.
-            root: The field in ``source`` that contains it, or an empty string.
-
-        Returns:
-            The section.
-
-        Raises:
-            ConfigurationError: A field is missing, unknown or wrong; the message names all of them.
-        """
+        """Validate plain values or a JSON text."""
         try:
             return cls.model_validate_json(value) if isinstance(value, str) else cls.model_validate(value)
         except ValidationError as error:

@@ -21,24 +21,12 @@ MIN_FP8_HEAD_DIM, FP8_HEAD_DIM_STEP = 32, 16
 
 
 class Fallback(StrEnum):
-    """A reason to run dense. The value is a metric label.
-
-    Attributes:
-        explain: The reason and, after a semicolon, the remedy.
-    """
+    """A reason to run dense. The value is a metric label."""
 
     explain: str
 
     def __new__(cls, value: str, explain: str) -> Self:
-        """Create a member.
-
-        Args:
-            value: The metric label.
-            explain: The explanation for people.
-
-        Returns:
-            The member.
-        """
+        """Create a member."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.explain = explain
@@ -110,23 +98,7 @@ class Fallback(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraits:
-    """Properties of an attention layer that decide whether it can run sparse.
-
-    Attributes:
-        head_dim: Elements of a head's query or key.
-        dtype: dtype of the queries, such as ``bfloat16`` or ``torch.bfloat16``.
-        attn_type: vLLM's attention type; ``decoder`` is causal self-attention.
-        sliding_window: Tokens of the window; None or a negative number without a window.
-        alibi: Whether the layer adds ALiBi biases.
-        softcap: Soft cap of the logits; None or 0 without a cap.
-        kv_cache_dtype: vLLM's ``--kv-cache-dtype``.
-        reads_fp8: Whether the device's kernels read fp8 caches.
-        head_scales: Whether an fp8 cache has one scale per head.
-        is_mla: Whether the layer uses multi-head latent attention.
-        prefill_context_parallel_size: Devices over which a row's keys are distributed in prefill.
-        decode_context_parallel_size: Devices over which a row's keys are distributed in decode.
-        device_type: torch's type of device, ``cuda`` or ``cpu``.
-    """
+    """Properties of an attention layer that decide whether it can run sparse."""
 
     head_dim: int
     dtype: str
@@ -147,12 +119,6 @@ def layer_fallback(layer: LayerTraits) -> Fallback | None:
     """Return why a layer can never run sparse.
 
     The configuration's ``dense_layers`` is not considered here: the plan applies it.
-
-    Args:
-        layer: The layer's properties.
-
-    Returns:
-        The first reason that applies, or None if the layer can run sparse.
     """
     dtype, kv_cache_dtype = layer.dtype.removeprefix("torch."), layer.kv_cache_dtype.removeprefix("torch.")
     head_dim = layer.head_dim

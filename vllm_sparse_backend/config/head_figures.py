@@ -43,14 +43,7 @@ class HeadFigures(Section):
 
     @staticmethod
     def of_heads(**figures: PerHead) -> "HeadFigures":
-        """Build the figures from lists by layer and head.
-
-        Args:
-            **figures: For each figure, numbers [num_layers][num_heads]; None for a layer without numbers.
-
-        Returns:
-            The checked figures.
-        """
+        """Build the figures from lists by layer and head."""
         return HeadFigures.model_validate(
             {
                 name: {layer: numbers for layer, numbers in enumerate(layers) if numbers is not None}
@@ -59,26 +52,11 @@ class HeadFigures(Section):
         )
 
     def rows(self, name: str, shape: ModelShape) -> list[tuple[float, ...] | None]:
-        """Return the numbers of one figure as a list by layer.
-
-        Args:
-            name: The figure: ``density``, ``error`` or ``p99_error``.
-            shape: The model, whose number of layers is the length of the list.
-
-        Returns:
-            Per layer, one number for each head, or None for a layer without numbers.
-        """
+        """Return the numbers of one figure as a list by layer."""
         return [getattr(self, name).get(layer) for layer in range(shape.num_layers)]
 
     def out_of_range(self, shape: ModelShape) -> list[str]:
-        """Find numbers that do not fit a model.
-
-        Args:
-            shape: The model.
-
-        Returns:
-            One message for each layer past the model's last, and for each list whose length is not the number of heads.
-        """
+        """Find numbers that do not fit a model."""
         problems = []
         for name, layers in self:
             for layer, numbers in layers.items():

@@ -39,29 +39,14 @@ UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "
 
 @dataclass(frozen=True)
 class LinearSizes:
-    """Sizes of the linear layers of a model's layer; the defaults are those of Llama-3.1-8B.
-
-    Attributes:
-        hidden_size: Elements of a token's hidden state.
-        weights: Weights by which each token is multiplied in a layer, as a mean over all layers.
-    """
+    """Sizes of the linear layers of a model's layer; the defaults are those of Llama-3.1-8B."""
 
     hidden_size: int = 4096
     weights: int = 218_103_808
 
     @staticmethod
     def of(model: Path | None) -> "LinearSizes":
-        """Read the sizes from a model's config.
-
-        Args:
-            model: A model folder or its config.json; None for the defaults.
-
-        Returns:
-            The sizes. A width that differs between layers counts as its mean.
-
-        Raises:
-            ConfigurationError: The config has no heads, or a width is not a number.
-        """
+        """Read the sizes from a model's config."""
         if model is None:
             return LinearSizes()
         file, shape = config_file(model), ModelShape.from_folder(model)
@@ -79,19 +64,7 @@ def _are_integers(value: object) -> bool:
 
 
 def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int | None]]:
-    """Yield for each layer the weights that apply to each token, and the elements of its recurrence's state.
-
-    Args:
-        config: The text part of a model's config.
-        shape: The model's shape.
-        source: Name of the config in errors.
-
-    Yields:
-        Weights of projections and active experts; and the elements, None for a recurrence that is not known.
-
-    Raises:
-        ConfigurationError: A width is not a single number.
-    """
+    """Yield for each layer the weights that apply to each token, and the elements of its recurrence's state."""
     widths = _widths(config, source)
     hidden = _hidden_size(widths, shape)
     model_type = config.get("model_type")

@@ -32,28 +32,12 @@ docs/quality.md). ``minference`` is MInference's pattern without a profile, ``st
 
 
 def method_names() -> list[str]:
-    """List every name that ``make_method`` accepts.
-
-    Returns:
-        Names of methods and presets, sorted.
-    """
+    """List every name that ``make_method`` accepts."""
     return sorted({*METHODS, *(name for name, (method, _) in PRESETS.items() if method in METHODS)})
 
 
 def make_method(name: object, params: Mapping[str, Any]) -> Method:
-    """Build a method from its name and parameters.
-
-    Args:
-        name: A method or a preset.
-        params: Values of the method's fields that replace its defaults or the preset's values.
-
-    Returns:
-        The method.
-
-    Raises:
-        ValueError: The name or a parameter is unknown, or a value has the wrong type or is refused by the method. The
-            message names every wrong parameter.
-    """
+    """Build a method from its name and parameters."""
     if not isinstance(name, str) or name not in method_names():
         raise ValueError(f"method: {not_one_of(name, method_names())}")
     method, preset = PRESETS.get(name, (name, {}))
@@ -81,38 +65,17 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
 
 
 def parameters_of(method: Method) -> dict[str, Any]:
-    """Convert a method to the mapping that profiles contain.
-
-    Args:
-        method: The method of one head.
-
-    Returns:
-        The method's name under ``method``, then all of its fields.
-    """
+    """Convert a method to the mapping that profiles contain."""
     return {"method": name_of(method), **method.shown_fields}
 
 
 def describe(method: Method) -> str:
-    """Format a method with all of its fields.
-
-    Args:
-        method: The method of one head.
-
-    Returns:
-        A text such as ``vertical_slash(vertical_tokens=1000, slash_tokens=6096)``.
-    """
+    """Format a method with all of its fields."""
     return _call(name_of(method), method.shown_fields)
 
 
 def summarize(methods: Sequence[Method]) -> str:
-    """Format the methods of many heads as one, with the fields that they share.
-
-    Args:
-        methods: Methods with the same ``group_key``; at least one.
-
-    Returns:
-        A text such as ``sale(channels=16, settings=3)``.
-    """
+    """Format the methods of many heads as one, with the fields that they share."""
     return _call(name_of(methods[0]), methods[0].summary(methods))
 
 

@@ -34,16 +34,7 @@ HISTOGRAM_SUM = "sum"
 
 @dataclass(frozen=True)
 class Metric:
-    """Definition of one metric.
-
-    Attributes:
-        name: Name without the prefix and, for a counter, without ``_total``.
-        type: Prometheus type, ``counter``, ``gauge`` or ``histogram``.
-        help: Description for the page.
-        labels: Labels in addition to the model, the engine and the rank.
-        per_rank: Whether each worker has its own sample. Otherwise the samples of an engine's workers are added up.
-        seen_by_all: Whether all workers with samples count the same events, so that one worker's samples suffice.
-    """
+    """Definition of one metric."""
 
     name: str
     type: Literal["counter", "gauge", "histogram"]

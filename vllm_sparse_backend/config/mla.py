@@ -28,14 +28,7 @@ METHOD_NAMES = (*_METHODS, *(preset for preset, (method, _) in PRESETS.items() i
 
 
 def mla_method(method: Method) -> MlaMethod:
-    """Convert a method to its form for MLA, with the parameters that exist there.
-
-    Args:
-        method: ``a_shape`` or ``top_p``.
-
-    Returns:
-        The method with the values of the parameters of the same names.
-    """
+    """Convert a method to its form for MLA, with the parameters that exist there."""
     parameters = _METHODS[name_of(method)]
     values = {name: getattr(method, name) for name in parameters._fields}
     if "channels" in values:
@@ -44,27 +37,13 @@ def mla_method(method: Method) -> MlaMethod:
 
 
 def describe(method: MlaMethod) -> str:
-    """Format a method with its parameters for the log.
-
-    Args:
-        method: The method.
-
-    Returns:
-        A text such as ``top_p(kept_mass=0.9, most_share=0.2, channels=128, queries='half')``.
-    """
+    """Format a method with its parameters for the log."""
     name = next(name for name, parameters in _METHODS.items() if isinstance(method, parameters))
     return f"{name}({', '.join(f'{field}={value!r}' for field, value in method._asdict().items())})"
 
 
 def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
-    """List the settings that MLA cannot honour.
-
-    Args:
-        config: The settings.
-
-    Yields:
-        What was given, what is possible, and what to do.
-    """
+    """List the settings that MLA cannot honour."""
     place = f"{OPTION} {KEY}"
     if config.profile is not None:
         yield (

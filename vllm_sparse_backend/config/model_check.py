@@ -51,17 +51,7 @@ class _CheckedFields(BaseModel):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the text part of a model's config, with the architecture's defaults if transformers knows it.
-
-    Args:
-        folder: The model folder.
-
-    Returns:
-        The text part, with numbers of layers and heads under their usual keys.
-
-    Raises:
-        ConfigurationError: The folder has no config.json, or the file does not describe layers.
-    """
+    """Read the text part of a model's config, with the architecture's defaults if transformers knows it."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigurationError(f"MODEL: {unexpected(str(folder), 'a model folder with a config.json in it')}")
@@ -69,17 +59,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Read the text part of a config.json, with the architecture's defaults if transformers knows it.
-
-    Args:
-        path: The config.json.
-
-    Returns:
-        The text part, with numbers of layers and heads under their usual keys.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or does not describe layers.
-    """
+    """Read the text part of a config.json, with the architecture's defaults if transformers knows it."""
     config = _with_defaults(path) or read_config_json(path)
     text = text_part(config, str(path))
     # transformers sets `architectures` of a text part to None even if the full config names the architecture.
@@ -103,14 +83,7 @@ def _with_defaults(path: Path) -> dict[str, Any] | None:
 
 
 def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
-    """Check each layer of a model, assuming a dtype that kernels support.
-
-    Args:
-        config: The text part of the model's config, as ``read_config`` returns it.
-
-    Returns:
-        Per layer, the reason why it cannot run sparse, or None if it can.
-    """
+    """Check each layer of a model, assuming a dtype that kernels support."""
     num_layers = config["num_hidden_layers"]
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     default_kind = "sliding_attention" if window else "full_attention"
@@ -154,14 +127,7 @@ def _head_dim_of_layer(config: Mapping[str, Any], layer: int, kind: str) -> int 
 
 
 def mla_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """List the reasons why a model with MLA cannot prefill sparsely.
-
-    Args:
-        config: The text part of the model's config.json.
-
-    Yields:
-        What the model has, what is possible, and what to do.
-    """
+    """List the reasons why a model with MLA cannot prefill sparsely."""
     if config.get("index_topk"):
         yield (
             f"the model selects keys itself (index_topk {config['index_topk']} in its config, as DeepSeek-V3.2), "

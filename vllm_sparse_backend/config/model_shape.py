@@ -30,19 +30,7 @@ _PATTERN_KINDS = {"*": "full_attention", "M": "mamba", "-": "mlp", "E": "moe"}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Layers and heads of a whole model, before tensor parallelism splits it.
-
-    Attributes:
-        architecture: Class name of the model, as in config.json.
-        num_layers: Decoder layers.
-        num_heads: Query heads of each layer.
-        num_kv_heads: Key-value heads of each layer; a divisor of ``num_heads``.
-        head_dim: Elements of a head's query or key.
-        rope_theta: Base of the rotary embedding, which distinguishes models of one shape with different context
-            lengths; None if unknown.
-        names: Names of models with this shape. If several profiles fit, ``auto`` chooses the profile with the model's
-            name. Comparisons ignore the names.
-    """
+    """Layers and heads of a whole model, before tensor parallelism splits it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -55,11 +43,7 @@ class ModelShape:
     names: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        """Check the numbers of heads.
-
-        Raises:
-            ValueError: ``num_kv_heads`` does not divide ``num_heads``.
-        """
+        """Check the numbers of heads."""
         if self.num_heads % self.num_kv_heads:
             expected = f"a divisor of num_heads {self.num_heads}"
             raise ValueError(f"num_kv_heads: {unexpected(self.num_kv_heads, expected)}")
@@ -73,14 +57,7 @@ class ModelShape:
         )
 
     def differences(self, other: Self) -> list[str]:
-        """List the fields in which two shapes differ.
-
-        Args:
-            other: The other shape.
-
-        Returns:
-            Names of fields. A ``rope_theta`` that is unknown on either side counts as equal.
-        """
+        """List the fields in which two shapes differ."""
         names = [item.name for item in fields(self) if item.compare]
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         if None in pairs["rope_theta"]:
@@ -89,18 +66,7 @@ class ModelShape:
 
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
-        """Read the shape from the content of a config.json.
-
-        Args:
-            config: The content. For a multimodal model, the numbers are those of its text part.
-            source: The name of the file in error messages.
-
-        Returns:
-            The shape.
-
-        Raises:
-            ConfigurationError: A number is missing or wrong.
-        """
+        """Read the shape from the content of a config.json."""
         text = text_part(config, source)
         numbers = usual_numbers(text)
         values = {name: numbers.get(keys[0]) for name, keys in _CONFIG_NAMES.items()}
@@ -122,47 +88,19 @@ class ModelShape:
 
     @staticmethod
     def from_folder(path: Path) -> "ModelShape":
-        """Read the shape of a model on disk.
-
-        Args:
-            path: A model folder, whose path gives the model its name, as on a server; or a config.json, whose
-                ``_name_or_path`` gives the name.
-
-        Returns:
-            The shape.
-
-        Raises:
-            ConfigurationError: The file cannot be read, or a number is missing or wrong.
-        """
+        """Read the shape of a model on disk."""
         name = {"_name_or_path": str(path.resolve())} if path.is_dir() else {}
         file = config_file(path)
         return ModelShape.from_config({**read_config_json(file), **name}, str(file))
 
 
 def config_file(model: Path) -> Path:
-    """Return the path of a model's config.json.
-
-    Args:
-        model: A model folder, or the config.json itself.
-
-    Returns:
-        The path, which need not exist.
-    """
+    """Return the path of a model's config.json."""
     return model / "config.json" if model.is_dir() else model
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Read a model's config.json.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its content, unchanged.
-
-    Raises:
-        ConfigurationError: The file cannot be read, is not JSON or does not contain a mapping.
-    """
+    """Read a model's config.json."""
     try:
         config = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
@@ -173,31 +111,12 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Return the part of a model's config that describes its language model.
-
-    Args:
-        config: The content of config.json.
-        source: The name of the file in error messages.
-
-    Returns:
-        The ``text_config`` of a multimodal model; otherwise ``config`` itself.
-
-    Raises:
-        ConfigurationError: ``text_config`` is not a mapping.
-    """
+    """Return the part of a model's config that describes its language model."""
     return _mapping(config, "text_config", source) or config
 
 
 def usual_numbers(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of layers and heads of a config under the usual keys.
-
-    Args:
-        text: The text part of a config, whose keys may be those of older models.
-
-    Returns:
-        The numbers that are present, under keys such as ``num_hidden_layers``. A config that only names its layers'
-        kinds, as Nemotron-H's does, has as many layers as kinds.
-    """
+    """Return the numbers of layers and heads of a config under the usual keys."""
     numbers = {keys[0]: _first(text, keys) for keys in _CONFIG_NAMES.values()}
     if numbers["num_hidden_layers"] is None:
         kinds = layer_kinds(text)
@@ -206,15 +125,7 @@ def usual_numbers(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_kinds(text: Mapping[str, Any]) -> list[Any] | None:
-    """Return the kind of each layer, such as ``full_attention``, that a config names.
-
-    Args:
-        text: The text part of a config.
-
-    Returns:
-        The kinds of all layers, from ``layer_types`` or, in configs of hybrids, from ``layers_block_type`` or
-        ``hybrid_override_pattern``; None if the config does not name them.
-    """
+    """Return the kind of each layer, such as ``full_attention``, that a config names."""
     pattern = text.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         pattern = [_PATTERN_KINDS.get(character, character) for character in pattern]
@@ -234,14 +145,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def name_of_path(path: str) -> str:
-    """Return the name of the model at a path.
-
-    Args:
-        path: A model folder, a folder of the hub's cache (``.../models--owner--name/...``), or a repository name.
-
-    Returns:
-        ``owner/name`` for a repository, cached or not; otherwise the folder's name.
-    """
+    """Return the name of the model at a path."""
     parts = [part for part in path.split("/") if part]
     cached = next((part for part in parts if part.startswith("models--")), None)
     if cached is not None:

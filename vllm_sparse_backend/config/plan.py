@@ -37,13 +37,6 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
 
     Rows of several levels may share a step. A level at which the layer is dense therefore gets one group of dense heads
     if the layer is sparse at another level.
-
-    Args:
-        plans: The plan of each level.
-        layer: Number of the layer.
-
-    Returns:
-        The groups at each level, in the order of ``plans``; empty if the layer is dense at all levels.
     """
     groups_by_level = [plan.layer(layer) for plan in plans]
     num_heads = max((len(methods_by_head(groups)) for groups in groups_by_level if groups), default=0)
@@ -59,22 +52,7 @@ ANY_OTHER = "any other"
 
 @dataclass(frozen=True)
 class Plan:
-    """Methods of the heads of one rank at one level.
-
-    Attributes:
-        layers: Per layer its groups, which together contain each query head of this rank once; None for a layer that
-            runs dense.
-        min_tokens: The setting, in tokens, or ``auto``.
-        min_query_tokens: The setting, in tokens, or ``auto``.
-        source: Name of the profile or method, for the log.
-        shape: The whole model.
-        level: Name of the level, if the profile names it.
-        level_names: Levels that requests may choose; set in the server's own plan.
-        methods: Methods of all heads of the model, including those of other ranks. Thresholds depend on them and must
-            be the same on all ranks: otherwise a block that all levels share in the prefix cache would be sparse in
-            the heads of one rank and exact in those of another.
-        profile_crossover: Measurement in the profile, which takes precedence over the table.
-    """
+    """Methods of the heads of one rank at one level."""
 
     layers: tuple[LayerPlan | None, ...]
     min_tokens: TokenCount
@@ -90,22 +68,7 @@ class Plan:
     def build(
         config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1, level: str = DEFAULT
     ) -> "Plan":
-        """Build the plan of one rank at one level.
-
-        Args:
-            config: The configuration, whose files are read.
-            shape: The whole model.
-            tp_rank: Tensor-parallel rank.
-            tp_size: Number of tensor-parallel ranks.
-            level: Name of the level; by default the server's own.
-
-        Returns:
-            The plan.
-
-        Raises:
-            ConfigurationError: A file cannot be read, the profile does not fit the model, or the heads cannot be
-                divided by ``tp_size``.
-        """
+        """Build the plan of one rank at one level."""
         documents = Documents.read(config, shape)
         return _build(config, documents.parse_profile(config), documents.source, shape, tp_rank, tp_size, level)
 
@@ -117,36 +80,14 @@ class Plan:
         tp_size: int = 1,
         documents: Documents | None = None,
     ) -> dict[str, "Plan"]:
-        """Build the plan of each level except ``exact``, which needs none.
-
-        Args:
-            config: The configuration.
-            shape: The whole model.
-            tp_rank: Tensor-parallel rank.
-            tp_size: Number of tensor-parallel ranks.
-            documents: Texts of the files that the configuration names; read from disk if None.
-
-        Returns:
-            Plans by name of level, the server's own first.
-
-        Raises:
-            ConfigurationError: A file cannot be read, the profile does not fit the model, or the heads cannot be
-                divided by ``tp_size``.
-        """
+        """Build the plan of each level except ``exact``, which needs none."""
         documents = documents or Documents.read(config, shape)
         profile = documents.parse_profile(config)
         levels = [DEFAULT, *(name for name in profile.level_names if name not in (EXACT, profile.level))]
         return {level: _build(config, profile, documents.source, shape, tp_rank, tp_size, level) for level in levels}
 
     def layer(self, layer: int) -> LayerPlan | None:
-        """Return the groups of a layer.
-
-        Args:
-            layer: Number of the layer.
-
-        Returns:
-            The groups; None if the layer runs dense. Layers past the model's last (those of a draft model) run dense.
-        """
+        """Return the groups of a layer."""
         return self.layers[layer] if layer < len(self.layers) else None
 
     @property
@@ -168,16 +109,7 @@ class Plan:
         return tuple(i for i, groups in enumerate(self.layers) if groups is None)
 
     def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
-        """Return the lengths from which rows run sparse: the strictest thresholds of several engines.
-
-        Args:
-            table: The table of measurements.
-            device: Name of the device, as torch reports it.
-            engines: Names of the attention engines that layers of the model use.
-
-        Returns:
-            The thresholds.
-        """
+        """Return the lengths from which rows run sparse: the strictest thresholds of several engines."""
         shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
         numbers = (self.min_tokens, self.min_query_tokens)
         candidates = [
@@ -190,41 +122,18 @@ class Plan:
         """Return the thresholds of the engine with the shortest measured crossover.
 
         A server prepares for these thresholds before its engine is chosen.
-
-        Args:
-            table: The table of measurements.
-            device: Name of the device, as torch reports it.
-
-        Returns:
-            The thresholds.
         """
         engines = self.measured_engines(table, device) or ["any"]
         candidates = [self.thresholds(table, device, [engine]) for engine in engines]
         return min(candidates, key=lambda thresholds: thresholds.severity)
 
     def exact_tokens(self, table: Crossover, device: str) -> int | None:
-        """Return the number of leading positions of every row that are dense with any engine.
-
-        Args:
-            table: The table of measurements.
-            device: Name of the device, as torch reports it.
-
-        Returns:
-            The number of positions; None if all are dense.
-        """
+        """Return the number of leading positions of every row that are dense with any engine."""
         exact_tokens = [min_tokens for min_tokens, _ in self.numbers(table, device).values()]
         return min((tokens for tokens in exact_tokens if tokens is not None), default=None)
 
     def numbers(self, table: Crossover, device: str) -> dict[str, list[int | None]]:
-        """Return the lengths from which rows run sparse with each engine.
-
-        Args:
-            table: The table of measurements.
-            device: Name of the device, as torch reports it.
-
-        Returns:
-            [min_tokens, min_query_tokens] by name of the engine: engines measured on this device, and ``any other``.
-        """
+        """Return the lengths from which rows run sparse with each engine."""
         thresholds = {
             engine: self.thresholds(table, device, [engine])
             for engine in [*sorted(self.measured_engines(table, device)), ANY_OTHER]
@@ -232,27 +141,12 @@ class Plan:
         return {engine: [lengths.min_tokens, lengths.min_query_tokens] for engine, lengths in thresholds.items()}
 
     def measured_engines(self, table: Crossover, device: str) -> set[str]:
-        """Return the attention engines that were measured on a device.
-
-        Args:
-            table: The table of measurements.
-            device: Name of the device, as torch reports it.
-
-        Returns:
-            Names of the engines in the table or in the profile's measurement.
-        """
+        """Return the attention engines that were measured on a device."""
         profile_engines = self.profile_crossover.engines if self.profile_crossover is not None else ()
         return {*table.engines(device), *profile_engines}
 
     def describe(self, thresholds: Thresholds) -> list[str]:
-        """Describe the plan for the log at start-up.
-
-        Args:
-            thresholds: Lengths from which rows run sparse.
-
-        Returns:
-            Lines: the source with the thresholds, their notes, the dense layers, then each method with its layers.
-        """
+        """Describe the plan for the log at start-up."""
         lines = [f"sparse prefill with {self.source}, for {thresholds}", *thresholds.notes]
         if self.dense_layers:
             lines.append(f"layers {format_ranges(self.dense_layers)}: dense")

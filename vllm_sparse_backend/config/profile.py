@@ -137,14 +137,6 @@ class Level(Section):
         """Build the level that gives each head its method, in its shortest form.
 
         Layers whose heads are all dense go into ``dense_layers``, unless all layers are dense.
-
-        Args:
-            methods: The methods by layer and head, [num_layers][num_heads].
-            provenance: Origin of the numbers.
-            crossover: Measured crossover of these heads.
-
-        Returns:
-            The level.
         """
         by_layer = [tuple(heads) for heads in methods]
         dense_layers = [i for i, heads in enumerate(by_layer) if set(heads) == {make_method("dense", {})}]
@@ -169,15 +161,7 @@ class Level(Section):
         )
 
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
-        """Return the method of each head of a layer, whether or not ``dense_layers`` contains it.
-
-        Args:
-            layer: Number of the layer.
-            num_heads: Query heads of the whole model's layer.
-
-        Returns:
-            ``num_heads`` methods.
-        """
+        """Return the method of each head of a layer, whether or not ``dense_layers`` contains it."""
         exceptions = next((profile for numbers, profile in self.layers.items() if layer in numbers), LayerProfile())
         methods = [exceptions.default or self.default] * num_heads
         for heads, method in exceptions.heads.items():
@@ -265,17 +249,7 @@ class Profile(Level):
         return EXACT, *(name for name in BOUNDS if name in names), *(name for name in names if name not in BOUNDS)
 
     def at_level(self, name: str) -> "Profile":
-        """Return a profile whose only level is one of this profile's levels.
-
-        Args:
-            name: One of ``level_names``. At ``exact`` every head is dense.
-
-        Returns:
-            The profile.
-
-        Raises:
-            ValueError: There is no such level.
-        """
+        """Return a profile whose only level is one of this profile's levels."""
         if name not in self.level_names:
             raise ValueError(f"level: {not_one_of(name, self.level_names)}")
         level = Level(default=make_method("dense", {})) if name == EXACT else self.levels.get(name, self)
@@ -283,16 +257,7 @@ class Profile(Level):
         return self.model_copy(update={**fields, "level": None if name == EXACT else name, "levels": {}})
 
     def check_model(self, shape: ModelShape, source: str = "profile") -> None:
-        """Check that the profile fits a model.
-
-        Args:
-            shape: The model.
-            source: The name of the profile in error messages.
-
-        Raises:
-            ConfigurationError: The profile was made for another model, names layers or heads that the model does not
-                have, or uses a method where it has no effect.
-        """
+        """Check that the profile fits a model."""
         if self.model is not None and (names := self.model.differences(shape)):
             raise ConfigurationError(
                 f"{source}: the profile is for {self.model}, but the model is {shape}: they differ in "
@@ -304,11 +269,7 @@ class Profile(Level):
             raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 
     def to_yaml(self) -> str:
-        """Format the profile as a file.
-
-        Returns:
-            YAML text, from which ``parse_profile`` makes an equal profile.
-        """
+        """Format the profile as a file."""
         data = self.model_dump(exclude_defaults=True)
         data["model"] = data["model"] or ANY_MODEL
         profile_fields = [name for name in Profile.model_fields if name not in (*Level.model_fields, "levels")]
@@ -317,18 +278,7 @@ class Profile(Level):
 
 
 def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
-    """Find a profile's file.
-
-    Args:
-        name_or_path: Name of a bundled profile, or path of a file. A bundled name takes precedence.
-        option: The option or setting that named it, for the error message.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigurationError: Neither exists; the message lists the bundled profiles.
-    """
+    """Find a profile's file."""
     bundled = bundled_profiles()
     path = bundled.get(str(name_or_path)) or strict_yaml.file_at(str(name_or_path))
     if path is None:
@@ -338,44 +288,18 @@ def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
 
 
 def load_profile(name_or_path: str | Path, option: str = "profile") -> Profile:
-    """Read a profile from its file.
-
-    Args:
-        name_or_path: Name of a bundled profile, or path of a file.
-        option: The option or setting that named it, for error messages.
-
-    Returns:
-        The checked profile.
-
-    Raises:
-        ConfigurationError: There is no such file, or a field is missing, unknown or wrong.
-    """
+    """Read a profile from its file."""
     path = profile_file(name_or_path, option)
     return parse_profile(strict_yaml.read_text(path), str(path))
 
 
 def parse_profile(text: str, source: str) -> Profile:
-    """Parse a profile.
-
-    Args:
-        text: The profile as YAML.
-        source: The name of the text in error messages, such as a file's path.
-
-    Returns:
-        The checked profile.
-
-    Raises:
-        ConfigurationError: A field is missing, unknown or wrong.
-    """
+    """Parse a profile."""
     return Profile.read(strict_yaml.parse(text, source), f"{source}: ")
 
 
 def bundled_profiles() -> dict[str, Path]:
-    """List the profiles that come with this package.
-
-    Returns:
-        Paths by name, sorted by name.
-    """
+    """List the profiles that come with this package."""
     package = Path(str(resources.files("vllm_sparse_backend")))
     # A wheel has them inside the package, and an editable checkout has them next to it.
     folder = next((path for path in (package / "_profiles", package.parent / "profiles") if path.is_dir()), None)
@@ -383,14 +307,7 @@ def bundled_profiles() -> dict[str, Path]:
 
 
 def name_of_profile(name_or_path: str) -> str:
-    """Return the name of a profile for tables of results.
-
-    Args:
-        name_or_path: Name of a bundled profile, which may contain dots, or path of a file.
-
-    Returns:
-        The name, or the file's name without ``.yaml``.
-    """
+    """Return the name of a profile for tables of results."""
     return Path(name_or_path).name.removesuffix(".yaml")
 
 

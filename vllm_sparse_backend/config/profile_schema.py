@@ -23,11 +23,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def profile_schema() -> dict[str, Any]:
-    """Build the JSON Schema of a profile written in YAML or JSON.
-
-    Returns:
-        The schema as plain values.
-    """
+    """Build the JSON Schema of a profile written in YAML or JSON."""
     schema = _with_references(Profile.model_json_schema())
     for section in (schema, schema["$defs"]["Level"]):
         del section["properties"]["provenance"]["default"]

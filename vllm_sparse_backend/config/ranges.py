@@ -15,17 +15,7 @@ _PART = re.compile(r"\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?")
 
 
 def parse_ranges(text: object) -> tuple[int, ...]:
-    """Parse a set of numbers.
-
-    Args:
-        text: A text such as ``"0-3,7"``, a single number, or a list of numbers.
-
-    Returns:
-        The numbers, sorted.
-
-    Raises:
-        ValueError: ``text`` is none of these, a range is reversed or too large, or a number appears twice.
-    """
+    """Parse a set of numbers."""
     if isinstance(text, list | tuple) and all(type(number) is int and number >= 0 for number in text):
         if len(set(text)) != len(text):
             raise ValueError(f"given {text!r}, expected each number once")
@@ -51,14 +41,7 @@ def parse_ranges(text: object) -> tuple[int, ...]:
 
 
 def format_ranges(numbers: Iterable[int]) -> str:
-    """Format a set of numbers; the inverse of ``parse_ranges``.
-
-    Args:
-        numbers: Numbers of layers or heads, in any order.
-
-    Returns:
-        The shortest notation, such as ``0-3,7``.
-    """
+    """Format a set of numbers; the inverse of ``parse_ranges``."""
     spans: list[list[int]] = []
     for number in sorted(set(numbers)):
         if spans and number == spans[-1][1] + 1:

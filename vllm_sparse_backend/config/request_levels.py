@@ -44,15 +44,7 @@ SERVER_LEVEL = RequestLevel()
 
 
 def refuse_typos(where: str, keys: Iterable[object]) -> None:
-    """Refuse keys that look like typos of this project's keys, so that they are not silently ignored.
-
-    Args:
-        where: The field that contains the keys, for the error message.
-        keys: Keys of a request.
-
-    Raises:
-        ValueError: A key looks like a typo of ``sparse_prefill``.
-    """
+    """Refuse keys that look like typos of this project's keys, so that they are not silently ignored."""
     for key in keys:
         if key not in (FIELD, REPORT) and looks_like(key, FIELD):
             raise ValueError(f"{where}: {unexpected(key, f'the key {FIELD!r} in vllm_xargs')}")
@@ -63,17 +55,7 @@ class Ticket(str):
 
 
 def asks_report(vllm_xargs: Mapping[str, Any]) -> bool:
-    """Return whether a request asks for a report on how it was prefilled.
-
-    Args:
-        vllm_xargs: The request's ``vllm_xargs``.
-
-    Returns:
-        True if the value is true or the server's own ticket.
-
-    Raises:
-        ValueError: The value is neither true nor false.
-    """
+    """Return whether a request asks for a report on how it was prefilled."""
     value = vllm_xargs.get(REPORT, False)
     if isinstance(value, Ticket):
         return True
@@ -84,27 +66,13 @@ def asks_report(vllm_xargs: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Salt:
-    """Part of the hashes of a request's cached blocks that separates levels from each other.
-
-    Attributes:
-        text: Text that enters the hash of the block with position ``exact_tokens``, and thus the hashes of all later
-            blocks.
-        exact_tokens: Number of leading positions that are dense at all levels.
-    """
+    """Part of the hashes of a request's cached blocks that separates levels from each other."""
 
     text: str
     exact_tokens: int
 
     def key(self, start_token_idx: int, end_token_idx: int) -> tuple[str, str] | None:
-        """Return the extra key of a block's hash.
-
-        Args:
-            start_token_idx: First position of the block.
-            end_token_idx: Position after the last token of the block.
-
-        Returns:
-            The key; None for all blocks of a request except the block with position ``exact_tokens``.
-        """
+        """Return the extra key of a block's hash."""
         if not start_token_idx <= self.exact_tokens < end_token_idx:
             return None
         return FIELD, f"{FIELD}={self.text}"
@@ -116,11 +84,6 @@ class Mark:
 
     It is created once: where vLLM turns the request into an engine request or, if the front process is not in Python,
     where the engine core accepts the request.
-
-    Attributes:
-        level: Name of the level.
-        kept_mass: p of the request's ``top_p`` heads, between 0 and 1; None for the plan's.
-        salt: Part of the hashes of the request's blocks; None if they have vLLM's own hashes.
     """
 
     level: str = DEFAULT
@@ -137,12 +100,6 @@ class Mark:
         """Parse the mark in a request's ``extra_args``.
 
         This never raises, because it runs in the scheduler's loop, where an exception would end the engine.
-
-        Args:
-            extra_args: The field of the request's sampling parameters.
-
-        Returns:
-            The mark; None if there is none, or if it does not have the form that ``write`` gives it.
         """
         if not isinstance(extra_args, dict) or MARK not in extra_args:
             return None
@@ -170,12 +127,6 @@ class Mark:
         The mark consists of plain values, which all of vLLM's serialisers support. The level's name is bytes: clients
         send JSON, which has no bytes, so no client can send a mark through any front process. A request of the
         server's level with vLLM's own hashes needs no mark.
-
-        Args:
-            extra_args: The field of the request's sampling parameters.
-
-        Returns:
-            A copy with the mark.
         """
         others = {key: value for key, value in (extra_args or {}).items() if key not in (FIELD, MARK)}
         text, exact_tokens = (None, 0) if self.salt is None else (self.salt.text, self.salt.exact_tokens)
@@ -184,20 +135,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Choices:
-    """Levels that requests of a server may choose, and which requests may share cached keys and values.
-
-    Attributes:
-        levels: Names of the levels: ``exact``, then those of the profile.
-        server_level: Name of the server's own level, if its profile names it.
-        exact_tokens: Number of leading positions of every row that are dense at all levels; None if no row ever runs
-            sparse.
-        salts: Text of the salt by level; a level without a salt has vLLM's own hashes.
-        refusal: Why requests cannot choose a level on this server; None if they can.
-        has_shares: Whether any head selects by attention mass, so that requests may set its p.
-        default: Level of requests that do not choose a level.
-        models: Default level by served model name, for requests with that model.
-        allowed: Levels that requests may choose in addition to their default; None for all.
-    """
+    """Levels that requests of a server may choose, and which requests may share cached keys and values."""
 
     levels: tuple[str, ...]
     server_level: str | None = None
@@ -210,17 +148,7 @@ class Choices:
     allowed: frozenset[str] | None = None
 
     def under(self, policy: RequestsConfig) -> "Choices":
-        """Restrict the choices by an operator's policy.
-
-        Args:
-            policy: The setting ``requests``.
-
-        Returns:
-            The choices under the policy.
-
-        Raises:
-            ConfigurationError: The policy names a level that does not exist; the message names the field.
-        """
+        """Restrict the choices by an operator's policy."""
         default = DEFAULT if policy.default is None else self._named("default", policy.default)
         models = {model: self._named(f"models.{model}", name) for model, name in policy.models.items()}
         allowed = None
@@ -235,47 +163,18 @@ class Choices:
         return DEFAULT if name in (ON, self.server_level) else name
 
     def level_of(self, vllm_xargs: Mapping[str, Any] | None) -> RequestLevel:
-        """Check all keys of a request, and return its level.
-
-        Args:
-            vllm_xargs: The request's ``vllm_xargs``.
-
-        Returns:
-            The level.
-
-        Raises:
-            ValueError: The request may not have the level, or a key looks like a typo of ``sparse_prefill``.
-        """
+        """Check all keys of a request, and return its level."""
         values = {key: value for key, value in (vllm_xargs or {}).items() if key != MARK}
         refuse_typos("vllm_xargs", values)
         asks_report(values)
         return self.permit(values[FIELD]) if FIELD in values else self.unasked()
 
     def unasked(self, model: str | None = None) -> RequestLevel:
-        """Return the level of requests that do not choose a level.
-
-        Args:
-            model: The served model name that the request gives.
-
-        Returns:
-            The level.
-        """
+        """Return the level of requests that do not choose a level."""
         return RequestLevel(self.models.get(model or "", self.default))
 
     def permit(self, value: object, model: str | None = None) -> RequestLevel:
-        """Return the level that a request chooses.
-
-        Args:
-            value: The request's value of ``sparse_prefill``.
-            model: The served model name that the request gives.
-
-        Returns:
-            The level.
-
-        Raises:
-            ValueError: The value names no level, or the request may not choose it; the message lists the levels that it
-                may choose.
-        """
+        """Return the level that a request chooses."""
         if isinstance(value, RequestLevel):  # checked before
             return value
         default_level = self.unasked(model).name
@@ -288,18 +187,7 @@ class Choices:
         raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; remove it")
 
     def named_by(self, value: object, default_level: str = DEFAULT) -> RequestLevel:
-        """Return the level that a value names, whether the request may have it or not.
-
-        Args:
-            value: The request's value of ``sparse_prefill``.
-            default_level: The level that the request would get without a choice.
-
-        Returns:
-            The level.
-
-        Raises:
-            ValueError: The value names no level; the message lists the levels that the request may have.
-        """
+        """Return the level that a value names, whether the request may have it or not."""
         if isinstance(value, (bool, int, float)) and value in (0, 1):
             return RequestLevel(DEFAULT if value else EXACT)
         if isinstance(value, str) and value in (ON, *self.levels):
@@ -313,14 +201,7 @@ class Choices:
         raise ValueError(f"vllm_xargs {FIELD}: {unexpected(value, f'one of {self.offers(default_level)}')}")
 
     def mark(self, level: RequestLevel) -> Mark:
-        """Return the mark of requests of a level.
-
-        Args:
-            level: The level.
-
-        Returns:
-            The mark, with the salt of the level.
-        """
+        """Return the mark of requests of a level."""
         text = self.salts.get(level.name)
         if level.kept_mass is not None:
             text = f"{text or level.name}={level.kept_mass!r}"
@@ -333,24 +214,13 @@ class Choices:
         return self.refusal is None and (self.allowed is None or level in self.allowed)
 
     def policy(self) -> str:
-        """Describe the policy for the log.
-
-        Returns:
-            The default levels, and the levels that requests may choose.
-        """
+        """Describe the policy for the log."""
         models = "".join(f", for model {model} {_shown(level)}" for model, level in self.models.items())
         allowed = "all levels" if self.allowed is None else ", ".join(sorted(map(_shown, self.allowed))) or "none"
         return f"default {_shown(self.default)}{models}; on request {allowed}"
 
     def offers(self, default_level: str) -> str:
-        """List the values that a request may give.
-
-        Args:
-            default_level: The level that the request would get without a choice.
-
-        Returns:
-            The values, separated by commas.
-        """
+        """List the values that a request may give."""
         values = []
         if self._may_have(EXACT, default_level):
             values.append("0 (exact)")
@@ -379,15 +249,6 @@ def fingerprint(
 
     These settings are the method of each layer and head, the lengths from which rows run sparse, and the version of the
     package, because another version may keep other keys with the same settings.
-
-    Args:
-        plan: The plan of the whole model at one level.
-        numbers: Values of ``auto`` on the server's device (``Plan.numbers``); None if nothing is
-            ``auto``.
-        streaming_heads: Settings of streaming heads; None if this server does not find them.
-
-    Returns:
-        16 hexadecimal digits, equal for equal settings in every process.
     """
     data = {
         "layers": [None if groups is None else _heads_of(groups) for groups in plan.layers],

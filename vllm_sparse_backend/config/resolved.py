@@ -20,27 +20,13 @@ Numbers = dict[str, dict[str, list[int | None]]]
 
 
 def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
-    """Return the device for which the server's first process resolved ``auto``.
-
-    Args:
-        additional_config: vLLM's ``additional_config``.
-
-    Returns:
-        Name of the device; None if nothing has been carried yet.
-    """
+    """Return the device for which the server's first process resolved ``auto``."""
     device = (additional_config or {}).get(DEVICE)
     return device if isinstance(device, str) else None
 
 
 def carried_streaming(additional_config: Mapping[str, Any] | None) -> bool | None:
-    """Return whether the server finds streaming heads.
-
-    Args:
-        additional_config: vLLM's ``additional_config``.
-
-    Returns:
-        What its first process decided; None if it has not decided yet.
-    """
+    """Return whether the server finds streaming heads."""
     finds = (additional_config or {}).get(STREAMING)
     return finds if isinstance(finds, bool) else None
 
@@ -49,34 +35,13 @@ def with_carried(additional_config: Mapping[str, Any] | None, documents: Documen
     """Add the texts of all files, and the device for which ``auto`` is resolved, to vLLM's configuration.
 
     A process that gets the result reads no file and does not query the device.
-
-    Args:
-        additional_config: vLLM's ``additional_config``.
-        documents: The texts.
-        device: Name of the device.
-
-    Returns:
-        A copy with both.
     """
     return {**(additional_config or {}), DOCUMENTS: documents.data(), DEVICE: device}
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The configuration with all values that follow from it.
-
-    Attributes:
-        config: The configuration.
-        documents: Texts of the files that the configuration names.
-        plans: The plan of each level, the server's own first. If a head lets requests set p, requests with a p also
-            form a level.
-        table: The table of measured crossovers.
-        thresholds_by_engine: The lengths from which rows of each level run sparse with each attention engine.
-        device: Name, as in the table, of the device for which ``auto`` is resolved: the device on which the server
-            started.
-        pools: Whether requests are for embeddings, scores or classes.
-        streaming_heads: Settings of streaming heads; None if this server does not find them.
-    """
+    """The configuration with all values that follow from it."""
 
     config: SparsePrefillConfig
     documents: Documents
@@ -92,23 +57,7 @@ class Resolved:
         additional_config: Mapping[str, Any] | None, shape: ModelShape, device: str, tp_rank: int = 0, tp_size: int = 1,
         pools: bool = False,
     ) -> "Resolved":  # fmt: skip
-        """Resolve the settings for a rank of a model.
-
-        Args:
-            additional_config: vLLM's ``additional_config``. Files are read only if ``with_carried`` did not add their
-                texts.
-            shape: The whole model.
-            device: Name of this process's device, as torch reports it. A carried device takes precedence.
-            tp_rank: Tensor-parallel rank whose heads the plans describe.
-            tp_size: Number of tensor-parallel ranks.
-            pools: Whether requests are for embeddings, scores or classes.
-
-        Returns:
-            The resolved settings.
-
-        Raises:
-            ConfigurationError: A setting is wrong, a file cannot be read, or a profile does not fit the model.
-        """
+        """Resolve the settings for a rank of a model."""
         config = load_config(additional_config)
         device = carried_device(additional_config) or device
         read = Documents.carried(additional_config or {}, config) or Documents.read(config, shape)
@@ -130,14 +79,7 @@ class Resolved:
         return Resolved(config, read, plans, table, thresholds_by_engine, device, pools, streaming_heads)
 
     def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Add data to vLLM's configuration from which other processes resolve the same settings.
-
-        Args:
-            additional_config: vLLM's ``additional_config``.
-
-        Returns:
-            A copy with the texts of all files and the device.
-        """
+        """Add data to vLLM's configuration from which other processes resolve the same settings."""
         return with_carried(additional_config, self.documents, self.device)
 
     @property
@@ -154,14 +96,7 @@ class Resolved:
         return self.pools and self.config.requests.default in (None, EXACT)
 
     def layer(self, number: int) -> tuple[LayerPlan, ...]:
-        """Return one layer's groups of heads at each level.
-
-        Args:
-            number: Number of the layer.
-
-        Returns:
-            The groups at each level; empty if the layer is dense at all levels.
-        """
+        """Return one layer's groups of heads at each level."""
         return layer_by_level(self.plans.values(), number)
 
     @property
@@ -175,41 +110,21 @@ class Resolved:
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
     def numbers(self) -> Numbers:
-        """Return the lengths from which rows run sparse, which must be the same in all processes.
-
-        Returns:
-            [min_tokens, min_query_tokens] by level and engine.
-        """
+        """Return the lengths from which rows run sparse, which must be the same in all processes."""
         return {level: plan.numbers(self.table, self.device) for level, plan in self.plans.items()}
 
     def thresholds(self, level: str, engines: Collection[str]) -> Thresholds:
-        """Return the lengths from which rows of a level run sparse.
-
-        Args:
-            level: Name of the level.
-            engines: Names of the attention engines that layers of the model use.
-
-        Returns:
-            The strictest thresholds of these engines.
-        """
+        """Return the lengths from which rows of a level run sparse."""
         by_engine = self.thresholds_by_engine[level]
         candidates = [by_engine.get(engine, by_engine[ANY_OTHER]) for engine in sorted(engines)]
         return max(candidates, key=lambda thresholds: thresholds.severity)
 
     def earliest_thresholds(self) -> Thresholds:
-        """Return the lowest thresholds of any level with any engine.
-
-        Returns:
-            The thresholds.
-        """
+        """Return the lowest thresholds of any level with any engine."""
         candidates = [plan.earliest_thresholds(self.table, self.device) for plan in self.plans.values()]
         return min(candidates, key=lambda thresholds: thresholds.severity)
 
     def exact_tokens(self) -> int | None:
-        """Return the number of leading positions of every row that are dense at all levels.
-
-        Returns:
-            The number of positions; None if no row ever runs sparse.
-        """
+        """Return the number of leading positions of every row that are dense at all levels."""
         exact_tokens = [plan.exact_tokens(self.table, self.device) for plan in self.plans.values()]
         return min((tokens for tokens in exact_tokens if tokens is not None), default=None)

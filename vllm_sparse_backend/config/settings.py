@@ -189,11 +189,7 @@ class SparsePrefillConfig(Section):
         return self.streaming_heads is not None and "streaming_heads" in self.model_fields_set
 
     def not_for_streaming(self) -> str | None:
-        """Return why streaming heads would save nothing with this profile or method.
-
-        Returns:
-            What was given, what is expected, and what to do; None if they save time.
-        """
+        """Return why streaming heads would save nothing with this profile or method."""
         if self.profile is not None:
             return (
                 f"given both profile {self.profile!r} and streaming_heads, expected only one of them: a profile "
@@ -212,30 +208,12 @@ class SparsePrefillConfig(Section):
         return None
 
     def uniform_method(self) -> Method:
-        """Build the method of every head, for a configuration without a profile.
-
-        Returns:
-            The method that ``method`` and ``params`` describe.
-
-        Raises:
-            ValueError: A parameter is unknown or has a wrong value.
-        """
+        """Build the method of every head, for a configuration without a profile."""
         return make_method(self.method, self.params)
 
 
 def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillConfig:
-    """Read the settings from vLLM's ``additional_config``.
-
-    Args:
-        additional_config: The value of ``--additional-config``. Its key ``sparse_prefill`` holds the settings, or a
-            text that names a profile; without the key all settings have their defaults.
-
-    Returns:
-        The checked settings.
-
-    Raises:
-        ConfigurationError: A value is wrong, or a setting is in the wrong place; the message names every wrong field.
-    """
+    """Read the settings from vLLM's ``additional_config``."""
     if additional_config is None:
         additional_config = {}
     if not isinstance(additional_config, Mapping):

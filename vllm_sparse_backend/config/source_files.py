@@ -20,15 +20,7 @@ from vllm_sparse_backend.config.strict_yaml import read_text
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts of the profile and of the crossover table, with their names for errors and logs.
-
-    Attributes:
-        settings: ``profile`` and ``crossover`` of the configuration for which the files were read.
-        source: Name of the profile or method in the log.
-        profile: Text of the profile; None if every head has the configuration's method.
-        profile_path: Path of the profile, for error messages.
-        crossover: Text of the crossover table; None for the bundled table.
-    """
+    """Texts of the profile and of the crossover table, with their names for errors and logs."""
 
     settings: tuple[str | None, str | None]
     source: str
@@ -38,18 +30,7 @@ class Documents:
 
     @staticmethod
     def read(config: SparsePrefillConfig, shape: ModelShape) -> "Documents":
-        """Read the files that a configuration names.
-
-        Args:
-            config: The configuration.
-            shape: The served model, for ``profile: auto``.
-
-        Returns:
-            The texts.
-
-        Raises:
-            ConfigurationError: A file does not exist or cannot be read.
-        """
+        """Read the files that a configuration names."""
         settings = (config.profile, config.crossover)
         crossover = None if config.crossover is None else read_text(crossover_file(config.crossover))
         if config.profile is None:
@@ -67,40 +48,18 @@ class Documents:
 
     @staticmethod
     def carried(additional_config: Mapping[str, Any], config: SparsePrefillConfig) -> "Documents | None":
-        """Return the texts that another process of the server put into ``additional_config``.
-
-        Args:
-            additional_config: vLLM's ``additional_config``.
-            config: The configuration.
-
-        Returns:
-            The texts; None if there are none, or if they were read for another configuration.
-        """
+        """Return the texts that another process of the server put into ``additional_config``."""
         data = additional_config.get(DOCUMENTS)
         if data is None or tuple(data["settings"]) != (config.profile, config.crossover):
             return None
         return Documents(**{**data, "settings": tuple(data["settings"])})
 
     def data(self) -> dict[str, Any]:
-        """Convert the texts to plain values, which vLLM can pass to any process.
-
-        Returns:
-            The fields by name, from which ``carried`` restores the object.
-        """
+        """Convert the texts to plain values, which vLLM can pass to any process."""
         return {**asdict(self), "settings": list(self.settings)}
 
     def parse_profile(self, config: SparsePrefillConfig) -> Profile:
-        """Parse the profile, or build one from ``method`` and ``params``.
-
-        Args:
-            config: The configuration.
-
-        Returns:
-            The profile.
-
-        Raises:
-            ConfigurationError: The profile or a parameter of the method is wrong.
-        """
+        """Parse the profile, or build one from ``method`` and ``params``."""
         if self.profile is not None:
             return parse_profile(self.profile, self.profile_path)
         try:
@@ -110,14 +69,7 @@ class Documents:
         return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method})
 
     def parse_crossover(self) -> Crossover:
-        """Parse the crossover table.
-
-        Returns:
-            The table that the configuration names, or the bundled table.
-
-        Raises:
-            ConfigurationError: A field of the table is missing, unknown or wrong.
-        """
+        """Parse the crossover table."""
         if self.crossover is None:
             return load_crossover()
         _, crossover_path = self.settings

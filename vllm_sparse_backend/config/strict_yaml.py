@@ -40,15 +40,7 @@ class _Loader(_SafeLoader):
 
 
 def file_at(path: str) -> Path | None:
-    """Find the file at a path.
-
-    Args:
-        path: A path, which may start with ``~``.
-
-    Returns:
-        The file; None if it does not exist or cannot be reached (a name that is too long, a folder without permission,
-        the home of an unknown user).
-    """
+    """Find the file at a path."""
     try:
         file = Path(path).expanduser()
         return file if file.is_file() else None
@@ -57,14 +49,7 @@ def file_at(path: str) -> Path | None:
 
 
 def why_no_file(path: str) -> str:
-    """Explain why ``file_at`` finds no file at a path.
-
-    Args:
-        path: A path, which may start with ``~``.
-
-    Returns:
-        ``no such file``, or the kind of the existing path.
-    """
+    """Explain why ``file_at`` finds no file at a path."""
     try:
         file = Path(path).expanduser()
         exists = os.path.lexists(file)
@@ -74,14 +59,7 @@ def why_no_file(path: str) -> str:
 
 
 def kind_of_file(path: Path) -> str:
-    """Name the kind of an existing path.
-
-    Args:
-        path: The path.
-
-    Returns:
-        A text such as ``a folder``, ``a fifo`` or ``a loop of links``.
-    """
+    """Name the kind of an existing path."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -111,17 +89,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def read_text(path: Path) -> str:
-    """Read a text file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its text.
-
-    Raises:
-        ConfigurationError: The file cannot be read, has more than ``MAX_BYTES`` bytes or is not UTF-8.
-    """
+    """Read a text file."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -136,19 +104,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, source: str) -> dict[Any, Any]:
-    """Parse a YAML text that contains a mapping.
-
-    Args:
-        text: The YAML text.
-        source: The name of the text in error messages, such as a file's path.
-
-    Returns:
-        The mapping.
-
-    Raises:
-        ConfigurationError: The text is not YAML, has duplicate keys or aliases, is nested too deeply, or is not a
-            mapping. The message names ``source``, line and column.
-    """
+    """Parse a YAML text that contains a mapping."""
     try:
         _refuse_depth(text)
         data = yaml.load(text, Loader=_Loader)
@@ -167,14 +123,7 @@ def parse(text: str, source: str) -> dict[Any, Any]:
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Format a mapping as YAML.
-
-    Args:
-        data: Plain values.
-
-    Returns:
-        The YAML text. Mappings and lists that hold only scalars are written inline.
-    """
+    """Format a mapping as YAML."""
     innermost_inline: Any = None  # PyYAML accepts None here, but its type stubs do not
     return yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=innermost_inline

@@ -28,15 +28,7 @@ MOST_CHARS = 200_000
 
 
 def server_url(address: str, name: str) -> str:
-    """Return the address of a server without a path.
-
-    Args:
-        address: The operator's text, with or without ``/v1``.
-        name: Option or label of the address, for the message.
-
-    Raises:
-        BenchError: ``address`` does not begin with http:// or https://.
-    """
+    """Return the address of a server without a path."""
     url = address.rstrip("/").removesuffix("/v1")
     if not url.startswith(("http://", "https://")):
         example = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else "http://127.0.0.1:8000"

@@ -14,16 +14,7 @@ PROBE_BYTES = 4096
 
 
 def require_output_file(option: str, path: Path) -> None:
-    """Check that a file can be written at ``path``, by writing and deleting a few bytes next to it.
-
-    Args:
-        option: Option or argument that names the file, for the message.
-        path: The output file. It may exist if it is a regular file; symbolic links are followed.
-
-    Raises:
-        ConfigurationError: The folder is missing or not writable, the disk is full, or ``path`` exists and is not a
-            regular file.
-    """
+    """Check that a file can be written at ``path``, by writing and deleting a few bytes next to it."""
     expected = "a file in an existing, writable folder"
     try:
         target = _target(path)
@@ -34,18 +25,7 @@ def require_output_file(option: str, path: Path) -> None:
 
 
 def require_output_folder(option: str, path: Path) -> Path:
-    """Check that files can be written below ``path``, which need not exist yet.
-
-    Args:
-        option: Option or argument that names the folder, for the message.
-        path: The folder.
-
-    Returns:
-        ``path``.
-
-    Raises:
-        ConfigurationError: ``path`` is not a folder, cannot be created or written to, or the disk is full.
-    """
+    """Check that files can be written below ``path``, which need not exist yet."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
     try:
         if not existing.is_dir():
@@ -59,17 +39,7 @@ def require_output_folder(option: str, path: Path) -> Path:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which replaces ``path`` when the block ends, and is deleted if the block fails.
-
-    Args:
-        path: The output file. Its folder is created if necessary; symbolic links are followed.
-
-    Yields:
-        A path in the same folder.
-
-    Raises:
-        ConfigurationError: The file cannot be written, as on a full disk.
-    """
+    """Yield a temporary path, which replaces ``path`` when the block ends, and is deleted if the block fails."""
     partial_path = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,11 +55,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` in UTF-8 to ``path`` atomically.
-
-    Raises:
-        ConfigurationError: The file cannot be written.
-    """
+    """Write ``text`` in UTF-8 to ``path`` atomically."""
     with whole_file(path) as partial_path, partial_path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

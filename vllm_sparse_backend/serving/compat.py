@@ -60,55 +60,27 @@ T = TypeVar("T")
 
 
 def hf_config(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Return the config.json of the served model.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The fields of the model's text part, wherever that is nested, with the model's ``architectures``.
-    """
+    """Return the config.json of the served model."""
     model = vllm_config.model_config
     text = model.hf_text_config.to_dict()
     return {**text, "architectures": model.hf_config.architectures or text.get("architectures")}
 
 
 def model_shape(vllm_config: VllmConfig) -> ModelShape:
-    """Return the numbers of layers and heads of the served model.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The shape of the whole model.
-    """
+    """Return the numbers of layers and heads of the served model."""
     model = vllm_config.model_config.model
     return ModelShape.from_config({**hf_config(vllm_config), "_name_or_path": model}, model)
 
 
 def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return this worker's tensor-parallel rank and the size of its group.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        (rank, size) of the tensor-parallel group.
-    """
+    """Return this worker's tensor-parallel rank and the size of its group."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
 
 
 def pipeline_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return this worker's pipeline stage and the number of stages.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        (stage, number of stages).
-    """
+    """Return this worker's pipeline stage and the number of stages."""
     from vllm.distributed.parallel_state import get_pp_group
 
     num_stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -116,14 +88,7 @@ def pipeline_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
 
 
 def gather_over_ranks(value: T) -> list[T]:
-    """Gather a value from all tensor-parallel ranks. Every rank must call this, and waits for the others.
-
-    Args:
-        value: This rank's value, which must be picklable.
-
-    Returns:
-        The values by rank.
-    """
+    """Gather a value from all tensor-parallel ranks. Every rank must call this, and waits for the others."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return _gather(get_tp_group(), value)
@@ -133,12 +98,6 @@ def gather_over_stages(value: T) -> list[T]:
     """Gather a value from all tensor-parallel ranks of all pipeline stages.
 
     Every rank must call this, and waits for the others.
-
-    Args:
-        value: This rank's value, which must be picklable.
-
-    Returns:
-        The values by stage and rank.
     """
     from vllm.distributed.parallel_state import get_pp_group
 
@@ -155,16 +114,7 @@ def _gather(group: Any, value: T) -> list[T]:
 
 
 def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries: bool = True) -> dict[str, Any]:
-    """Return the fields of ``LayerTraits`` that are the same for all layers of a cache dtype.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        kv_cache_dtype: vLLM's name for the dtype of the layers' cache.
-        quantised_queries: Whether queries of an fp8 cache are also in fp8.
-
-    Returns:
-        The fields by name. Context-parallel sizes are 1 in versions that do not have them.
-    """
+    """Return the fields of ``LayerTraits`` that are the same for all layers of a cache dtype."""
     parallel = vllm_config.parallel_config
     scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
     return {
@@ -179,23 +129,12 @@ def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries
 
 
 def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
-    """Limit whole-step CUDA graphs to uniform decode, because steps with prefills differ from request to request.
-
-    Args:
-        support: The steps that the dense backend can capture.
-
-    Returns:
-        The steps that this backend can capture.
-    """
+    """Limit whole-step CUDA graphs to uniform decode, because steps with prefills differ from request to request."""
     return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
 
 
 def prefers_bulk_pages() -> bool:
-    """Return whether 128-token pages are faster: bulk copies need them, and FlashAttention-3 is faster on them.
-
-    Returns:
-        True on Hopper.
-    """
+    """Return whether 128-token pages are faster: bulk copies need them, and FlashAttention-3 is faster on them."""
     return not IS_CPU and current_platform.is_device_capability_family(90)
 
 
@@ -204,13 +143,6 @@ def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[
 
     The model is that of vLLM's current configuration, which is set wherever vLLM aligns pages. A ``--block-size`` that
     neither divides 128 nor is a multiple of it stays as it is: vLLM 0.26 aligns pages to that size only.
-
-    Args:
-        sizes: The dense backend's kernel block sizes.
-        page_tokens: The page size of existing layers, which is no longer aligned; None if there are no layers yet.
-
-    Returns:
-        The sizes, as ``get_supported_kernel_block_sizes`` returns them.
     """
     config = get_current_vllm_config_or_none()
     if config is None or config.model_config is None or not config.model_config.is_hybrid or not prefers_bulk_pages():
@@ -226,47 +158,28 @@ def reads_fp8() -> bool:
 
     vLLM's FlashAttention reads them on Hopper, with queries rounded to fp8. FlashAttention 4 reads them on Blackwell,
     but does not accept the block tables that our engine builds.
-
-    Returns:
-        True on Hopper.
     """
     return prefers_bulk_pages()
 
 
 def current_device() -> torch.device:
-    """Return the device of this worker.
-
-    Returns:
-        The current GPU, with its number, or the CPU.
-    """
+    """Return the device of this worker."""
     return torch.device("cpu") if IS_CPU else torch.device("cuda", torch.cuda.current_device())
 
 
 def device_name() -> str:
-    """Return the name of the device. The driver answers, so no CUDA context is created.
-
-    Returns:
-        The name, as in crossover tables.
-    """
+    """Return the name of the device. The driver answers, so no CUDA context is created."""
     return str(current_platform.get_device_name())
 
 
 def device_capability() -> tuple[int, int] | None:
-    """Return the GPU's compute capability. The driver answers, so no CUDA context is created.
-
-    Returns:
-        (major, minor); None on a CPU.
-    """
+    """Return the GPU's compute capability. The driver answers, so no CUDA context is created."""
     capability = None if IS_CPU else current_platform.get_device_capability()
     return None if capability is None else (capability.major, capability.minor)
 
 
 def device_memory_bytes() -> int:
-    """Return the size of the device's memory.
-
-    Returns:
-        Bytes, whether in use or free.
-    """
+    """Return the size of the device's memory."""
     return int(current_platform.get_device_total_memory())
 
 
@@ -274,9 +187,6 @@ def flash_attention() -> FlashAttention | None:
     """Return vLLM's FlashAttention for paged caches, in the newest version that accepts any block table.
 
     Version 4 requires pages of its tile size.
-
-    Returns:
-        Version 3 or 2; None if vLLM has neither for this device.
     """
     if IS_CPU:
         return None
@@ -290,11 +200,7 @@ def flash_attention() -> FlashAttention | None:
 
 
 def flash_attn_varlen_func() -> Callable[..., Any]:
-    """Return vLLM's FlashAttention function for paged caches.
-
-    Returns:
-        The function of that name, which accepts ``fa_version`` as a keyword argument.
-    """
+    """Return vLLM's FlashAttention function for paged caches."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     function: Callable[..., Any] = flash_attn_varlen_func
@@ -302,14 +208,7 @@ def flash_attn_varlen_func() -> Callable[..., Any]:
 
 
 def flash_attention_version(vllm_config: VllmConfig | None = None) -> int | None:
-    """Return the version of FlashAttention that vLLM chooses.
-
-    Args:
-        vllm_config: The configuration of the served model; None for vLLM's choice on this device for any model.
-
-    Returns:
-        The version; None if vLLM has no FlashAttention for this device.
-    """
+    """Return the version of FlashAttention that vLLM chooses."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     if vllm_config is None:
@@ -327,20 +226,7 @@ def stock_backend(
     kv_cache_dtype: Any = "auto",
     has_sink: bool = False,
 ) -> str:
-    """Return the attention backend that vLLM itself would choose for a decoder's layers on this device.
-
-    Args:
-        vllm_config: The configuration of the served model, which some backends consult; None without a model.
-        head_dim: Dimension of a head.
-        dtype: dtype of the model.
-        kv_cache_dtype: vLLM's name for the dtype of the cache.
-        has_sink: Whether the layers have learnt sinks.
-
-    Returns:
-        vLLM's name of the backend. Up to Hopper, and on devices that are not NVIDIA's, it is the dense backend's:
-        vLLM prefers another backend only on compute capability 10. vLLM is queried only there, because it imports all
-        backends to answer.
-    """
+    """Return the attention backend that vLLM itself would choose for a decoder's layers on this device."""
     capability = None if IS_CPU else current_platform.get_device_capability()
     if capability is None or capability.major < 10 or not hasattr(current_platform, "get_valid_backends"):
         return str(DenseBackend.get_name())
@@ -356,25 +242,14 @@ def stock_backend(
 
 
 def cache_folder() -> Path:
-    """Return the folder in which vLLM caches what it computes at start-up.
-
-    Returns:
-        The folder that ``VLLM_CACHE_ROOT`` names; it need not exist.
-    """
+    """Return the folder in which vLLM caches what it computes at start-up."""
     from vllm import envs
 
     return Path(envs.VLLM_CACHE_ROOT).expanduser()
 
 
 def tokenizer(vllm_config: VllmConfig) -> Any:
-    """Return the served model's tokenizer.
-
-    Args:
-        vllm_config: vLLM's configuration, without ``skip_tokenizer_init``.
-
-    Returns:
-        vLLM's tokenizer, with ``encode`` and ``bos_token_id``.
-    """
+    """Return the served model's tokenizer."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(vllm_config.model_config)
@@ -385,14 +260,6 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
 
     Attention layers get no metadata. With pipeline parallelism, each stage passes its output on to the next, so all
     stages must call this. After an error, later stages get an empty output, and raise an error too.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        model: The loaded model, or this worker's stage of it.
-        token_ids: The prompt, at most as long as a step's new tokens.
-
-    Raises:
-        RuntimeError: An earlier pipeline stage failed.
     """
     from vllm.distributed.parallel_state import get_pp_group
     from vllm.sequence import IntermediateTensors
@@ -436,39 +303,17 @@ def _forward(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequenc
 
 
 def query_scale(query: torch.Tensor, layer: Any) -> float:
-    """Return the factor from elements of a layer's queries to their values.
-
-    Args:
-        query: The queries that a layer's implementation gets.
-        layer: vLLM's attention layer.
-
-    Returns:
-        The layer's scale if the queries are in fp8; otherwise 1.
-    """
+    """Return the factor from elements of a layer's queries to their values."""
     return float(layer._q_scale_float) if query.dtype == FP8 else 1.0
 
 
 def pools(vllm_config: VllmConfig) -> bool:
-    """Return whether the server's requests are for pooling: embeddings, scores or classes.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        True if vLLM runs the model as a pooling model.
-    """
+    """Return whether the server's requests are for pooling: embeddings, scores or classes."""
     return getattr(vllm_config.model_config, "runner_type", None) == "pooling"
 
 
 def is_set(variable: str) -> bool:
-    """Return whether one of vLLM's environment variables is on.
-
-    Args:
-        variable: Name of the variable.
-
-    Returns:
-        True if it is on; False if it is off or this version does not have it.
-    """
+    """Return whether one of vLLM's environment variables is on."""
     from vllm import envs
 
     return bool(getattr(envs, variable, False))
@@ -479,14 +324,6 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
 
     vLLM 0.26 to 0.28 constructs metadata builders within the memory pool of the KV cache; from 0.30 on only the cache
     is in it. A pool applies to the allocations of a single thread, so the function runs on another thread.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        device: Device of the allocations.
-        make: The function.
-
-    Returns:
-        The function's result.
     """
     if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
         return make()
@@ -504,14 +341,7 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
 
 
 def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
-    """Return the order of the dimensions of a layer's cache in memory.
-
-    Args:
-        vllm_config: vLLM's configuration. From 0.30 on it has the layout that the engine's core chose.
-
-    Returns:
-        Indices of (pages, heads, tokens, elements), the outermost dimension first.
-    """
+    """Return the order of the dimensions of a layer's cache in memory."""
     if getattr(vllm_config.cache_config, "kv_cache_layout", None) is not None:
         return tuple(vllm_config.cache_config.get_resolved_kv_cache_layout().layer_view_order)
     try:
@@ -523,17 +353,7 @@ def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
 def random_cache(
     spec: AttentionSpec, num_pages: int, device: torch.device, order: Sequence[int] = TOKENS_FIRST
 ) -> PagedCache:
-    """Allocate normally distributed keys and values in vLLM's layout of a layer's cache.
-
-    Args:
-        spec: vLLM's description of the layer's cache.
-        num_pages: Number of pages.
-        device: Device of the cache.
-        order: Order of the dimensions in memory (``page_order``).
-
-    Returns:
-        The cache. Its keys and values have the shape [num_pages, page_size, num_kv_heads, head_dim].
-    """
+    """Allocate normally distributed keys and values in vLLM's layout of a layer's cache."""
     shape = (num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
     dtype = FP8 if spec.dtype == FP8_STORAGE else spec.dtype
     sizes = [shape[i] for i in order]
@@ -546,17 +366,7 @@ def random_cache(
 
 
 def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
-    """Return the sequence lengths that the host knows.
-
-    Args:
-        common: vLLM's metadata of a batch.
-
-    Returns:
-        Tokens by row: exact for rows that prefill, an upper bound for others.
-
-    Raises:
-        RuntimeError: vLLM has no lengths on the host, as in unsupported releases.
-    """
+    """Return the sequence lengths that the host knows."""
     if common.seq_lens_cpu_upper_bound is not None:
         return common.seq_lens_cpu_upper_bound[: common.num_reqs].tolist()
     raise RuntimeError(
@@ -566,14 +376,7 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
 
 
 def prompt_length(request: Any) -> int:
-    """Return the number of tokens of a request's prompt, without output that a preempted request prefills again.
-
-    Args:
-        request: vLLM's ``NewRequestData``; it has ``prompt_len`` from 0.32 on.
-
-    Returns:
-        The number of token ids, or of embeddings where the prompt consists of them.
-    """
+    """Return the number of tokens of a request's prompt, without output that a preempted request prefills again."""
     prompt = request.prompt_token_ids
     if prompt is None:
         prompt = getattr(request, "prompt_embeds", None)
@@ -584,23 +387,13 @@ def keep_schedule(metadata: DenseMetadata) -> None:
     """Copy the schedule of the metadata, because FlashAttention's builder may keep it in a persistent buffer.
 
     The CPU build makes a new schedule each time, which must not be copied because it contains pointers into itself.
-
-    Args:
-        metadata: The dense backend's metadata, changed in place.
     """
     if not IS_CPU and metadata.scheduler_metadata is not None:
         metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
 
 
 def layer_number(name: str) -> int | None:
-    """Return the number in a layer's name.
-
-    Args:
-        name: vLLM's name of the layer.
-
-    Returns:
-        The number; None without a number or with several.
-    """
+    """Return the number in a layer's name."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     try:
@@ -610,29 +403,12 @@ def layer_number(name: str) -> int | None:
 
 
 def uses_mla(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM runs the model with multi-head latent attention.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        True if it does.
-    """
+    """Return whether vLLM runs the model with multi-head latent attention."""
     return bool(getattr(vllm_config.model_config, "use_mla", False))
 
 
 def stock_mla_prefill(vllm_config: VllmConfig) -> type:
-    """Return the prefill backend for MLA that vLLM would choose without ``mla_prefill_backend``.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The class.
-
-    Raises:
-        ValueError: vLLM has no such backend for this device or model.
-    """
+    """Return the prefill backend for MLA that vLLM would choose without ``mla_prefill_backend``."""
     from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
 
     # The selector reads only these two parts of the configuration.
@@ -644,15 +420,7 @@ def stock_mla_prefill(vllm_config: VllmConfig) -> type:
 
 
 def is_stock_mla_layer(layer: Any) -> bool:
-    """Return whether a layer prefills through the functions of vLLM that our hooks wrap.
-
-    Args:
-        layer: A layer of vLLM.
-
-    Returns:
-        False for layers that are not MLA, that select their own keys (DeepSeek-V3.2), or whose model has its own
-        prefill.
-    """
+    """Return whether a layer prefills through the functions of vLLM that our hooks wrap."""
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention, MLACommonBaseImpl
 
     return (
@@ -665,14 +433,7 @@ def is_stock_mla_layer(layer: Any) -> bool:
 
 
 def mla_chunk_tokens(vllm_config: VllmConfig) -> int:
-    """Return the largest number of context tokens that vLLM projects up at once.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The number of tokens of a chunk.
-    """
+    """Return the largest number of context tokens that vLLM projects up at once."""
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
     return int(MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config))
@@ -683,12 +444,6 @@ def mla_chunks(prefill_metadata: Any) -> list[tuple[slice, list[int]]]:
 
     vLLM 0.26 passes a part of every row in each chunk, which may be empty. Later releases fill a chunk with whole rows
     and at most a part of its first and its last row.
-
-    Args:
-        prefill_metadata: vLLM's metadata of the rows that prefill.
-
-    Returns:
-        For each chunk, its rows, and the number of its keys of each row.
     """
     context = prefill_metadata.chunked_context
     if context is None:
@@ -699,16 +454,7 @@ def mla_chunks(prefill_metadata: Any) -> list[tuple[slice, list[int]]]:
 
 
 def mla_new_tokens_part(prefill_metadata: Any, query_starts: torch.Tensor, max_query_len: int) -> Any:
-    """Return metadata of some of the rows, for a prefill backend that runs only their new tokens.
-
-    Args:
-        prefill_metadata: vLLM's metadata of all rows that prefill.
-        query_starts: [rows + 1] int32 on the device, offsets of the rows' tokens.
-        max_query_len: Largest number of new tokens of a row.
-
-    Returns:
-        The metadata. It is complete for FlashAttention and for the CPU's backend.
-    """
+    """Return metadata of some of the rows, for a prefill backend that runs only their new tokens."""
     return replace(prefill_metadata, query_start_loc=query_starts, max_query_len=max_query_len, chunked_context=None)
 
 
@@ -720,20 +466,7 @@ def mla_chunk_part(
     key_starts: torch.Tensor,
     max_keys: int,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return metadata of some of the rows, for a prefill backend that runs their part of a chunk of context.
-
-    Args:
-        prefill_metadata: vLLM's metadata of all rows that prefill.
-        i_chunk: Number of the chunk.
-        query_starts: [rows + 1] int32 on the device, offsets of the rows' new tokens.
-        max_query_len: Largest number of new tokens of a row.
-        key_starts: [rows + 1] int32 on the device, offsets of the rows' keys.
-        max_keys: Largest number of keys of a row.
-
-    Returns:
-        The metadata, and the argument that names the chunk. Both are complete for FlashAttention and for the CPU's
-        backend.
-    """
+    """Return metadata of some of the rows, for a prefill backend that runs their part of a chunk of context."""
     context = prefill_metadata.chunked_context
     if hasattr(context, "chunks"):
         chunk = replace(
@@ -751,12 +484,6 @@ def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, rows: slice, t
 
     Each layer calls this, because models clear the batch's ranges for some layers. vLLM 0.26 stores the ranges per row.
     vLLM 0.32 stores them per token, in a persistent buffer that metadata built with other ranges would overwrite.
-
-    Args:
-        part: Metadata of the rows, changed in place.
-        whole: Metadata of the batch.
-        rows: The rows.
-        tokens: Their tokens.
     """
     for name, place in (("mm_prefix_range_tensor", rows), ("mm_prefix_query_range_tensor", tokens)):
         if hasattr(whole, name):
@@ -765,15 +492,7 @@ def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, rows: slice, t
 
 
 def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
-    """Return vLLM's cache of a layer as keys and values.
-
-    Args:
-        kv_cache: [num_pages, num_kv_heads, page_size, 2 · head_dim], in the model's dtype or uint8 for fp8.
-        head_dim: Elements of a head's key or value.
-
-    Returns:
-        Views of it, each [num_pages, page_size, num_kv_heads, head_dim].
-    """
+    """Return vLLM's cache of a layer as keys and values."""
     if kv_cache.dtype == FP8_STORAGE:
         kv_cache = kv_cache.view(FP8)
     if not IS_CPU:
@@ -792,13 +511,6 @@ def with_scales(cache: PagedCache, layer: Any) -> PagedCache:
 
     Each step calls this, because scales may be loaded again or, in vLLM 0.26, computed in the first step. vLLM keeps a
     copy on the host.
-
-    Args:
-        cache: The layer's cache.
-        layer: vLLM's attention layer.
-
-    Returns:
-        The cache with scales; ``cache`` itself if it is not in fp8.
     """
     if cache.keys.dtype != FP8:
         return cache
@@ -807,15 +519,7 @@ def with_scales(cache: PagedCache, layer: Any) -> PagedCache:
 
 
 def check_cpu_layout(isa: str, spec: AttentionSpec) -> None:
-    """Write numbered keys and values with vLLM's own operation, and read them back through ``paged_cache``.
-
-    Args:
-        isa: The instruction set that vLLM's CPU attention uses.
-        spec: vLLM's description of a layer's cache.
-
-    Raises:
-        RuntimeError: The values read back differ. The layout depends on the instruction set and on the build.
-    """
+    """Write numbered keys and values with vLLM's own operation, and read them back through ``paged_cache``."""
     from vllm import _custom_ops as ops
 
     num_kv_heads, page_size, head_dim, dtype = spec.num_kv_heads, spec.block_size, spec.head_size, spec.dtype

@@ -132,18 +132,7 @@ def _checked(original: Function) -> Function:
 
 
 def serves(vllm_config: Any) -> bool:
-    """Return whether an engine with this configuration runs this backend.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        True if its backend is this one.
-
-    Raises:
-        ConfigurationError: The front process checked the configuration as ours, but in this process another plugin
-            has taken the backend's place and would run its rows.
-    """
+    """Return whether an engine with this configuration runs this backend."""
     if is_selected(vllm_config.attention_config):
         return True
     carried = vllm_config.additional_config
@@ -616,11 +605,7 @@ def install() -> None:
 
 
 def install_counters() -> str | None:
-    """Install a worker's hooks for /metrics.
-
-    Returns:
-        Why there are no counters, if vLLM has changed; None if the hooks are installed.
-    """
+    """Install a worker's hooks for /metrics."""
     try:
         _install(COUNTERS)
     except ConfigurationError as error:
@@ -629,11 +614,7 @@ def install_counters() -> str | None:
 
 
 def counters_problem() -> str | None:
-    """Try the hooks for /metrics, in a process that serves no requests.
-
-    Returns:
-        Why servers here would have no counters on /metrics; None if they would have them.
-    """
+    """Try the hooks for /metrics, in a process that serves no requests."""
     try:
         _install(SERVER)
     except ConfigurationError as error:
@@ -668,22 +649,14 @@ def _replace_by_name(name: str, function: Function) -> None:
 
 
 def install_in_worker(vllm_config: Any) -> None:
-    """Install a worker's hooks, which provide the levels of requests and their rows, on every rank and stage.
-
-    Args:
-        vllm_config: vLLM's configuration, which decides on the model runner.
-    """
+    """Install a worker's hooks, which provide the levels of requests and their rows, on every rank and stage."""
     newer = (NEWER,) if numbers_rows(vllm_config) else (NEWER, UNNUMBERED)
     for where in (WORKER, *(newer if vllm_config.use_v2_model_runner else (OLDER,))):
         _install(where)
 
 
 def install_for_streaming_heads(vllm_config: Any) -> None:
-    """Install a worker's hooks that find streaming heads at its start.
-
-    Args:
-        vllm_config: vLLM's configuration, which decides on the model runner.
-    """
+    """Install a worker's hooks that find streaming heads at its start."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -698,14 +671,7 @@ def install_for_mla() -> None:
 
 
 def numbers_rows(vllm_config: Any) -> bool:
-    """Return whether Model Runner V2 maps rows to requests in each batch's metadata.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        True for ordinary decoders in releases whose metadata has ``req_idx``.
-    """
+    """Return whether Model Runner V2 maps rows to requests in each batch's metadata."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     model = vllm_config.model_config
@@ -726,14 +692,7 @@ def _install(where: str) -> None:
 
 
 def names_of(owner: Any) -> set[str]:
-    """Return the names that instances of a class have.
-
-    Args:
-        owner: The class.
-
-    Returns:
-        Fields of a dataclass; otherwise methods, class attributes and all names that the constructor uses.
-    """
+    """Return the names that instances of a class have."""
     if is_dataclass(owner):
         return {f.name for f in fields(owner)}
     constructor_code = getattr(getattr(owner, "__init__", None), "__code__", None)
@@ -741,19 +700,7 @@ def names_of(owner: Any) -> set[str]:
 
 
 def owner_of(module: str, name: str) -> Any:
-    """Import a class or a module of vLLM.
-
-    Args:
-        module: Name of the module.
-        name: Name of a class in it, or of an object (such as the platform) to use its class; empty for the
-            module.
-
-    Returns:
-        The class or module.
-
-    Raises:
-        ConfigurationError: This vLLM does not have it.
-    """
+    """Import a class or a module of vLLM."""
     try:
         owner = importlib.import_module(module)
         owner = getattr(owner, name) if name else owner
@@ -767,17 +714,7 @@ OURS = "sparse_prefill"
 
 
 def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], expects: Sequence[str] = ()) -> None:
-    """Wrap a function of vLLM. A function that is wrapped already stays as it is.
-
-    Args:
-        owner: The class or module that has the function.
-        name: Name of the function.
-        wrapper: Takes the original, which is bound if it is a class method, and returns its replacement.
-        expects: Parameters that the original must have.
-
-    Raises:
-        ConfigurationError: This vLLM has no such function, or the function lacks a parameter.
-    """
+    """Wrap a function of vLLM. A function that is wrapped already stays as it is."""
     original = inspect.getattr_static(owner, name, None)
     is_classmethod = isinstance(original, classmethod)
     function = getattr(owner, name) if is_classmethod else original

@@ -42,18 +42,7 @@ BY_REQUEST = {
 
 
 def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choices:
-    """Return the levels that requests of this server may choose.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        resolved: The settings; resolved from ``vllm_config`` if None.
-
-    Returns:
-        The choices under the operator's policy.
-
-    Raises:
-        ConfigurationError: The policy names an unknown level, or this server cannot keep its levels apart.
-    """
+    """Return the levels that requests of this server may choose."""
     resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
     plan, policy = resolved.plan, resolved.config.requests
     refusal = _refusal(vllm_config, connectors)
@@ -84,14 +73,7 @@ def _refuse_mixture(permitted: Choices, uniform_levels: set[str]) -> None:
 
 
 def cached_choices(input_processor: Any) -> Choices:
-    """Return the levels that requests of a server may choose, computed once for each ``InputProcessor``.
-
-    Args:
-        input_processor: vLLM's object that turns requests into engine requests. The choices are cached on it.
-
-    Returns:
-        ``choices`` of its configuration.
-    """
+    """Return the levels that requests of a server may choose, computed once for each ``InputProcessor``."""
     attributes = vars(input_processor)
     if CHOICES not in attributes:
         attributes[CHOICES] = choices(input_processor.vllm_config)
@@ -100,30 +82,12 @@ def cached_choices(input_processor: Any) -> Choices:
 
 
 def input_processor_of(engine_client: Any) -> Any:
-    """Return the ``InputProcessor`` of a server.
-
-    Args:
-        engine_client: vLLM's client of all engines of the server.
-
-    Returns:
-        The client's input processor; the client itself if it has no processor.
-    """
+    """Return the ``InputProcessor`` of a server."""
     return getattr(engine_client, "input_processor", engine_client)
 
 
 def mark_of(input_processor: Any, params: Any) -> Mark:
-    """Return the mark of a request that vLLM turns into an engine request.
-
-    Args:
-        input_processor: vLLM's ``InputProcessor``.
-        params: The request's SamplingParams or PoolingParams.
-
-    Returns:
-        The mark.
-
-    Raises:
-        VLLMValidationError: The request may not have its level; vLLM answers with status 400.
-    """
+    """Return the mark of a request that vLLM turns into an engine request."""
     known, extra_args = cached_choices(input_processor), getattr(params, "extra_args", None) or {}
     level = extra_args.get(FIELD)
     if isinstance(level, RequestLevel):  # of an HTTP request; the middleware has checked it
@@ -150,11 +114,7 @@ sampling parameters without the body's ``vllm_xargs``."""
 
 
 def apply_http_request(params: Any) -> None:
-    """Put the level and the ticket of the current HTTP request, if it has them, into its sampling parameters.
-
-    Args:
-        params: vLLM's SamplingParams, whose ``extra_args`` is replaced.
-    """
+    """Put the level and the ticket of the current HTTP request, if it has them, into its sampling parameters."""
     http_request = HTTP_REQUEST.get()
     if http_request is None:
         return
@@ -164,14 +124,7 @@ def apply_http_request(params: Any) -> None:
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:
-    """Return the names of a server's KV connectors.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The configured connectors, or the connector that vLLM will add later for KV offloading.
-    """
+    """Return the names of a server's KV connectors."""
     if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
         native = vllm_config.cache_config.kv_offloading_backend == "native"
         return {"OffloadingConnector" if native else "LMCacheMPConnector"}
@@ -185,14 +138,7 @@ def kv_connectors(vllm_config: VllmConfig) -> set[str]:
 
 
 def stores_by_token(vllm_config: VllmConfig) -> list[str]:
-    """Return the KV connectors that cannot tell levels apart.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        Sorted names of connectors that look keys and values up by their tokens only, and of unknown connectors.
-    """
+    """Return the KV connectors that cannot tell levels apart."""
     return sorted(kv_connectors(vllm_config) - BY_BLOCK_HASH - BY_REQUEST)
 
 
@@ -210,11 +156,7 @@ def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
 
 
 def warn_of_stores(vllm_config: VllmConfig) -> None:
-    """Warn if servers with other settings may share a store with this server and read sparse keys and values from it.
-
-    Args:
-        vllm_config: vLLM's configuration.
-    """
+    """Warn if servers with other settings may share a store with this server and read sparse keys and values from it."""
     if stores := stores_by_token(vllm_config):
         logger.warning(
             "sparse-prefill: %s stores keys and values by their tokens only. Past the first positions, which are "

@@ -24,15 +24,7 @@ STOCK_PREFILL = ("FLASH_ATTN", "CPU_SDPA_MLA")
 
 
 def check(vllm_config: VllmConfig) -> None:
-    """Validate vLLM's configuration before the model loads, and carry the settings as ``startup.check`` does.
-
-    Args:
-        vllm_config: vLLM's configuration of a server with ``MLA_FLAG``.
-
-    Raises:
-        ConfigurationError: A setting or an option of vLLM does not work with MLA, or the model is not supported. The
-            message is a single line.
-    """
+    """Validate vLLM's configuration before the model loads, and carry the settings as ``startup.check`` does."""
     _refuse(_model_problems(vllm_config))
     _refuse(setting_problems(settings_of(vllm_config)))
     carry_settings(vllm_config)
@@ -95,14 +87,7 @@ def _option_problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[st
 
 
 def refuse_stock_prefill(backend: Any) -> None:
-    """Refuse a prefill backend that cannot run some of a step's rows.
-
-    Args:
-        backend: The backend that vLLM would choose itself, which runs dense rows.
-
-    Raises:
-        ConfigurationError: It is not one of ``STOCK_PREFILL``.
-    """
+    """Refuse a prefill backend that cannot run some of a step's rows."""
     name = backend.get_name()
     if name not in STOCK_PREFILL:
         raise ConfigurationError(

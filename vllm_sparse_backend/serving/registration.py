@@ -12,54 +12,26 @@ from vllm_sparse_backend.identity import BACKEND, MLA_BACKEND
 
 
 def is_ours(backend: Any) -> bool:
-    """Return whether a configured backend is this one.
-
-    Args:
-        backend: vLLM's enum member for the backend; None if vLLM chooses.
-
-    Returns:
-        True if it is ``CUSTOM`` and ``CUSTOM`` points at this backend.
-    """
+    """Return whether a configured backend is this one."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return backend is AttentionBackendEnum.CUSTOM and _holds(backend, BACKEND)
 
 
 def is_our_mla_prefill(backend: Any) -> bool:
-    """Return whether a configured prefill backend for MLA is this package's.
-
-    Args:
-        backend: vLLM's enum member for the prefill backend; None if vLLM chooses.
-
-    Returns:
-        True if it is ``CUSTOM`` and ``CUSTOM`` points at our prefill backend.
-    """
+    """Return whether a configured prefill backend for MLA is this package's."""
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
     return backend is MLAPrefillBackendEnum.CUSTOM and _holds(backend, MLA_BACKEND)
 
 
 def is_selected(attention_config: Any) -> bool:
-    """Return whether an engine runs this package: its attention backend, or its prefill backend for MLA.
-
-    Args:
-        attention_config: vLLM's ``AttentionConfig``.
-
-    Returns:
-        True if one of the two flags selects this package.
-    """
+    """Return whether an engine runs this package: its attention backend, or its prefill backend for MLA."""
     return is_ours(attention_config.backend) or is_our_mla_prefill(mla_prefill_of(attention_config))
 
 
 def mla_prefill_of(attention_config: Any) -> Any:
-    """Return the configured prefill backend for MLA.
-
-    Args:
-        attention_config: vLLM's ``AttentionConfig``.
-
-    Returns:
-        vLLM's enum member; None if vLLM chooses.
-    """
+    """Return the configured prefill backend for MLA."""
     return getattr(attention_config, "mla_prefill_backend", None)
 
 
@@ -72,9 +44,6 @@ def why_displaced() -> str | None:
     """Return why ``--attention-backend`` cannot select this backend.
 
     Plugins load in the order of their entry points, so another plugin may take ``CUSTOM`` before or after ours.
-
-    Returns:
-        The plugin that holds ``CUSTOM``, and what to do; None if no other plugin does.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -82,11 +51,7 @@ def why_displaced() -> str | None:
 
 
 def why_mla_prefill_displaced() -> str | None:
-    """Return why ``--attention-config.mla_prefill_backend`` cannot select our prefill backend.
-
-    Returns:
-        The plugin that holds ``CUSTOM``, and what to do; None if no other plugin does.
-    """
+    """Return why ``--attention-config.mla_prefill_backend`` cannot select our prefill backend."""
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
     return _why_taken(MLAPrefillBackendEnum.CUSTOM, MLA_BACKEND, "MLA prefill backend")
@@ -109,14 +74,7 @@ def load_plugins() -> None:
 
 
 def look_up_backend(name: str) -> type:
-    """Look up the flag's value as vLLM's command line does.
-
-    Args:
-        name: The value of ``--attention-backend`` in capitals.
-
-    Returns:
-        The backend's class.
-    """
+    """Look up the flag's value as vLLM's command line does."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     backend: type = AttentionBackendEnum[name].get_class()

@@ -43,12 +43,6 @@ def carry_settings(vllm_config: VllmConfig) -> None:
     """Add data to the configuration from which other processes resolve the same settings as this process.
 
     If the configuration already has this data, nothing changes.
-
-    Args:
-        vllm_config: vLLM's configuration, whose ``additional_config`` is replaced.
-
-    Raises:
-        ConfigurationError: The settings are wrong, or a file that they name cannot be read.
     """
     values = vllm_config.additional_config
     config = settings_of(vllm_config)
@@ -57,44 +51,17 @@ def carry_settings(vllm_config: VllmConfig) -> None:
 
 
 def carry_streaming(vllm_config: VllmConfig, finds_streaming_heads: bool) -> None:
-    """Add to the configuration whether workers find streaming heads, so that all processes agree.
-
-    Args:
-        vllm_config: vLLM's configuration, whose ``additional_config`` is replaced.
-        finds_streaming_heads: Whether they do.
-    """
+    """Add to the configuration whether workers find streaming heads, so that all processes agree."""
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), STREAMING: finds_streaming_heads}
 
 
 def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
-    """Return the operator's settings.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The settings in its ``additional_config``.
-
-    Raises:
-        ConfigurationError: A setting is wrong; the message names every wrong field.
-    """
+    """Return the operator's settings."""
     return _settings(_AdditionalConfig.of(vllm_config))
 
 
 def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Resolved:
-    """Resolve the settings of a process for the served model.
-
-    Args:
-        vllm_config: vLLM's configuration of an engine that runs this backend.
-        tp_rank: Tensor-parallel rank; the plans are for its heads.
-        tp_size: Number of tensor-parallel ranks; 1 for plans of the whole model.
-
-    Returns:
-        The settings, with the plan of each level.
-
-    Raises:
-        ConfigurationError: The settings are wrong, or do not fit the model.
-    """
+    """Resolve the settings of a process for the served model."""
     additional_config, shape = _AdditionalConfig.of(vllm_config), compat.model_shape(vllm_config)
     device, pools = compat.device_name(), compat.pools(vllm_config)
     if carried_device(additional_config.values) is None:  # not cached: a file may still change
@@ -103,12 +70,7 @@ def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Reso
 
 
 def log_other_device(resolved: Resolved, rank: int) -> None:
-    """Warn if a worker's device differs from the device for which ``auto`` was resolved. The server's numbers apply.
-
-    Args:
-        resolved: The worker's settings.
-        rank: The worker's tensor-parallel rank, for the log.
-    """
+    """Warn if a worker's device differs from the device for which ``auto`` was resolved. The server's numbers apply."""
     device = compat.device_name()
     if resolved.uses_auto and resolved.device.casefold() != device.casefold():
         logger.warning(

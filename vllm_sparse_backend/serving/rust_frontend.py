@@ -30,22 +30,12 @@ def is_configured() -> bool:
     """Return whether this process's environment selects the Rust front end.
 
     Servers that ``vllm-rs serve`` starts have that front end without the variable.
-
-    Returns:
-        True if the variable is set.
     """
     return compat.is_set(VARIABLE)
 
 
 def refusal(resolved: Resolved) -> str | None:
-    """Return why this backend cannot honour its settings behind the Rust front end.
-
-    Args:
-        resolved: The settings.
-
-    Returns:
-        The reason and what to do; None if it can.
-    """
+    """Return why this backend cannot honour its settings behind the Rust front end."""
     if not resolved.config.requests.models:
         return None
     return (

@@ -29,13 +29,6 @@ def check(vllm_config: VllmConfig) -> None:
 
     This adds the texts of the named files, and the device for which ``auto`` is resolved, to the configuration. Other
     processes therefore read no file, and resolve the settings to the same values.
-
-    Args:
-        vllm_config: vLLM's configuration of a server that runs this backend.
-
-    Raises:
-        ConfigurationError: A setting is wrong, an option of vLLM does not work with this backend, or no layer can run
-            sparse. The message is a single line.
     """
     carry_settings(vllm_config)
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
@@ -70,42 +63,19 @@ def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | Non
 
 
 def no_layer_message(reasons: set[Fallback]) -> str:
-    """Format the error of a server whose layers all run dense.
-
-    Args:
-        reasons: Why layers run dense; empty if all are listed in ``dense_layers``.
-
-    Returns:
-        The message.
-    """
+    """Format the error of a server whose layers all run dense."""
     why = "; ".join(f"{reason.value}: {reason.explain}" for reason in sorted(reasons)) or "all are in dense_layers"
     return f"--attention-backend sparse-prefill: no layer of this model can prefill sparsely ({why})"
 
 
 def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
-    """Refuse options of vLLM that would make answers wrong, or whose guarantee this backend cannot give.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        resolved: The settings.
-
-    Raises:
-        ConfigurationError: Such an option is set. The message says what to do.
-    """
+    """Refuse options of vLLM that would make answers wrong, or whose guarantee this backend cannot give."""
     if (why := next(_reasons(vllm_config, resolved), None)) is not None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
 
 def shared_refusals(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """List the options of vLLM that neither the attention backend nor the prefill backend for MLA can honour.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        resolved: The settings.
-
-    Yields:
-        The option, the reason, and what to do.
-    """
+    """List the options of vLLM that neither the attention backend nor the prefill backend for MLA can honour."""
     if compat.is_set("VLLM_BATCH_INVARIANT"):
         yield (
             "VLLM_BATCH_INVARIANT is set, but the selected keys depend on how the scheduler cuts a prompt into chunks, "
@@ -151,15 +121,7 @@ def _optional(vllm_config: VllmConfig, part: str, field: str) -> Any:
 
 
 def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | None:
-    """Return why kernels cannot read keys by their fastest path.
-
-    Args:
-        page_tokens: Page size of the cache in tokens.
-        capability: The GPU's compute capability, such as (9, 0) for Hopper; None on a CPU.
-
-    Returns:
-        The reason and what to do, or None.
-    """
+    """Return why kernels cannot read keys by their fastest path."""
     if capability is None:
         return None
     if capability < HOPPER_CAPABILITY:
@@ -176,15 +138,7 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
 
 
 def other_decode(stock: str, dense: str) -> str | None:
-    """Return why decodes and dense rows do not run as in stock vLLM on this device.
-
-    Args:
-        stock: vLLM's name of the attention backend that it would choose itself.
-        dense: vLLM's name of the dense backend, on which decodes and dense rows run here.
-
-    Returns:
-        The backend that they run on, its cost, and what to do; None if stock vLLM would also choose the dense backend.
-    """
+    """Return why decodes and dense rows do not run as in stock vLLM on this device."""
     if stock == dense:
         return None
     return (

@@ -23,15 +23,7 @@ LEAVE_OUT = f"leave {OPTION} {KEY}.streaming_heads out"
 
 
 def decide(vllm_config: VllmConfig, resolved: Resolved) -> bool:
-    """Decide whether this server finds streaming heads. The first process decides for all.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        resolved: The settings.
-
-    Returns:
-        Whether workers find streaming heads.
-    """
+    """Decide whether this server finds streaming heads. The first process decides for all."""
     decided = carried_streaming(vllm_config.additional_config)
     if decided is not None:
         return decided
@@ -64,15 +56,7 @@ def _warn_of_stores(vllm_config: VllmConfig, reason: str) -> None:
 
 
 def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """List why streaming heads, which the operator turned on, cannot be found in this server or would change nothing.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        resolved: The settings, which turn streaming heads on.
-
-    Yields:
-        What was given, what is expected, and what to do.
-    """
+    """List why streaming heads, which the operator turned on, cannot be found in this server or would change nothing."""
     reasons = _too_short(vllm_config, resolved), _always_dense(vllm_config, resolved), _impossible(vllm_config)
     for reason in chain.from_iterable(reasons):
         yield f"streaming_heads: given with {reason}; {LEAVE_OUT}"

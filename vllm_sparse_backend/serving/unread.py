@@ -17,9 +17,6 @@ def log_unread_settings(vllm_config: Any) -> None:
     """Log once that the server ignores this backend's settings or a variable that names it, and which backend runs.
 
     Nothing is logged if neither is set. Engine cores and workers, which get the same configuration, log nothing.
-
-    Args:
-        vllm_config: vLLM's configuration of a server that runs another backend.
     """
     from vllm.logger import init_logger
 
@@ -34,15 +31,7 @@ def log_unread_settings(vllm_config: Any) -> None:
 
 
 def unread_settings(backend: Any, flag: str = FLAG) -> str:
-    """Format the line about ignored settings.
-
-    Args:
-        backend: vLLM's enum member for the configured backend; None if vLLM chooses.
-        flag: The option that selects this package for the served model.
-
-    Returns:
-        The line, with what to do.
-    """
+    """Format the line about ignored settings."""
     line = (
         f"sparse-prefill: {KEY} in {OPTION} is ignored: attention runs on {_name_of(backend)}; add {flag} to use these "
         "settings, or remove them"
@@ -53,14 +42,7 @@ def unread_settings(backend: Any, flag: str = FLAG) -> str:
 
 
 def unread_variable(backend: Any) -> str:
-    """Format the line about a variable that names this backend, on a server without this backend's settings.
-
-    Args:
-        backend: vLLM's enum member for the configured backend; None if vLLM chooses.
-
-    Returns:
-        The line, including the remedy.
-    """
+    """Format the line about a variable that names this backend, on a server without this backend's settings."""
     return (
         f"sparse-prefill: {VARIABLE}={os.environ[VARIABLE]} is ignored, because this release of vLLM does not read it: "
         f"attention runs on {_name_of(backend)}; start the server with --attention-backend sparse-prefill, or "

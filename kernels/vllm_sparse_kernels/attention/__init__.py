@@ -35,9 +35,6 @@ def engines(flash: FlashAttention | None = None) -> dict[str, AttendEngine]:
 
     Args:
         flash: FlashAttention's function for this device, which the engine ``flash`` calls; None if there is none.
-
-    Returns:
-        The engines ``hopper``, ``flash`` and ``portable``.
     """
     return {engine.name: engine for engine in (HOPPER, flash_engine(flash), PORTABLE)}
 
@@ -53,9 +50,6 @@ def workspace_bytes(
         stripe_capacity: Positions of all lists of stripes of all heads.
         longest_stripes: Capacity of the longest list of stripes, in positions.
         int8_scores: Whether any head has 8-bit scores.
-
-    Returns:
-        Bytes.
     """
     by_portable = portable.workspace_bytes(rows, shape, int8_scores)
     if int8_scores:

@@ -60,9 +60,6 @@ class AttendSpec:
             index: The layer's index.
             options: Approximations that heads request, or None.
             sinks: [num_heads] learnt sinks; None if the layer has none.
-
-        Returns:
-            The specification.
         """
         return AttendSpec(
             device=cache.keys.device,
@@ -103,23 +100,7 @@ class Attend(Protocol):
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Compute attention.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim] queries of the cache's dtype; head_dim is contiguous.
-            cache: Keys and values of the layer. Its ``value_scale`` multiplies the result.
-            index: The keys that each head and tile attends to.
-            out: Like q, or in 16 bits if q is fp8; written.
-            scale: Factor from q·k to scores, above 0; includes ``PagedCache.score_scale``.
-            lse: [num_heads, num_tokens] float32, filled with the natural logarithm of Σ exp(score) over the keys; None
-                to omit it.
-            options: Approximations that heads request, or None.
-            sinks: [num_heads] of any float dtype, score of an additional key without a value; None without sinks. A
-                sink scales a query's output by exp(lse) / (exp(lse) + exp(sink)) and does not change ``lse``.
-
-        Raises:
-            ValueError: Shapes do not fit the index, or the engine cannot serve the layer.
-        """
+        """Compute attention."""
 
 
 @dataclass(frozen=True)
@@ -138,19 +119,7 @@ class AttendEngine:
 
 
 class AttendArgs(NamedTuple):
-    """Tensors of ``attend`` as arguments of kernels.
-
-    Attributes:
-        q: [num_tokens, num_heads, head_dim] queries.
-        out: Like q, in 16 bits if q is fp8; written.
-        lse: [num_heads, num_tokens] float32, written; or None.
-        sinks: [num_heads]; or None.
-        stride_token: Elements between two tokens of q.
-        stride_head: Elements between two heads of q.
-        stride_out_token: Elements between two tokens of out.
-        stride_out_head: Elements between two heads of out.
-        stride_lse_head: Elements between two heads of lse.
-    """
+    """Tensors of ``attend`` as arguments of kernels."""
 
     q: Any
     out: Any
@@ -166,17 +135,7 @@ class AttendArgs(NamedTuple):
     def of(
         q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
     ) -> "AttendArgs":
-        """Build the arguments with the strides of the tensors.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim] queries.
-            out: Like q; written by the kernel.
-            lse: [num_heads, num_tokens] float32, written by the kernel; or None.
-            sinks: [num_heads]; or None.
-
-        Returns:
-            The arguments.
-        """
+        """Build the arguments with the strides of the tensors."""
         strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1)
         return AttendArgs(q, out, lse, sinks, *strides, 0 if lse is None else lse.stride(0))
 
@@ -184,18 +143,7 @@ class AttendArgs(NamedTuple):
 def check_shapes(
     q: torch.Tensor, out: torch.Tensor, cache: PagedCache, index: SparseIndex, sinks: torch.Tensor | None = None
 ) -> None:
-    """Check that the tensors fit the index and each other.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim] queries; num_tokens includes all queries of the index's rows.
-        out: Like q.
-        cache: Keys and values of the layer.
-        index: The layer's index.
-        sinks: [num_heads], contiguous; or None.
-
-    Raises:
-        ValueError: A shape does not fit, or a head's elements are not contiguous.
-    """
+    """Check that the tensors fit the index and each other."""
     num_heads = index.num_heads
     if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
         raise ValueError(

@@ -39,9 +39,6 @@ class AttendOptions:
             skip_margins: λ of each head; None for heads that skip nothing.
             int8_heads: Whether each head has 8-bit scores.
             device: Device of the tensors.
-
-        Returns:
-            The options; None if no head has any.
         """
         margins_tensor, int8_tensor = None, None
         if any(margin is not None for margin in skip_margins):

@@ -28,12 +28,7 @@ INT8_MAX = 127
 
 @dataclass(frozen=True)
 class ReferenceAttend:
-    """``engine.Attend`` in plain torch, on any device.
-
-    Attributes:
-        dtype: Type of the computation.
-        round_weights: Rounds weights [queries, keys] before they are multiplied with values; None to keep them.
-    """
+    """``engine.Attend`` in plain torch, on any device."""
 
     dtype: torch.dtype = torch.float32
     round_weights: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -49,21 +44,7 @@ class ReferenceAttend:
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Compute attention; ``engine.Attend`` describes it.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim].
-            cache: Keys and values of the layer, possibly in fp8.
-            index: The index to read.
-            out: Like q; tokens outside the index's rows stay untouched.
-            scale: Factor from q·k to scores, usually 1/√head_dim.
-            lse: [num_heads, num_tokens], or None.
-            options: Approximations that heads request, or None.
-            sinks: [num_heads], or None.
-
-        Raises:
-            ValueError: The options and the index have different numbers of heads.
-        """
+        """Compute attention; ``engine.Attend`` describes it."""
         rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
         margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
         if options is not None:
@@ -103,29 +84,14 @@ attend = ReferenceAttend()
 
 
 def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Compute the keys' part of the softmax.
-
-    Args:
-        scores: [queries, keys], masked.
-        sink: Score of an additional key without a value, for each query or for all; or None.
-
-    Returns:
-        [queries, keys].
-    """
+    """Compute the keys' part of the softmax."""
     if sink is None:
         return scores.softmax(-1)
     return torch.cat((scores, sink.reshape(-1, 1).expand(len(scores), 1)), 1).softmax(-1)[:, :-1]
 
 
 def fp8_weights(p: torch.Tensor) -> torch.Tensor:
-    """Round weights as FlashAttention-3 does for fp8 values: the largest of each query becomes 256.
-
-    Args:
-        p: [queries, keys].
-
-    Returns:
-        [queries, keys], of p's dtype.
-    """
+    """Round weights as FlashAttention-3 does for fp8 values: the largest of each query becomes 256."""
     unit = p.amax(-1, keepdim=True).float() / 256
     return ((p.float() / unit).to(FP8).float() * unit).to(p.dtype)
 
@@ -134,14 +100,6 @@ def walk(index: SparseIndex, head: int, i_tile: int) -> tuple[torch.Tensor, torc
     """Return the kept keys in the tile's causal reach, in the order in which ``attend`` processes them.
 
     A step is a block, or the next ``STRIPE_STEP`` stripes.
-
-    Args:
-        index: The index to read.
-        head: Number of the query head.
-        i_tile: Number of the tile.
-
-    Returns:
-        (positions, steps to which they belong).
     """
     blocks, stripes = index.blocks_of(head, i_tile), index.stripes_of(head, i_tile)
     places = torch.arange(len(blocks) * index.block_tokens, device=blocks.device)
@@ -155,13 +113,6 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """Compute max(m_local − m) of each step, over all queries. The product of a step below λ is skipped.
 
     The sum of exp(S − m) over the other steps, with the last m, is the result of the online softmax.
-
-    Args:
-        scores: [queries, keys], masked.
-        steps: [keys], the step of each key.
-
-    Returns:
-        [steps].
     """
     local = scores.new_full((len(scores), int(steps[-1]) + 1), -torch.inf)
     local.scatter_reduce_(1, steps.expand_as(scores), scores, "amax")
@@ -169,15 +120,7 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round the keys of one row as SageAttention does. The result has heads first.
-
-    Args:
-        keys: [seq_len, num_kv_heads, head_dim].
-
-    Returns:
-        Integers [num_kv_heads, seq_len, head_dim]; their scales [num_kv_heads, seq_len], equal within blocks of 64; and
-        the subtracted mean [num_kv_heads, head_dim] (equation 6), which shifts all scores of a query equally.
-    """
+    """Round the keys of one row as SageAttention does. The result has heads first."""
     means = keys.mean(0)
     parts = [quantize(part, (0, 2)) for part in (keys - means).split(SCALE_TOKENS.value)]
     integers, scales = (torch.cat(x) for x in zip(*((i, scale.expand(len(i), -1, -1)) for i, scale in parts)))
@@ -185,29 +128,12 @@ def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def scores_int8(b_q: torch.Tensor, integers: torch.Tensor, key_scales: torch.Tensor) -> torch.Tensor:
-    """Compute unscaled scores S of one tile. Its queries share a scale, and sums of integer products are exact.
-
-    Args:
-        b_q: [queries, head_dim].
-        integers: [keys, head_dim].
-        key_scales: [keys], scale of each key's integers.
-
-    Returns:
-        [queries, keys].
-    """
+    """Compute unscaled scores S of one tile. Its queries share a scale, and sums of integer products are exact."""
     q_integers, q_scale = quantize(b_q, (0, 1))
     return (q_integers @ integers.T) * (q_scale * key_scales)
 
 
 def quantize(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to 8-bit integers, to nearest.
-
-    Args:
-        x: Any tensor.
-        dims: Dimensions that share a scale.
-
-    Returns:
-        (x̂, δ) with x ≈ δ x̂, whole −127 ≤ x̂ ≤ 127, δ = max |x| / 127 over ``dims``.
-    """
+    """Round to 8-bit integers, to nearest."""
     scale = (x.abs().amax(dims, keepdim=True) / INT8_MAX).clamp(min=torch.finfo(torch.float32).tiny)
     return (x / scale + 0.5).floor(), scale

@@ -48,18 +48,7 @@ class SmoothKeys(NamedTuple):
 def smooth_keys(
     cache: PagedCache, rows: Rows, int8_heads: torch.Tensor | None, num_heads: int, workspace: Workspace
 ) -> SmoothKeys:
-    """Quantise the keys of all rows to 8 bits.
-
-    Args:
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        rows: The rows of a step.
-        int8_heads: [num_heads] uint8, the query heads that will read the result; None: all.
-        num_heads: Number of query heads.
-        workspace: Memory of temporary tensors.
-
-    Returns:
-        The keys, in the workspace.
-    """
+    """Quantise the keys of all rows to 8 bits."""
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
     block_d, group = triton.next_power_of_2(head_dim), num_heads // num_kv_heads
     starts = [*accumulate((ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens), initial=0)]
@@ -81,16 +70,7 @@ def smooth_keys(
 
 
 def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
-    """Return the workspace memory that ``smooth_keys`` needs.
-
-    Args:
-        rows: The rows of a step.
-        num_kv_heads: Number of kv heads.
-        head_dim: Channels of a head.
-
-    Returns:
-        Bytes.
-    """
+    """Return the workspace memory that ``smooth_keys`` needs."""
     block_d = triton.next_power_of_2(head_dim)
     num_keys = sum(ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens)
     return (
@@ -103,14 +83,7 @@ def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
 
 @triton.jit
 def quantize(b_x):
-    """Round a block of vectors with one scale, to the nearest.
-
-    Args:
-        b_x: [n, BLOCK_D] float32.
-
-    Returns:
-        (int8 of the same shape, scale).
-    """
+    """Round a block of vectors with one scale, to the nearest."""
     scale = tl.maximum(tl.max(tl.abs(b_x)), TINY) / INT8_MAX
     return tl.floor(b_x / scale + 0.5).to(tl.int8), scale
 
@@ -137,19 +110,10 @@ def _round_keys_kernel(
     bytes.
 
     Args:
-        keys: KeyArgs.
         int8_heads: [num_heads] uint8, heads that read the result; None: all.
         means: [kv heads, BLOCK_D] float32, the row's mean key.
         integers: [kv heads, num_keys, BLOCK_D] int8; written.
         scales: [kv heads, num_keys / 64] float32; written.
-        i_row: Number of the row.
-        seq_len: Keys of the row.
-        start: Place of the row's first key in ``integers``.
-        num_keys: Keys of all rows, padded.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        GROUP: Query heads of a kv head.
-        HEADS: GROUP rounded up to a power of two.
     """
     i_n, i_kv = tl.program_id(0), tl.program_id(1)
     if _is_read(int8_heads, i_kv, GROUP, HEADS):

@@ -13,11 +13,7 @@ METHODS = Registry(spec for folder in FOLDERS for spec in import_module(f"{__nam
 
 
 def sparse_names() -> list[str]:
-    """List the methods that leave out keys.
-
-    Returns:
-        Names of all methods except ``dense``, sorted.
-    """
+    """List the methods that leave out keys."""
     return [name for name in METHODS if name != "dense"]
 
 
@@ -27,8 +23,5 @@ def name_of(method: Method) -> str:
 
     Args:
         method: A method, or a merger of several.
-
-    Returns:
-        The name; for a merger, the name of the merged methods.
     """
     return next(name for name, spec in METHODS.items() if spec.parameters is type(method.group_key))

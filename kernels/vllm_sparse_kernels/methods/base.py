@@ -73,9 +73,6 @@ class Method(ABC):
 
         Args:
             methods: The method of each head; all have the same ``group_key``.
-
-        Returns:
-            A method whose ``select`` handles these heads, in this order.
         """
         return methods[0]
 
@@ -84,9 +81,6 @@ class Method(ABC):
 
         Args:
             num_heads: Number of heads that are selected together.
-
-        Returns:
-            ``num_heads`` methods, in the order of the heads: the merged methods, or this method for each head.
         """
         return (self,) * num_heads
 
@@ -143,9 +137,6 @@ class Method(ABC):
 
         Args:
             share: p, in (0, 1].
-
-        Returns:
-            The method, merged or not, with this p; the method itself if it has no p.
         """
         return self
 
@@ -155,9 +146,6 @@ class Method(ABC):
 
         Args:
             methods: The methods of this class on all heads of the model.
-
-        Returns:
-            The reason why they have no effect, and what to change; None if they have an effect.
         """
         return None
 
@@ -167,10 +155,6 @@ class Method(ABC):
 
         Args:
             methods: Methods, merged or not, with the same ``group_key``; at least one.
-
-        Returns:
-            The parameters that all have in common, and under ``settings`` the number of different methods if there are
-            several.
         """
         settings = {setting for method in methods for setting in (getattr(method, "settings", ()) or (method,))}
         all_fields = [setting.shown_fields for setting in settings]
@@ -188,9 +172,6 @@ class Method(ABC):
 
         Args:
             rows: The rows of a step.
-
-        Returns:
-            A layout that is sufficient for every head; of a merger, for every merged method.
         """
         return StripeLayout.none(rows)
 
@@ -205,9 +186,6 @@ class Method(ABC):
             shape: The layer.
             num_selected: Number of heads that are selected together.
             stripe_capacity: Capacity, in positions, of the method's ``stripe_layout`` for these rows.
-
-        Returns:
-            Bytes, enough for each of the ``select_engines``.
         """
         return most_bytes(rows, shape, num_selected, stripe_capacity)
 
@@ -272,9 +250,6 @@ class PerHead(Method):
         Args:
             methods: The method of each head; all have the same ``group_key``.
 
-        Returns:
-            A method whose ``settings`` are these methods; the first method if all are equal.
-
         Raises:
             ValueError: The methods differ in a field that ``differing`` does not list.
         """
@@ -293,9 +268,6 @@ class PerHead(Method):
 
         Args:
             num_heads: Number of heads that are selected together.
-
-        Returns:
-            ``num_heads`` methods, in the order of the heads.
 
         Raises:
             ValueError: The method merges a different number of methods.

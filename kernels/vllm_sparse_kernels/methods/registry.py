@@ -23,26 +23,15 @@ class Registry(Mapping[str, MethodSpec]):
 
     Entry points are loaded on first access rather than on construction, because the packages behind them import this
     package.
-
-    Attributes:
-        builtin_specs: The methods of this package, in the order in which their folders are listed.
     """
 
     def __init__(self, builtin_specs: Iterable[MethodSpec]) -> None:
-        """Create a registry.
-
-        Args:
-            builtin_specs: The methods of this package.
-        """
+        """Create a registry."""
         self.builtin_specs = tuple(builtin_specs)
 
     @cached_property
     def specs(self) -> dict[str, MethodSpec]:
-        """All methods by name.
-
-        Raises:
-            PluginError: A package's entry point does not provide a method, or its method's name is taken.
-        """
+        """All methods by name."""
         specs = {spec.name: spec for spec in self.builtin_specs}
         for entry_point in entry_points(group=GROUP):
             for spec in _load_specs(entry_point):
@@ -55,14 +44,7 @@ class Registry(Mapping[str, MethodSpec]):
         return dict(sorted(specs.items()))
 
     def __getitem__(self, name: str) -> MethodSpec:
-        """Return the description of a method.
-
-        Args:
-            name: Name of the method.
-
-        Returns:
-            The description.
-        """
+        """Return the description of a method."""
         return self.specs[name]
 
     def __iter__(self) -> Iterator[str]:

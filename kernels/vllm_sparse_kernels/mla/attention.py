@@ -85,17 +85,7 @@ def run_attention(
     sink_tokens: int = 0,
     local_tokens: int = 0,
 ) -> None:
-    """Compute attention of some tiles over listed blocks or, without lists, over the A-shape.
-
-    Args:
-        tensors: Queries, keys, values and results.
-        run: The tiles.
-        scale: Factor from q·k to scores.
-        is_causal: Whether the keys are the rows' new tokens.
-        lists: Kept blocks of each head and tile of the run; None for the A-shape.
-        sink_tokens: Of the A-shape.
-        local_tokens: Of the A-shape, at least 1.
-    """
+    """Compute attention of some tiles over listed blocks or, without lists, over the A-shape."""
     num_heads, main_d = tensors.q.shape[1], triton.next_power_of_2(tensors.q.shape[2] + 1) // 2
     device, is_float32 = tensors.q.device, tensors.q.dtype == torch.float32
     options = launch_options(shared_bytes(device))
@@ -128,26 +118,12 @@ def _matrices(tensors: Tensors, shape: AttendShape) -> list[TensorDescriptor] | 
 
 
 def has_bulk_copies(device: torch.device) -> bool:
-    """Return whether a device can copy boxes of a matrix in bulk.
-
-    Args:
-        device: The device.
-
-    Returns:
-        True on Hopper and later.
-    """
+    """Return whether a device can copy boxes of a matrix in bulk."""
     return capability_of(device) >= HOPPER_CAPABILITY
 
 
 def launch_options(limit_bytes: int) -> LaunchOptions:
-    """Return how the kernel is launched: a block of keys and values takes 40 KiB, and the queries take 48 KiB.
-
-    Args:
-        limit_bytes: Shared memory of a program.
-
-    Returns:
-        Three buffers where they fit, otherwise two, of half a block if whole blocks do not fit.
-    """
+    """Return how the kernel is launched: a block of keys and values takes 40 KiB, and the queries take 48 KiB."""
     if limit_bytes > 200 << 10:
         return LaunchOptions(BLOCK_TOKENS, num_warps=8, num_stages=3)
     return LaunchOptions(BLOCK_TOKENS if limit_bytes > 128 << 10 else BLOCK_TOKENS // 2, num_warps=8, num_stages=2)
@@ -166,19 +142,12 @@ def attend_kernel(
     matrix units.
 
     Args:
-        tensors: ``Tensors``.
         stride_lse_head: Elements between heads of the log-sum-exp.
         k_main: Descriptor of the keys as a matrix of tokens, with boxes of [STEP, MAIN_D]; or None. Only steps that
             need no mask are copied in bulk.
         k_extra: Like ``k_main``, with boxes of [STEP, EXTRA_D].
         v_matrix: Like ``k_main``, of the values, with boxes of [STEP, VALUE_D].
         tiles: [num_tiles, 8] int32, ``TileFields``.
-        lists: ``BlockLists``; None for the A-shape.
-        width: Room of a tile's list.
-        scale: Factor from q·k to scores in base 2.
-        sink_tokens: The A-shape's sinks; not read with lists.
-        local_tokens: The A-shape's window; not read with lists.
-        SHAPE: ``AttendShape``.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     fields = tiles + i_tile * TILE_FIELDS

@@ -100,14 +100,7 @@ MlaMethod = MlaAShape | MlaTopP
 
 
 def method_problem(method: MlaMethod) -> str | None:
-    """Check a method's parameters.
-
-    Args:
-        method: The method.
-
-    Returns:
-        What is wrong, with the given value; None if nothing is.
-    """
+    """Check a method's parameters."""
     if isinstance(method, MlaAShape):
         if method.sink_tokens < 0 or method.local_tokens < 1:
             return f"given {method}, expected sink_tokens of at least 0 and local_tokens of at least 1"
@@ -157,18 +150,7 @@ class Tensors(NamedTuple):
 
     @staticmethod
     def of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> "Tensors":
-        """Collect tensors and their strides.
-
-        Args:
-            q: [tokens, heads, qk_head_dim].
-            k: [keys, heads, qk_head_dim].
-            v: [keys, heads, v_head_dim].
-            out: [tokens, heads, v_head_dim].
-            lse: [heads, tokens] float32, whose tokens are contiguous.
-
-        Returns:
-            An argument of kernels.
-        """
+        """Collect tensors and their strides."""
         return Tensors(
             q, k, v, out, lse,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
@@ -189,15 +171,7 @@ class TileFields(NamedTuple):
 
     @staticmethod
     def of(row: MlaRow, offset: int) -> "TileFields":
-        """Return the tile that begins after ``offset`` queries of a row.
-
-        Args:
-            row: The row.
-            offset: A multiple of 128.
-
-        Returns:
-            The tile.
-        """
+        """Return the tile that begins after ``offset`` queries of a row."""
         return TileFields(
             row.query_start + offset, min(TILE_TOKENS, row.num_queries - offset), offset, row.query_position + offset,
             row.state_start + offset, row.key_start, row.num_keys, row.key_position,
@@ -229,18 +203,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """The rows of a call, on the device.
-
-    Attributes:
-        rows: [num_rows, 4] int32: first query, number of queries, first key, number of keys.
-        tiles: [num_tiles, 8] int32, ``TileFields``, set by set, the set with the longest reach first.
-        sets: [num_sets, 2] int32, ``TileSet``.
-        set_reaches: Longest reach in keys of the tiles of each set.
-        set_ends: Tiles up to the end of each set.
-        state_ranges: (start, length) of the rows' running sums; those of neighbouring rows are a single range.
-        longest_queries: Queries of the longest row.
-        longest_keys: Keys of the longest row.
-    """
+    """The rows of a call, on the device."""
 
     rows: torch.Tensor
     tiles: torch.Tensor
@@ -253,15 +216,7 @@ class Call:
 
     @staticmethod
     def of(rows: Sequence[MlaRow], device: torch.device) -> "Call":
-        """Copy rows to the device, without waiting for it.
-
-        Args:
-            rows: Rows with at least one query. A row may be without keys.
-            device: The device.
-
-        Returns:
-            The call.
-        """
+        """Copy rows to the device, without waiting for it."""
         tile_sets = sorted((tiles for row in rows for tiles in _tile_sets(row)), key=lambda tiles: -tiles[0].reach)
         set_ends = tuple(accumulate(len(tiles) for tiles in tile_sets))
         tiles = [tile for tiles in tile_sets for tile in tiles]
@@ -282,15 +237,7 @@ class Call:
         )
 
     def runs(self, most_tiles: int, most_blocks: int) -> list[Run]:
-        """Divide the tiles into runs that fit the scratch memory.
-
-        Args:
-            most_tiles: Tiles that fit; at least one set.
-            most_blocks: Blocks of all tiles that fit, where every tile has room for as many as the run's longest.
-
-        Returns:
-            The runs, in the order of the tiles.
-        """
+        """Divide the tiles into runs that fit the scratch memory."""
         runs: list[Run] = []
         first_set, first_tile = 0, 0
         while first_set < len(self.set_ends):
@@ -302,11 +249,7 @@ class Call:
         return runs
 
     def whole(self) -> Run:
-        """Return all tiles as a single run, for methods that need no scratch memory.
-
-        Returns:
-            The run.
-        """
+        """Return all tiles as a single run, for methods that need no scratch memory."""
         return self._run(0, len(self.set_ends), 0, self._width(0))
 
     def _width(self, i_set: int) -> int:
@@ -342,13 +285,6 @@ def kept_pairs_of_a_shape(rows: tuple[MlaRow, ...], method: MlaAShape) -> int:
     """Count the pairs of a query and a key that the A-shape keeps in a call.
 
     Results are cached, because all layers of a step make the same calls.
-
-    Args:
-        rows: The rows.
-        method: The method.
-
-    Returns:
-        The number for one head.
     """
     total = 0
     for row in rows:

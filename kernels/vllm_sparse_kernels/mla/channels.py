@@ -59,15 +59,7 @@ class Rounded(NamedTuple):
 
 
 def fill_moments(tensors: Tensors, rows: torch.Tensor, moments: Moments, head_dim: int, kept_d: int) -> None:
-    """Compute mean keys, and choose channels.
-
-    Args:
-        tensors: Queries and keys.
-        rows: [num_rows, 4] int32, ``Call.rows``.
-        moments: Written; they have room for more rows.
-        head_dim: Channels of queries and keys.
-        kept_d: Channels to keep.
-    """
+    """Compute mean keys, and choose channels."""
     _moments_kernel[(len(rows), tensors.q.shape[1])](
         tensors, rows, moments, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), KEPT_D=kept_d,
         SAMPLE=SAMPLED_KEYS, num_warps=8,
@@ -84,13 +76,7 @@ def _moments_kernel(
     Grid: (rows, heads). Bound by latency: it reads up to SAMPLE keys and queries.
 
     Args:
-        tensors: ``Tensors``.
         rows: [num_rows, 4] int32, ``Call.rows``.
-        moments: ``Moments``; written.
-        HEAD_DIM: Channels of queries and keys.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: Channels to keep.
-        SAMPLE: Maximum number of sampled keys, and of queries.
     """
     i_head = tl.program_id(1).to(tl.int64)
     fields = rows + tl.program_id(0) * ROW_FIELDS
@@ -136,19 +122,7 @@ def round_kept_kernel(
     Grid: (parts of the longest row, rows, heads of the part). Bound by memory: it reads each vector once.
 
     Args:
-        vectors: ``Vectors``.
         rows: [num_rows, 4] int32, ``Call.rows``.
-        first_head: First head of the part.
-        num_heads: Heads of ``moments``.
-        softmax_scale: Factor of the stored scales and shifts: the softmax's scale in base 2 for queries, 1 for keys.
-        moments: ``Moments``.
-        target: ``RoundedVectors``; written, with the products with the mean key as shifts.
-        FIELD: Place in ``rows`` of the row's first vector, before their number.
-        BY_BLOCK: Whether these are keys: a block shares a scale, and the mean is subtracted.
-        SCORED: Scored queries of a whole tile; for keys 128, which stands for all.
-        HEAD_DIM: Channels of a vector.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: Channels that are kept.
     """
     fields = rows + tl.program_id(1) * ROW_FIELDS + FIELD
     start, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)

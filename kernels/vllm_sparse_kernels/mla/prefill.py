@@ -60,9 +60,6 @@ class MlaPrefill:
             v_head_dim: Channels of values.
             dtype: Type of queries, keys and values.
             device: The device.
-
-        Returns:
-            Why they cannot run, as the end of a sentence; None if they can.
         """
         if num_heads < 1:
             return f"a layer has {num_heads} heads, expected at least 1"
@@ -91,20 +88,7 @@ class MlaPrefill:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Allocate all memory: running sums and, unless ``limits.num_scored`` is 0, the scratch of the selection.
-
-        Args:
-            num_heads: Heads of this worker.
-            scale: Factor from q·k to scores; above 0.
-            qk_head_dim: Channels of queries and keys.
-            v_head_dim: Channels of values.
-            limits: Largest sizes of a step.
-            dtype: Type of queries, keys and values.
-            device: The device.
-
-        Raises:
-            ValueError: ``refusal`` has a reason, or a size is not possible.
-        """
+        """Allocate all memory: running sums and, unless ``limits.num_scored`` is 0, the scratch of the selection."""
         reason = self.refusal(num_heads, qk_head_dim, v_head_dim, dtype, device)
         if reason is not None:
             raise ValueError(f"MlaPrefill: {reason}")

@@ -74,17 +74,7 @@ def run_products(
     rounded: Rounded,
     products: torch.Tensor,
 ) -> None:
-    """Compute the largest product of each scored query and block of some heads and tiles.
-
-    Args:
-        method: The method.
-        run: The tiles.
-        is_causal: Whether the keys are the rows' new tokens.
-        longest_keys: Keys of the longest row; at least 1.
-        num_heads: Number of heads.
-        rounded: Scored queries and keys of these heads.
-        products: Room for [heads, tiles, width, scored queries of a tile] float16; written, except past a tile's reach.
-    """
+    """Compute the largest product of each scored query and block of some heads and tiles."""
     keys, scored = rounded.keys.data, method.num_scored
     main_d, extra_d = product_sizes(keys.shape[2], method.channels)
     vector_bytes = method.channels * keys.element_size()
@@ -102,15 +92,7 @@ def run_products(
 
 
 def product_sizes(head_dim: int, channels: int) -> tuple[int, int]:
-    """Divide the channels of a score between two products, which are added.
-
-    Args:
-        head_dim: Channels of a query, not a power of two.
-        channels: Channels that are multiplied: ``head_dim``, or a power of two.
-
-    Returns:
-        Channels of each product, powers of two. The second may be 0.
-    """
+    """Divide the channels of a score between two products, which are added."""
     if channels < head_dim:
         return channels, 0
     main_d = triton.next_power_of_2(head_dim + 1) // 2
@@ -118,33 +100,14 @@ def product_sizes(head_dim: int, channels: int) -> tuple[int, int]:
 
 
 def product_arithmetic(device: torch.device) -> str:
-    """Return the type in which products are summed.
-
-    Args:
-        device: The device.
-
-    Returns:
-        ``ProductShape.ARITHMETIC``.
-    """
+    """Return the type in which products are summed."""
     if device.type != "cuda":
         return "widened"
     return "float16" if capability_of(device) == HOPPER_CAPABILITY else "float32"
 
 
 def product_launch(vector_bytes: int, arithmetic: str, limit_bytes: int) -> ProductLaunch:
-    """Choose how the kernel is launched.
-
-    Args:
-        vector_bytes: Bytes of a rounded query or key.
-        arithmetic: Of ``product_arithmetic``.
-        limit_bytes: Shared memory of a program.
-
-    Returns:
-        On Hopper, 256 rows, whose products are summed in half precision: a sum is at most 15 · 15 · 192, and each
-        addition has an error of up to 2^-11 of the largest partial sum. The maximum of two pairs then takes one
-        instruction. Two programs fit a multiprocessor, so the products of one overlap with the maxima of the other.
-        Elsewhere 128 rows, with steps of 128 keys if two of them fit next to the queries, otherwise of 64.
-    """
+    """Choose how the kernel is launched."""
     if arithmetic == "float16":
         return HOPPER_LAUNCHES[vector_bytes > 128]
     if (128 + 2 * 128) * vector_bytes <= limit_bytes:
@@ -166,15 +129,7 @@ def _matrices(keys: torch.Tensor, shape: ProductShape) -> list[TensorDescriptor 
 
 @triton.jit
 def load_reach(fields, CAUSAL: tl.constexpr):
-    """Return the number of keys up to a tile's last query.
-
-    Args:
-        fields: Pointer to the tile's ``TileFields``.
-        CAUSAL: Whether the keys are the rows' new tokens.
-
-    Returns:
-        An int32.
-    """
+    """Return the number of keys up to a tile's last query."""
     num_keys = tl.load(fields + 6)
     if CAUSAL:
         return tl.minimum(num_keys, tl.load(fields + 2) + tl.load(fields + 1))
@@ -192,17 +147,12 @@ def _products_kernel(rounded, k_main, k_extra, products, tiles, sets, first_tile
     Grid: (sets · parts of a set, spans, heads). Bound by the matrix units.
 
     Args:
-        rounded: ``Rounded``.
         k_main: Descriptor of the rounded keys of all heads as a matrix of tokens, with boxes of [STEP, MAIN_D]; None
             to load them by pointers.
         k_extra: Like ``k_main``, with boxes of [STEP, EXTRA_D]; None without a second product.
         products: [heads, num_tiles, width, SCORED] float16, each query's largest product of each block; written.
         tiles: [num_tiles, 8] int32, ``TileFields``.
         sets: [num_sets, 2] int32, ``TileSet``.
-        first_tile: Number in ``sets`` of the first of ``tiles``.
-        num_tiles: Tiles of the run.
-        width: Blocks of a tile's products.
-        SHAPE: ``ProductShape``.
     """
     HEAD_D: tl.constexpr = SHAPE.MAIN_D + SHAPE.EXTRA_D
     GROUP: tl.constexpr = SHAPE.ROWS // SHAPE.SCORED  # tiles of a program

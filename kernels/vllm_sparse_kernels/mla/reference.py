@@ -43,29 +43,12 @@ class RunningSums(NamedTuple):
 
     @staticmethod
     def zeros(num_heads: int, num_tokens: int, device: torch.device | None = None) -> "RunningSums":
-        """Return the sums before the first call.
-
-        Args:
-            num_heads: Number of heads.
-            num_tokens: New tokens of a step.
-            device: Device of the sums.
-
-        Returns:
-            The sums.
-        """
+        """Return the sums before the first call."""
         zeros = torch.zeros(2, num_heads, num_tokens, device=device)
         return RunningSums(torch.full_like(zeros[0], -torch.inf), *zeros)
 
     def part(self, start: int, length: int) -> "RunningSums":
-        """Return views of some tokens' sums.
-
-        Args:
-            start: First token.
-            length: Number of tokens.
-
-        Returns:
-            The views.
-        """
+        """Return views of some tokens' sums."""
         return RunningSums(*(x[:, start : start + length] for x in self))
 
     def clear(self) -> None:
@@ -85,20 +68,7 @@ def attend(
     sums: RunningSums,
     tiling: Tiling = KERNEL_TILING,
 ) -> int:
-    """Run a call, tile by tile.
-
-    Args:
-        method: The method.
-        tensors: Queries, keys, values and results; the rows' queries are written.
-        rows: The rows of the call.
-        scale: Factor from q·k to scores.
-        is_causal: Whether these are the rows' new tokens: the running sums of all their queries begin here.
-        sums: Running sums of the step; updated.
-        tiling: Sizes of tiles and blocks.
-
-    Returns:
-        The number of kept pairs of a query and a key, over all heads.
-    """
+    """Run a call, tile by tile."""
     q, k, v, out, lse = tensors.q, tensors.k, tensors.v, tensors.out, tensors.lse
     kept_pairs = 0
     for row in rows:
@@ -132,48 +102,20 @@ def attend(
 def kept_by_a_shape(
     method: MlaAShape, row: MlaRow, offset: int, length: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return the keys that queries keep.
-
-    Args:
-        method: The method.
-        row: The row.
-        offset: Queries of the row before the first query.
-        length: Number of queries.
-        device: Device of the result.
-
-    Returns:
-        [queries, keys] bool.
-    """
+    """Return the keys that queries keep."""
     queries = row.query_position + offset + torch.arange(length, device=device)[:, None]
     keys = row.key_position + torch.arange(row.num_keys, device=device)
     return (keys <= queries) & ((keys < method.sink_tokens) | (keys > queries - method.local_tokens))
 
 
 def scored_queries(method: MlaTopP, length: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return the scored queries of a tile (``methods.top_p.scored``).
-
-    Args:
-        method: The method.
-        length: Queries of the tile.
-        device: Device of the result.
-
-    Returns:
-        [ceil(length / period)] int64, places in the tile, where the period is 1 or 2.
-    """
+    """Return the scored queries of a tile (``methods.top_p.scored``)."""
     period = ALL_SCORED // method.num_scored
     return torch.clamp(torch.arange(period - 1, length + period - 1, period, device=device), max=length - 1)
 
 
 def block_maxima(scores: torch.Tensor, tiling: Tiling = KERNEL_TILING) -> torch.Tensor:
-    """Return each query's largest score in each block, as logarithms to base 2.
-
-    Args:
-        scores: [heads, queries, keys] in natural units, -inf for keys after a query.
-        tiling: Size of blocks.
-
-    Returns:
-        [heads, queries, blocks].
-    """
+    """Return each query's largest score in each block, as logarithms to base 2."""
     num_keys = scores.shape[-1]
     missing = ceil_div(num_keys, tiling.block_tokens) * tiling.block_tokens - num_keys
     padded = torch.nn.functional.pad(scores, (0, missing), value=-torch.inf)
@@ -189,20 +131,7 @@ def keep_blocks(
     is_causal: bool,
     tiling: Tiling = KERNEL_TILING,
 ) -> torch.Tensor:
-    """Choose a tile's blocks, and update the running sums of its queries.
-
-    Args:
-        method: The method; its ``kept_mass`` is below 1.
-        maxima: [heads, scored queries, blocks], base-2 logarithms of the estimates e of the tile's scored queries.
-        sums: Running sums of the tile's queries; those of scored queries are updated.
-        row: The row.
-        offset: Queries of the row before the tile.
-        is_causal: Whether the keys are the row's new tokens.
-        tiling: Sizes of tiles and blocks.
-
-    Returns:
-        [heads, blocks] bool.
-    """
+    """Choose a tile's blocks, and update the running sums of its queries."""
     num_queries, num_blocks = sums.top.shape[1], maxima.shape[2]
     scored = scored_queries(method, num_queries, maxima.device)
     reach = min(row.num_keys, offset + num_queries) if is_causal else row.num_keys
@@ -237,15 +166,7 @@ def keep_blocks(
 
 
 def ceil_div_share(share: float, count: int) -> int:
-    """Return the share of a number, rounded up, computed in float32 as kernels do.
-
-    Args:
-        share: The share.
-        count: The number.
-
-    Returns:
-        An integer.
-    """
+    """Return the share of a number, rounded up, computed in float32 as kernels do."""
     return int(torch.ceil(torch.tensor(share, dtype=torch.float32) * count))
 
 

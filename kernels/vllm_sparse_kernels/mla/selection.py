@@ -89,14 +89,7 @@ class Selection:
     """Selection and attention of ``top_p``, with the memory that they need."""
 
     def __init__(self, num_heads: int, head_dim: int, limits: MlaLimits, device: torch.device) -> None:
-        """Allocate the scratch memory.
-
-        Args:
-            num_heads: Heads of this worker.
-            head_dim: Channels of queries and keys.
-            limits: Largest sizes of a step.
-            device: The device.
-        """
+        """Allocate the scratch memory."""
         max_query_tokens, max_key_tokens, most_scored = limits
         self.num_heads, self.head_dim = num_heads, head_dim
         self.most_blocks = ceil_div(max_query_tokens, TILE_TOKENS) * ceil_div(max_key_tokens, BLOCK_TOKENS)
@@ -142,17 +135,7 @@ class Selection:
         is_causal: bool,
         kept_pairs: torch.Tensor | None,
     ) -> None:
-        """Select the blocks of a call, and attend to them.
-
-        Args:
-            method: The method; its ``kept_mass`` is below 1.
-            tensors: Queries, keys, values and results.
-            call: The rows.
-            sums: Running sums of the step.
-            scale: Factor from q·k to scores.
-            is_causal: Whether the keys are the rows' new tokens.
-            kept_pairs: [1] int64 counter of kept pairs, or None.
-        """
+        """Select the blocks of a call, and attend to them."""
         for run in call.runs(self.most_tiles, self.most_blocks):
             lists = self.select(method, tensors, call, run, sums, scale, is_causal, kept_pairs)
             run_attention(tensors, run, scale, is_causal, lists=lists)
@@ -168,21 +151,7 @@ class Selection:
         is_causal: bool,
         kept_pairs: torch.Tensor | None,
     ) -> BlockLists:
-        """Select the blocks of some tiles, and update the running sums of their queries.
-
-        Args:
-            method: The method; its ``kept_mass`` is below 1.
-            tensors: Queries and keys.
-            call: The rows.
-            run: The tiles, which fit the scratch memory.
-            sums: Running sums of the step.
-            scale: Factor from q·k to scores.
-            is_causal: Whether the keys are the rows' new tokens.
-            kept_pairs: [1] int64 counter of kept pairs, or None.
-
-        Returns:
-            The kept blocks, in memory that the next call reuses.
-        """
+        """Select the blocks of some tiles, and update the running sums of their queries."""
         lists, scored = BlockLists(self.ids, self.counts), method.num_scored
         sizes = {"CAUSAL": is_causal, "SCORED": scored}
         step = LOADED_PRODUCTS // scored
@@ -241,14 +210,7 @@ class Selection:
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which e4m3 numbers are stored and multiplied.
-
-    Args:
-        device: The device.
-
-    Returns:
-        e4m3, or fp16 where products of e4m3 have no instructions.
-    """
+    """Return the dtype in which e4m3 numbers are stored and multiplied."""
     return torch.float8_e4m3fn if capability_of(device) >= (8, 9) else torch.float16
 
 
@@ -263,16 +225,7 @@ def _round_kernel(
     half as much.
 
     Args:
-        vectors: ``Vectors``.
         rows: [num_rows, 4] int32, ``Call.rows``.
-        first_head: First head of the part.
-        softmax_scale: Factor of the stored scales: the softmax's scale in base 2 for queries, 1 for keys.
-        target: ``RoundedVectors``; written, with 0 as shifts.
-        FIELD: Place in ``rows`` of the row's first vector, before their number.
-        BY_BLOCK: Whether these are keys: a block shares a scale.
-        SCORED: Scored queries of a whole tile; for keys 128, which stands for all.
-        MAIN_D: The first channels, a power of two.
-        EXTRA_D: The other channels, a power of two.
     """
     fields = rows + tl.program_id(1) * ROW_FIELDS + FIELD
     start, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
@@ -362,14 +315,7 @@ def _sums_kernel(
     Grid: (tiles, heads). Bound by memory: it reads 2 bytes for each scored query and block.
 
     Args:
-        rounded: ``Rounded``.
-        scratch: ``Scratch``.
         tiles: [num_tiles, 8] int32, ``TileFields``.
-        sums: ``Sums``; written.
-        width: Blocks of a tile's products.
-        CAUSAL: Whether the keys are the rows' new tokens.
-        SCORED: Scored queries of a whole tile.
-        STEP: Blocks of a step.
     """
     i_head = tl.program_id(1).to(tl.int64)
     tile = _load_tile(
@@ -407,14 +353,7 @@ def _masses_kernel(
     Grid: (width / BLOCKS, tiles, heads). Bound by memory: it reads 2 bytes for each scored query and block.
 
     Args:
-        rounded: ``Rounded``.
-        scratch: ``Scratch``; the masses are written.
         tiles: [num_tiles, 8] int32, ``TileFields``.
-        sums: ``Sums``.
-        width: Blocks of a tile's products.
-        CAUSAL: Whether the keys are the rows' new tokens.
-        SCORED: Scored queries of a whole tile.
-        BLOCKS: Blocks of a program.
     """
     i_head = tl.program_id(2).to(tl.int64)
     tile = _load_tile(
@@ -448,18 +387,8 @@ def _choose_kernel(
     Grid: (tiles, heads). Bound by latency: up to 30 halvings over masses in registers.
 
     Args:
-        scratch: ``Scratch``; the marks are written.
         tiles: [num_tiles, 8] int32, ``TileFields``.
-        sums: ``Sums`` before this call's drops.
-        lists: ``BlockLists`` of all heads; written.
         kept_pairs: [1] int64, to which the number of kept pairs is added; or None.
-        first_head: First head of the part.
-        width: Blocks of a tile's masses, and of its list.
-        kept_mass: p, below 1.
-        most_share: Largest share of the tile's blocks that are kept for their mass.
-        CAUSAL: Whether the keys are the rows' new tokens.
-        SCORED: Scored queries of a whole tile.
-        CHUNK: Masses that stay in registers.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     fields = tiles + i_tile * TILE_FIELDS
@@ -521,14 +450,7 @@ def _drop_kernel(
     Grid: (tiles, heads). Bound by memory: it reads 2 bytes for each scored query and dropped block.
 
     Args:
-        rounded: ``Rounded``.
-        scratch: ``Scratch``.
         tiles: [num_tiles, 8] int32, ``TileFields``.
-        sums: ``Sums``; D is written.
-        width: Blocks of a tile's products.
-        CAUSAL: Whether the keys are the rows' new tokens.
-        SCORED: Scored queries of a whole tile.
-        STEP: Blocks of a step.
     """
     i_head = tl.program_id(1).to(tl.int64)
     tile = _load_tile(

@@ -9,33 +9,14 @@ import triton.language as tl
 
 @lru_cache(maxsize=64)
 def kept_channels(head_dim: int, half: bool, least: int) -> int:
-    """Return KEPT_D, the number of kept channels, including those that pad head_dim to a power of two.
-
-    Args:
-        head_dim: Channels of a head.
-        half: Whether to keep only the heavier half.
-        least: Minimum number of channels.
-
-    Returns:
-        A power of two.
-    """
+    """Return KEPT_D, the number of kept channels, including those that pad head_dim to a power of two."""
     block_d = triton.next_power_of_2(head_dim)
     return max(block_d // 2, least) if half and block_d > least else block_d
 
 
 @triton.jit
 def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constexpr):
-    """Store the KEPT_D channels with the largest weights, in ascending order; ties go to lower channels.
-
-    Args:
-        channels: Pointer to [KEPT_D] int32; written.
-        b_weight: [BLOCK_D] float32.
-        HEAD_DIM: Channels of a head.
-        KEPT_D: Number of channels that the estimate multiplies.
-
-    Returns:
-        [BLOCK_D] flags of the kept channels.
-    """
+    """Store the KEPT_D channels with the largest weights, in ascending order; ties go to lower channels."""
     o_d = tl.arange(0, b_weight.shape[0])
     b_weight = tl.where(b_weight == b_weight, b_weight, 0.0)  # 0 · infinity
     b_weight = tl.where(o_d < HEAD_DIM, b_weight, -1.0)
@@ -48,16 +29,7 @@ def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constex
 
 @triton.jit
 def kept_of(b_x, channels, KEPT_D: tl.constexpr):
-    """Return the kept channels of some vectors.
-
-    Args:
-        b_x: [n, BLOCK_D].
-        channels: Pointer to [KEPT_D] int32, ascending.
-        KEPT_D: Number of channels that the estimate multiplies.
-
-    Returns:
-        [n, KEPT_D] float32.
-    """
+    """Return the kept channels of some vectors."""
     BLOCK_D: tl.constexpr = b_x.shape[1]
     if KEPT_D == BLOCK_D:
         return b_x.to(tl.float32)
@@ -74,16 +46,6 @@ def kept_of(b_x, channels, KEPT_D: tl.constexpr):
 
 @triton.jit
 def load_kept(x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
-    """Load the kept channels of a vector.
-
-    Args:
-        x: Pointer to [BLOCK_D].
-        channels: Pointer to [KEPT_D] int32, ascending.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: Number of channels that the estimate multiplies.
-
-    Returns:
-        [KEPT_D].
-    """
+    """Load the kept channels of a vector."""
     o_c = tl.arange(0, KEPT_D)
     return tl.load(x + (tl.load(channels + o_c) if KEPT_D < BLOCK_D else o_c))

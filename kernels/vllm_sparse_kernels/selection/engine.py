@@ -69,14 +69,7 @@ class SelectEngine:
 
 
 def portable_refusal(spec: SelectSpec) -> str | None:
-    """Check whether the GPU has enough shared memory for a method's portable kernels.
-
-    Args:
-        spec: Properties of the layer's selection.
-
-    Returns:
-        Why the engine cannot run them, as the end of a sentence; None if it can.
-    """
+    """Check whether the GPU has enough shared memory for a method's portable kernels."""
     needed_bytes, limit_bytes = spec.method.least_shared_bytes(spec.head_dim), shared_bytes(spec.device)
     if needed_bytes <= limit_bytes:
         return None
@@ -94,9 +87,6 @@ def choose_select_engine(
     Args:
         spec: Properties of the layer.
         trial: Runs an engine and returns why its selection is wrong, or None if it is correct; None to run no engine.
-
-    Returns:
-        The first of ``spec.method.select_engines`` that passes, and why each engine before it was not chosen.
 
     Raises:
         ValueError: No engine can select for the layer.

@@ -17,18 +17,7 @@ from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int, num_columns: int = 0) -> int:
-    """Return a bound that is sufficient for any of the methods below.
-
-    Args:
-        rows: The rows of a step.
-        shape: Sizes of the layer.
-        num_selected: Number of query heads to select.
-        stripe_capacity: Positions of all lists of stripes of one head.
-        num_columns: Maximum number of columns that vertical-slash keeps per row.
-
-    Returns:
-        Bytes.
-    """
+    """Return a bound that is sufficient for any of the methods below."""
     ways = (
         line_bytes(rows, num_selected, num_columns),
         rounded_bytes(rows, shape, num_selected),
@@ -39,16 +28,7 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity
 
 
 def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
-    """Bound the memory of vertical-slash: sums by key and by distance, counts of kept lines, histograms and columns.
-
-    Args:
-        rows: The rows of a step.
-        num_selected: Number of query heads to select.
-        num_columns: Maximum number of columns that vertical-slash keeps per row.
-
-    Returns:
-        Bytes.
-    """
+    """Bound the memory of vertical-slash: sums by key and by distance, counts of kept lines, histograms and columns."""
 
     def of_slab(seq_lens: Sequence[int]) -> int:
         num_rows, longest = len(seq_lens), max(seq_lens)
@@ -59,16 +39,7 @@ def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
 
 
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Bound the memory of SALE: 8-bit queries and a slab of keys with their scales, flags, and float32 sums of queries.
-
-    Args:
-        rows: The rows of a step.
-        shape: Sizes of the layer.
-        num_selected: Number of query heads to select.
-
-    Returns:
-        Bytes.
-    """
+    """Bound the memory of SALE: 8-bit queries and a slab of keys with their scales, flags, and float32 sums of queries."""
     dim = next_power_of_2(shape.head_dim)
     num_keys = max(sum(map(padded, rows.seq_lens[first:end])) for first, end in rows_of_slabs(rows))
     keys = num_keys * (shape.num_kv_heads * (dim + 1) + 7 * num_selected)
@@ -80,16 +51,7 @@ def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def pooled_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Bound the memory of SpargeAttn and block-sparse: mean queries, mean keys and products of a slab, flags.
-
-    Args:
-        rows: The rows of a step.
-        shape: Sizes of the layer.
-        num_selected: Number of query heads to select.
-
-    Returns:
-        Bytes.
-    """
+    """Bound the memory of SpargeAttn and block-sparse: mean queries, mean keys and products of a slab, flags."""
     of_tile = 8 * num_selected * 64 * ceil_div(max(rows.seq_lens), 64 * 64)  # the width of the longest row
     products = min(rows.num_tiles * of_tile, max(SLAB_BYTES, of_tile))
     of_rows = [mean_key_bytes(n, shape) for n in rows.seq_lens]
@@ -101,14 +63,6 @@ def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
     """Bound the memory of SharePrefill: mean keys, last queries and their scores, histograms of the pivots' maps.
 
     The maps themselves belong to the step (``Pivots``) and are not counted here.
-
-    Args:
-        rows: The rows of a step.
-        shape: Sizes of the layer.
-        num_selected: Number of query heads to select.
-
-    Returns:
-        Bytes.
     """
     blocks = sum(ceil_div(n, shape.block_tokens) for n in rows.seq_lens)
     means = 4 * shape.head_dim * (shape.num_kv_heads * blocks + shape.num_heads * rows.num_rows)
@@ -119,30 +73,12 @@ def averaged_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
 
 
 def mean_key_bytes(seq_len: int, shape: LayerShape) -> int:
-    """Bound the memory of one row's mean keys: float32 means of 64 keys, their similarity, and sums of splits.
-
-    Args:
-        seq_len: The row's keys.
-        shape: Sizes of the layer.
-
-    Returns:
-        Bytes.
-    """
+    """Bound the memory of one row's mean keys: float32 means of 64 keys, their similarity, and sums of splits."""
     return 6 * shape.num_kv_heads * (ceil_div(seq_len, 64) + 1) * (next_power_of_2(shape.head_dim) + 1)
 
 
 def voted_bytes(rows: Rows, shape: LayerShape, num_candidates: int, tile_voters: int = 1) -> int:
-    """Bound the memory of AnchorAttention: voting queries, their thresholds, and a bit for each candidate key.
-
-    Args:
-        rows: The rows of a step.
-        shape: Sizes of the layer.
-        num_candidates: Number of keys that groups vote on, summed over all groups.
-        tile_voters: Voters of a tile.
-
-    Returns:
-        Bytes.
-    """
+    """Bound the memory of AnchorAttention: voting queries, their thresholds, and a bit for each candidate key."""
     voter = next_power_of_2(shape.head_dim) * shape.element_bytes + 8
     voters = shape.num_heads * rows.num_tiles * tile_voters * voter
     return voters + shape.num_heads * (num_candidates // 8 + 64)

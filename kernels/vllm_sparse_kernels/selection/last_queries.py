@@ -76,12 +76,6 @@ class Sums(NamedTuple):
 
         The numbers are separate arguments because they change from step to step: Triton would compile a new variant for
         each value in a tuple.
-
-        Args:
-            rows: The rows of the step.
-
-        Returns:
-            (``SumArgs``, number of heads, first row, number of rows, capacity).
         """
         places = self.num_selected, self.first_row, rows.num_rows, self.capacity
         return SumArgs(self.values, rows.row_table, self.patterns), *places
@@ -111,21 +105,7 @@ def last_query_sums(
     estimate: Estimate,
     patterns: torch.Tensor | None = None,
 ) -> Sums:
-    """Sum Â of some rows over columns and diagonals.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose rows and workspace are used.
-        row_range: First row, and the row after the last row.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        estimate: The queries from which Â is computed.
-        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
-
-    Returns:
-        The sums, in the index's workspace.
-    """
+    """Sum Â of some rows over columns and diagonals."""
     rows, empty, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
     first_row, end_row = row_range
     num_rows, num_selected = end_row - first_row, len(heads)
@@ -205,31 +185,13 @@ def _divide(num_tiles: Sequence[int], group: int, num_kv_heads: int, last_querie
 
 
 def least_shared_bytes(last_queries: int, head_dim: int) -> int:
-    """Return the shared memory that the passes over the keys need, without buffers for keys.
-
-    Args:
-        last_queries: Queries of a head. A program holds all of them.
-        head_dim: Elements of a query, in 16 bits.
-
-    Returns:
-        Bytes.
-    """
+    """Return the shared memory that the passes over the keys need, without buffers for keys."""
     num_queries = max(KEY_TILE.value, triton.next_power_of_2(last_queries))
     return num_queries * triton.next_power_of_2(head_dim) * 2 + JOIN_BYTES
 
 
 def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
-    """Return the pipeline stages of both passes over the keys.
-
-    Args:
-        stack_bytes: Stacked queries of a program.
-        tile_bytes: A tile of keys.
-        limit_bytes: Shared memory of a program.
-
-    Returns:
-        3 for two buffered tiles; 2 for one buffered tile, if there are many queries or two tiles do not fit the GPU; 1
-        for loads without a buffer, if not even one tile fits.
-    """
+    """Return the pipeline stages of both passes over the keys."""
     free_bytes = limit_bytes - stack_bytes - JOIN_BYTES
     if free_bytes < tile_bytes:
         return 1

@@ -233,12 +233,7 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
     once.
 
     Args:
-        args: LastArgs; ``partial`` is written.
         stride_table: Elements between two rows of the block table.
-        num_rows: Rows of the step.
-        first_row: First row of the slab.
-        SHAPE: StackShape.
-        LANES: Threads that hold a row of scores.
     """
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -310,14 +305,8 @@ def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE
     Grid: as ``split_lse_kernel``. Bound by the matrix units and exponentials; keys are read once.
 
     Args:
-        args: LastArgs; ``by_block`` is written.
         stride_table: Elements between two rows of the block table.
-        num_rows: Rows of the step.
-        first_row: First row of the slab.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         values: [n · (capacity + capacity / BAND)] float32; written.
-        SHAPE: StackShape.
-        JOINED: Splits whose log-sum-exps are joined at a time.
     """
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -427,17 +416,6 @@ def block_diagonals_kernel(
 
     Args:
         by_block: [n, capacity / 64, QUERIES] float32, weight of each block for each query.
-        sums: SumArgs; totals of diagonals are written.
-        num_selected: Number n of heads to select.
-        first_row: First row of the slab.
-        num_rows: Rows of the step.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
-        last_queries: Number of queries from which Â is computed.
-        QUERIES: Rows of ``by_block``.
-        SPREAD: Whether queries are spread over the chunk.
-        BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: Columns of the rows' table.
-        BLOCK: Diagonals of a program.
     """
     i_selected, i_row = tl.program_id(1), first_row + tl.program_id(2)
     place, length = sums_of(sums, 1, i_selected, num_selected, i_row, first_row, num_rows, capacity, BAND, FIELDS)
@@ -458,23 +436,7 @@ def sums_of(
     sums, i_kind, i_selected, num_selected, i_row, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Return the place of the sums of one selected head and row.
-
-    Args:
-        sums: SumArgs, sums of Â by key and by diagonal.
-        i_kind: 0: columns; 1: diagonals, or bands of them.
-        i_selected: Place of the head in ``heads``.
-        num_selected: Number n of heads to select.
-        i_row: Number of the row.
-        first_row: First row of the slab.
-        num_rows: Rows of the step.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
-        BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: Columns of the rows' table.
-
-    Returns:
-        (place of the first sum in ``totals``, number of sums); the number is 0 if ``patterns`` is not 0.
-    """
+    """Return the place of the sums of one selected head and row."""
     width = tl.where(i_kind == 0, 1, BAND)
     start = tl.load(sums.rows + i_row * FIELDS + 3) - tl.load(sums.rows + first_row * FIELDS + 3)
     length = (tl.load(sums.rows + i_row * FIELDS + 2) + width - 1) // width

@@ -36,15 +36,7 @@ class Lines(NamedTuple):
 
 
 def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Return the rows to select together: as many as fit into SLAB_BYTES, at least 1.
-
-    Args:
-        rows: The rows of a step.
-        num_heads: Number of query heads.
-
-    Returns:
-        First row of each slab, and the row after its last row.
-    """
+    """Return the rows to select together: as many as fit into SLAB_BYTES, at least 1."""
     return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
 
 
@@ -58,18 +50,7 @@ def select_lines(
     keep: Callable[[Sums, SparseIndex], Lines],
     patterns: torch.Tensor | None = None,
 ) -> None:
-    """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of ``heads``.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        estimate: The queries from which Â is computed.
-        keep: Chooses lines by their sums.
-        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
-    """
+    """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of ``heads``."""
     for row_range in slabs_of_rows(index.rows, len(heads)):
         with index.workspace.frame():
             sums = last_query_sums(q, cache, index, row_range, heads, scale, estimate, patterns)
@@ -84,16 +65,7 @@ def write_lines(
     band: int,
     patterns: torch.Tensor | None = None,
 ) -> None:
-    """Write the lists of ``heads`` for all tiles of some rows.
-
-    Args:
-        index: The index, whose lists of ``heads`` are overwritten.
-        row_range: First row, and the row after the last row.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        lines: Lines that each head keeps of each row.
-        band: 1: diagonals of keys; 64: of blocks.
-        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
-    """
+    """Write the lists of ``heads`` for all tiles of some rows."""
     rows, (first_row, end_row) = index.rows, row_range
     first_tile, end_tile = rows.tile_starts[first_row], rows.tile_starts[end_row]
     capacity = rows.key_starts[end_row] - rows.key_starts[first_row]
@@ -127,20 +99,8 @@ def _write_lines_kernel(
 
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
-        lines: Lines that each head keeps of each row.
-        max_columns: Capacity of a list of columns.
         rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
-        first_row: First row of the slab.
-        num_rows: Rows of the step.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
-        first_tile: First tile of the run.
-        index: IndexArgs; lists and counts are written.
-        num_tiles: Tiles of the step.
-        BAND: 1: diagonals of keys; 64: of blocks.
-        BLOCK_N: Keys of an index block.
-        CHUNK: Blocks or columns of a step.
-        ROW_FIELDS: Columns of the rows' table.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)

@@ -16,17 +16,7 @@ FIELDS = Constant(TILE_FIELDS)
 
 @triton.jit
 def append(target, count, b_values, b_kept):
-    """Append the kept values to the first ``count`` values of ``target``, in order.
-
-    Args:
-        target: Pointer to the list.
-        count: Length of the list.
-        b_values: [n].
-        b_kept: [n], whether each value is kept.
-
-    Returns:
-        The new count.
-    """
+    """Append the kept values to the first ``count`` values of ``target``, in order."""
     b_kept = b_kept.to(tl.int32)
     o_target = count + tl.cumsum(b_kept, 0) - 1
     tl.store(target + o_target, b_values, mask=b_kept != 0)
@@ -35,47 +25,21 @@ def append(target, count, b_values, b_kept):
 
 @triton.jit
 def load_tile(tiles, i_tile):
-    """Load the fields of a tile.
-
-    Args:
-        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        i_tile: Number of a tile, or a block of numbers.
-
-    Returns:
-        (row, first token in q, number of queries, position of the first query).
-    """
+    """Load the fields of a tile."""
     tile = tiles + i_tile * FIELDS
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
 
 @triton.jit
 def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
-    """Return the range of diagonal blocks of a tile.
-
-    Args:
-        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        i_tile: Number of a tile, or a block of numbers.
-        BLOCK_N: Keys of a block.
-
-    Returns:
-        (first diagonal block, number of causal blocks).
-    """
+    """Return the range of diagonal blocks of a tile."""
     _, _, length, first = load_tile(tiles, i_tile)
     return first // BLOCK_N, (first + length - 1) // BLOCK_N + 1
 
 
 @triton.jit
 def list_of(index, i_head, i_tile):
-    """Return a pointer to the list of blocks of a head and a tile.
-
-    Args:
-        index: IndexArgs.
-        i_head: Number of the query head, int64.
-        i_tile: Number of the tile.
-
-    Returns:
-        A pointer into ``block_ids``.
-    """
+    """Return a pointer to the list of blocks of a head and a tile."""
     return index.block_ids + i_head * index.stride_blocks + tl.load(index.block_offsets + i_tile)
 
 
@@ -83,11 +47,6 @@ def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.T
     """Write the block lists of ``heads`` from flags.
 
     The flag of block b of tile t is at ``block_offsets[t] + b``. Diagonal blocks are kept regardless of their flags.
-
-    Args:
-        kept: uint8 or bool [n, block_capacity], laid out as ``block_ids``; None keeps every causal block.
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
     """
     _compact_blocks_kernel[(index.rows.num_tiles, len(heads))](
         kept, 0 if kept is None else kept.stride(0), heads, index.args,
@@ -105,9 +64,6 @@ def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexp
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
         stride_kept: Elements between two heads of ``kept``.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        index: IndexArgs; lists and counts are written.
-        BLOCK_N: Keys of an index block.
-        CHUNK: Blocks of a step.
     """
     i_tile, i_selected = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_selected).to(tl.int64)

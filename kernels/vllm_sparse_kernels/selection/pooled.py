@@ -70,18 +70,7 @@ class Pooled(NamedTuple):
 
 
 def pooled_slabs(rows: Rows, num_selected: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
-    """Return the slabs of a step, computed by the first layer of a pass that needs them.
-
-    Args:
-        rows: The rows of a step.
-        num_selected: Number of heads to select.
-        num_kv_heads: Number of kv heads.
-        head_dim: Channels of a head.
-        per_tile: Pooled queries of a tile.
-
-    Returns:
-        Slabs in the order of their rows.
-    """
+    """Return the slabs of a step, computed by the first layer of a pass that needs them."""
     most_products = SLAB_BYTES // (4 * num_selected * per_tile * ALIGNED.value)  # in units of ``ALIGNED``
     most_blocks = SLAB_BYTES // (4 * num_kv_heads * head_dim)
     key = _make_slabs, most_products, most_blocks
@@ -100,14 +89,7 @@ def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Pooled
 
 
 def row_blocks(rows: Rows) -> torch.Tensor:
-    """Return the lengths of rows as a table on the device.
-
-    Args:
-        rows: The rows of a step.
-
-    Returns:
-        [num_rows, 3] int32 on the device: keys, first block and first split of each row.
-    """
+    """Return the lengths of rows as a table on the device."""
 
     def make() -> torch.Tensor:
         blocks = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens]
@@ -128,20 +110,7 @@ def _num_warps(head_dim: int) -> int:
 def pool_queries(
     q: torch.Tensor, rows: Rows, heads: torch.Tensor, per_tile: int, workspace: Workspace, with_similarity: bool
 ) -> Pooled:
-    """Average the queries of tiles or of parts of tiles.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        rows: The rows of a step.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        per_tile: Pooled queries of a tile.
-        workspace: Memory of temporary tensors.
-        with_similarity: Whether to measure the similarity of a block's tokens.
-
-    Returns:
-        [n, num_tiles · per_tile, ...]; the queries of tile t begin at t · per_tile. Parts of a short tile that have no
-        queries are undefined.
-    """
+    """Average the queries of tiles or of parts of tiles."""
     num_pooled, head_dim = rows.num_tiles * per_tile, q.shape[2]
     means = workspace.empty(len(heads), num_pooled, head_dim)
     similarity = workspace.empty(len(heads), num_pooled) if with_similarity else None
@@ -157,21 +126,7 @@ def pool_keys(
     cache: PagedCache, rows: Rows, slab: PooledSlab, heads: torch.Tensor, num_heads: int, workspace: Workspace,
     with_similarity: bool, centered: bool,
 ) -> Pooled:  # fmt: skip
-    """Average the keys of the slab's blocks.
-
-    Args:
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        rows: The rows of a step.
-        slab: The slab, whose rows are pooled.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        num_heads: Query heads of the layer.
-        workspace: Memory of temporary tensors.
-        with_similarity: Whether to measure the similarity of a block's tokens.
-        centered: Whether to subtract the row's mean key first.
-
-    Returns:
-        [num_kv_heads, slab.num_blocks, ...]; kv heads that no selected head reads stay undefined.
-    """
+    """Average the keys of the slab's blocks."""
     num_kv_heads, head_dim, empty = cache.num_kv_heads, cache.head_dim, workspace.empty
     num_rows = slab.end_row - slab.first_row
     splits = [ceil_div(n, KEY_BLOCK_TOKENS * SPLIT_BLOCKS) for n in rows.seq_lens[slab.first_row : slab.end_row]]
@@ -209,23 +164,7 @@ def pooled_products(
     q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float, per_tile: int,
     min_similarity: torch.Tensor | None = None, centered: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:  # fmt: skip
-    """Multiply mean queries with mean keys, a run of tiles at a time.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose rows and workspace are used.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        per_tile: Pooled queries of a tile.
-        min_similarity: [n] float32, similarity below which a block's score is −∞; None for no limit.
-        centered: Whether to subtract the row's mean key first.
-
-    Returns:
-        For each run: its first tile; scale · q̂ k̂ᵀ [n, tiles · per_tile, a multiple of 64] float32, undefined outside
-        the tile's causal reach, and −∞ for blocks less similar than ``min_similarity``; and the similarity of the
-        queries of all tiles [n, num_tiles], or None. Runs share their memory: use each tensor before the next run.
-    """
+    """Multiply mean queries with mean keys, a run of tiles at a time."""
     rows, num_selected, with_similarity = index.rows, len(heads), min_similarity is not None
     queries = pool_queries(q, rows, heads, per_tile, index.workspace, with_similarity)
     shape = ProductShape(
@@ -286,18 +225,7 @@ class Operands(NamedTuple):
 
 @triton.jit
 def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
-    """Return whether any of the query heads reads this kv head.
-
-    Args:
-        i_kv: Number of the kv head.
-        heads: Pointer to [num_heads] int32, or None: all are selected.
-        num_heads: Length of ``heads``.
-        GROUP: Query heads of a kv head.
-        HEADS: Heads of a step.
-
-    Returns:
-        Whether it is read; True if ``heads`` is None.
-    """
+    """Return whether any of the query heads reads this kv head."""
     if heads is None:
         return True
     else:
@@ -336,16 +264,10 @@ def _pool_queries_kernel(
     Grid: (n, pooled queries). Bound by memory: it reads each query once.
 
     Args:
-        queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         heads: [n] int32 on the device, numbers of the selected query heads.
         means: [heads, blocks, HEAD_DIM] float32; written.
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        PER_TILE: Pooled queries of a tile.
-        POOL: Tokens of a pooled query.
-        BLOCK: Queries of a step.
     """
     i_selected, i_pooled = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_selected)
@@ -380,20 +302,12 @@ def _pool_keys_kernel(
     Grid: (kv heads, splits of the longest row, rows). Bound by memory: it reads each key once.
 
     Args:
-        keys: KeyArgs.
         row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
-        first_row: First row of the slab.
-        num_blocks: Blocks of 64 keys in the slab.
-        num_splits: Splits of all rows of the slab.
         heads: [num_heads] int32, numbers of the selected heads; None for all.
-        num_heads: Length of ``heads``.
         means: [kv heads, num_blocks, HEAD_DIM] float32, written; or None.
         sums: [kv heads, num_splits, HEAD_DIM] float32, or None.
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
         centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
-        SHAPE: PoolShape.
-        GROUP: Query heads of a kv head.
-        STAGES: Steps that are loaded ahead.
     """
     # Programs of neighbouring kv heads run together: in vLLM's usual layout, the kv heads of a token are neighbours.
     i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -448,10 +362,6 @@ def _centers_kernel(sums, centers, row_blocks, first_row, num_splits, SHAPE, CHU
         sums: [kv heads, num_splits, HEAD_DIM] float32.
         centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
         row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
-        first_row: First row of the slab.
-        num_splits: Splits of all rows of the slab.
-        SHAPE: PoolShape.
-        CHUNK: Splits of a step.
     """
     i_kv, i_row = tl.program_id(0), tl.program_id(1)
     row = row_blocks + (first_row + i_row) * ROW_BLOCK_FIELDS
@@ -480,19 +390,10 @@ def _products_kernel(
     pair.
 
     Args:
-        operands: Operands.
         row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         heads: [n] int32 on the device, numbers of the selected query heads.
         products: [n, pooled queries of the run, width · 64] float32; written.
-        width: Columns of ``products``, in units of 64.
-        first_tile: First tile of the run.
-        end_tile: The tile after the last tile of the run.
-        num_tiles: Tiles of the step.
-        first_row: First row of the slab.
-        num_blocks: Blocks of 64 keys in the slab.
-        scale: Factor of the products.
-        SHAPE: ProductShape.
     """
     i_n, i_m, i_selected = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_kv = tl.load(heads + i_selected) // SHAPE.GROUP

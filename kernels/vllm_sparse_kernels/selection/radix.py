@@ -60,28 +60,13 @@ class Digits(NamedTuple):
 
 
 def num_chunks(length: int) -> int:
-    """Return the number of chunks of an array. A chunk has 4,096 values, or more if there would be more than 16 chunks.
-
-    Args:
-        length: Number of values.
-
-    Returns:
-        1 to 16.
-    """
+    """Return the number of chunks of an array. A chunk has 4,096 values, or more if there would be more than 16 chunks."""
     blocks = ceil_div(length, CHUNK)
     return ceil_div(blocks, ceil_div(blocks, MOST_CHUNKS.value))
 
 
 def most_chunks(index: SparseIndex, sums: Sums) -> int:
-    """Return the number of chunks of the longest row's arrays.
-
-    Args:
-        index: The index, whose rows are used.
-        sums: Sums of the slab.
-
-    Returns:
-        1 to 16.
-    """
+    """Return the number of chunks of the longest row's arrays."""
     return max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
 
 
@@ -101,15 +86,6 @@ def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch
 
     Without ``forced``, thresholds are those of the largest values that hold a share of the job's sum. An infinite share
     means all values.
-
-    Args:
-        index: The index, whose rows and workspace are used.
-        sums: The arrays, sums of Â.
-        goals: [2 n] float32, number of the largest values, or share of the sum.
-        forced: [2 n] float32, number of first values that count as infinite; None to sum masses.
-
-    Returns:
-        The results of the passes. The sums of the last pass are not joined yet.
     """
     digits = _allocate_digits(index, sums, torch.float32 if forced is None else torch.int32)
     chunks = digits.weights.shape[3]
@@ -126,22 +102,7 @@ def job_of(
     sums, num_selected, first_row, num_rows, capacity,
     BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return this program's job: its number is on axis 1, its row on axis 2, its chunk on axis 0.
-
-    Args:
-        sums: SumArgs, sums of Â by key and by diagonal.
-        num_selected: Number n of heads to select.
-        first_row: First row of the slab.
-        num_rows: Rows of the step.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
-        BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: Columns of the rows' table.
-        CHUNK: Values of a chunk that is not longer.
-
-    Returns:
-        (place of its first value, number of values, the chunk's first value, its end, number of used chunks, number of
-        the job among those of all rows).
-    """
+    """Return this program's job: its number is on axis 1, its row on axis 2, its chunk on axis 0."""
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     place, length = sums_of(
         sums, i_job // num_selected, i_job % num_selected, num_selected, first_row + tl.program_id(2), first_row,
@@ -164,15 +125,7 @@ def _load_weights(digits, i_state, chunks, used):
 
 @triton.jit
 def next_digit(b_weight, remaining):
-    """Return the largest digit with at least ``remaining`` of the weight at it and above.
-
-    Args:
-        b_weight: [256].
-        remaining: Weight to reach.
-
-    Returns:
-        (digit, part of ``remaining`` that is left after the digits above it).
-    """
+    """Return the largest digit with at least ``remaining`` of the weight at it and above."""
     o_digit = tl.arange(0, DIGITS)
     b_reached = tl.cumsum(b_weight, 0, reverse=True)
     digit = tl.sum(((b_reached >= remaining) & (o_digit > 0)).to(tl.int32), 0)
@@ -181,20 +134,7 @@ def next_digit(b_weight, remaining):
 
 @triton.jit
 def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constexpr):
-    """Join the sums of a pass.
-
-    Args:
-        digits: Digits.
-        i_pass: The pass.
-        i_job: Number of the job among those of all rows.
-        chunks: Chunks of the longest array.
-        used: Chunks of the job.
-        goal: Weight to reach, at the first pass.
-        RELATIVE: Whether ``goal`` is a share of the sum.
-
-    Returns:
-        (digits up to the digit of ``i_pass``, remaining weight to reach, last digit, weights of the pass [16, 256]).
-    """
+    """Join the sums of a pass."""
     i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
     b_w = _load_weights(digits, i_state, chunks, used)
     b_weight = tl.sum(b_w, 0)
@@ -218,19 +158,8 @@ def _digits_kernel(
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each value once a pass.
 
     Args:
-        sums: SumArgs, sums of Â by key and by diagonal.
-        num_selected: Number n of heads to select.
-        first_row: First row of the slab.
-        num_rows: Rows of the step.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         goals: [2 n] float32, number of each job's values, or share of their sum.
         forced: [2 n] float32, number of first values that count as infinite; None to sum masses.
-        digits: Digits, the results of the passes. This pass writes its part.
-        chunks: Chunks of the longest array.
-        PASS: Number of the pass, 0 or 1.
-        BAND: 1: diagonals of keys; 64: of blocks.
-        FIELDS: Columns of the rows' table.
-        CHUNK: Values of a step.
     """
     place, length, first, end, used, i_row_job = job_of(
         sums, num_selected, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
@@ -277,32 +206,14 @@ def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr, CH
 
 @triton.jit
 def mass_keys(b_x):
-    """Return keys of 16 bits that sort as values >= 0 do, equal where values are equal for a threshold.
-
-    Args:
-        b_x: float32, >= 0.
-
-    Returns:
-        int32 below 2¹⁶ − 1.
-    """
+    """Return keys of 16 bits that sort as values >= 0 do, equal where values are equal for a threshold."""
     b_key = (b_x.to(tl.int32, bitcast=True) >> EQUAL_BITS) - LEAST_KEY
     return tl.minimum(tl.maximum(b_key, 0), DIGITS * DIGITS - 2)
 
 
 @triton.jit
 def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
-    """Load ``mass_keys`` + 1 of a chunk: the maximum for the row's first ``forced`` values, 0 from ``end``.
-
-    Args:
-        row: Pointer to float32, readable up to ``end`` rounded up to 64.
-        start: The first value.
-        end: End of the values.
-        forced: Number of the row's first values that count as infinite.
-        CHUNK: Number of values.
-
-    Returns:
-        [CHUNK] uint32.
-    """
+    """Load ``mass_keys`` + 1 of a chunk: the maximum for the row's first ``forced`` values, 0 from ``end``."""
     o_n = start + tl.arange(0, CHUNK)
     b_x = tl.load(row + o_n, mask=o_n < (end + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
     b_key = tl.where(o_n < forced, DIGITS * DIGITS - 1, mass_keys(b_x) + 1)
@@ -311,20 +222,7 @@ def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
 
 @triton.jit
 def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum the masses row[first : end] whose keys agree with ``prefix``, by the next digit.
-
-    Args:
-        row: Pointer to float32.
-        first: The first value.
-        end: End of the values.
-        prefix: The digit before, in the second pass.
-        PASS: Number of the pass, 0 or 1.
-        CHUNK: Values of a step of the second pass.
-        WIDTH: Values that a warp processes at a time in the first pass.
-
-    Returns:
-        [256] float32.
-    """
+    """Sum the masses row[first : end] whose keys agree with ``prefix``, by the next digit."""
     if PASS == 0:
         return masses_by_high_digit(row, first, end, 4, WIDTH)
     else:
@@ -333,18 +231,7 @@ def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.const
 
 @triton.jit
 def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum masses row[first : end] by the upper digit of their keys.
-
-    Args:
-        row: Pointer to float32.
-        first: The first value.
-        end: End of the values.
-        WARPS: Warps of the program.
-        WIDTH: Values that a warp processes at a time, more for long rows.
-
-    Returns:
-        [256] float32.
-    """
+    """Sum masses row[first : end] by the upper digit of their keys."""
     o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
     for start in range(first, end, WARPS * WIDTH):
@@ -358,13 +245,6 @@ def add_by_high_digit(b_sum, b_x):
 
     The sum is a product of two matrices: one has the masses at the upper half i of their digit, and the other has a 1
     at the lower half j. Masses are rounded to TF32's ten bits of the mantissa, without bias.
-
-    Args:
-        b_sum: [n, 16, 16] float32.
-        b_x: [n, WIDTH] float32, row by row.
-
-    Returns:
-        [n, 16, 16] float32.
     """
     o_half = tl.arange(0, 16)
     b_digit = mass_keys(b_x) >> 8

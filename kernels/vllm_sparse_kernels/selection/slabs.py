@@ -74,17 +74,7 @@ class TileRange(NamedTuple):
 
 
 def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes, set_tiles: int = 2) -> list[KeySlab]:
-    """Return the slabs of a step, computed once for all layers of a pass with equal arguments.
-
-    Args:
-        rows: The rows of a step.
-        num_selected: Number of query heads to select.
-        tile_bytes: Returns the bytes of one tile.
-        set_tiles: Maximum number of tiles that one program scores.
-
-    Returns:
-        Slabs in the order of their rows.
-    """
+    """Return the slabs of a step, computed once for all layers of a pass with equal arguments."""
     return rows.once(
         (slabs_of, num_selected, tile_bytes, set_tiles),
         lambda: [_slab(rows, *row_range, num_selected, tile_bytes, set_tiles) for row_range in rows_of_slabs(rows)],
@@ -92,27 +82,12 @@ def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes, set_tiles: in
 
 
 def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Return the rows of each slab.
-
-    Args:
-        rows: The rows of a step.
-
-    Returns:
-        For each slab, the number of its first row, and the number of its last row plus 1.
-    """
+    """Return the rows of each slab."""
     return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
 
 
 def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Divide rows into slabs of at most ``most``, with at least one row each.
-
-    Args:
-        sizes: Size of each row.
-        most: Maximum size of a slab.
-
-    Returns:
-        For each slab, the number of its first row, and the number of its last row plus 1.
-    """
+    """Divide rows into slabs of at most ``most``, with at least one row each."""
     first = taken = 0
     for row, size in enumerate(sizes):
         if row > first and taken + size > most:
@@ -123,14 +98,7 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def padded(seq_len: int) -> int:
-    """Return the number of keys of a row, in whole steps of 128.
-
-    Args:
-        seq_len: The row's keys.
-
-    Returns:
-        A multiple of 128.
-    """
+    """Return the number of keys of a row, in whole steps of 128."""
     return ceil_div(seq_len, STEP_TOKENS) * STEP_TOKENS
 
 
@@ -142,16 +110,6 @@ def ranges_of_runs(
     Each row is cut separately (``pieces_of_row``). A run then joins pieces of neighbouring rows, at most one piece of
     each row, as long as all of their tiles fit into ``RUN_BYTES`` at the longest reach among them. Other rows therefore
     never change where a row is cut.
-
-    Args:
-        rows: The rows of a step.
-        first_row: The first row.
-        end_row: The row after the last row.
-        num_selected: Number of query heads to select.
-        tile_bytes: Returns the bytes of one tile.
-
-    Returns:
-        Ranges in the order of their tiles.
     """
     joined: TileRange | None = None
     for row in range(first_row, end_row):
@@ -174,15 +132,6 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
     """Divide a row's tiles into as few pieces as ``RUN_BYTES`` allows, of about equal size and at least one tile.
 
     A piece has an even number of tiles, except for a row's last piece, or if only a single tile fits.
-
-    Args:
-        rows: The rows of a step.
-        row: Number of the row.
-        num_selected: Number of query heads to select.
-        tile_bytes: Returns the bytes of one tile.
-
-    Returns:
-        Pieces in the order of their tiles.
     """
     first_tile, end_tile, reach = rows.tile_starts[row], rows.tile_starts[row + 1], rows.seq_lens[row]
     num_tiles = end_tile - first_tile
@@ -198,15 +147,6 @@ def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: Ti
 
     The bound never falls as tiles or keys are added. The exact need may fall, because it depends on how evenly tiles
     fill runs.
-
-    Args:
-        num_tiles: Tiles of the slab.
-        num_selected: Number of query heads to select.
-        reach: Keys in the longest causal reach of the tiles.
-        tile_bytes: Returns the bytes of one tile.
-
-    Returns:
-        Bytes.
     """
     of_tile = tile_bytes(num_selected, reach)
     return min(num_tiles * of_tile, max(RUN_BYTES, of_tile))
@@ -215,18 +155,7 @@ def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: Ti
 def tile_sets_of(
     rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int], set_tiles: int
 ) -> list[int]:
-    """Divide the tiles of each row into sets of neighbours that one program scores.
-
-    Args:
-        rows: The rows of a step.
-        first_tile: First tile of the run.
-        end_tile: The tile after the last tile of the run.
-        key_starts: Offset of each row's keys in the slab.
-        set_tiles: Maximum number of tiles of a set.
-
-    Returns:
-        For each set: first tile, tiles, and where the row's keys begin in the slab; flat.
-    """
+    """Divide the tiles of each row into sets of neighbours that one program scores."""
     flat: list[int] = []
     for row, start in key_starts.items():
         end = min(end_tile, rows.tile_starts[row + 1])

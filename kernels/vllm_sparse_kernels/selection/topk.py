@@ -18,32 +18,14 @@ ALIGNED = Constant(64)
 
 @triton.jit
 def ordered_bits(b_values):
-    """Convert float32 values to uint32 values that sort in the same order.
-
-    Args:
-        b_values: float32, finite or infinite, not NaN.
-
-    Returns:
-        uint32, at least 1.
-    """
+    """Convert float32 values to uint32 values that sort in the same order."""
     b_bits = (b_values + 0.0).to(tl.uint32, bitcast=True)  # adding 0 turns -0 into 0
     return tl.where((b_bits >> 31) != 0, ~b_bits, b_bits | 0x80000000)
 
 
 @triton.jit
 def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
-    """Load ``ordered_bits`` of row[start : start + CHUNK]: infinity for the first ``forced`` values, 0 from ``length``.
-
-    Args:
-        row: Pointer to float32, readable up to ``length`` rounded up to 64.
-        start: The first value.
-        length: Values of the row.
-        forced: Number of the row's first values that count as infinite.
-        CHUNK: Number of values.
-
-    Returns:
-        [CHUNK] uint32.
-    """
+    """Load ``ordered_bits`` of row[start : start + CHUNK]: infinity for the first ``forced`` values, 0 from ``length``."""
     o_n = start + tl.arange(0, CHUNK)
     b_values = tl.load(row + o_n, mask=o_n < (length + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
     b_bits = ordered_bits(tl.where(o_n < forced, float("inf"), b_values))
@@ -52,18 +34,7 @@ def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
 
 @triton.jit
 def kept_in_chunk(b_bits, threshold, num_ties, above_seen, ties_seen):
-    """Flag the values of a chunk that a threshold keeps, with ties in order of index.
-
-    Args:
-        b_bits: [n] uint32, n below 2¹⁵; 0: no value.
-        threshold: Values above this threshold are kept.
-        num_ties: Number of values equal to the threshold that are kept.
-        above_seen: Values above the threshold in earlier chunks.
-        ties_seen: Values equal to the threshold in earlier chunks.
-
-    Returns:
-        (flags, number of kept values up to and including each, values above the threshold so far, ties so far).
-    """
+    """Flag the values of a chunk that a threshold keeps, with ties in order of index."""
     b_above = b_bits > threshold
     b_tie = (b_bits == threshold) & (b_bits != 0)
     b_both = tl.cumsum(b_above.to(tl.int32) + (b_tie.to(tl.int32) << 16), 0)  # a chunk is shorter than 2 ** 15

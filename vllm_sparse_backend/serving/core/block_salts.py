@@ -18,15 +18,6 @@ def add_salt(keys: ExtraKeys, request: Any, start_token_idx: int, end_token_idx:
 
     A request does not name its engine. If the process runs other engines, a marked request of such an engine also gets
     salted blocks. This changes no answer.
-
-    Args:
-        keys: vLLM's own extra keys of the block.
-        request: vLLM's request.
-        start_token_idx: First position of the block.
-        end_token_idx: Position after the last token of the block.
-
-    Returns:
-        The keys, followed by the level's key; ``keys`` itself for blocks that all levels share.
     """
     mark = Mark.read(getattr(request.sampling_params, "extra_args", None))
     if mark is None or mark.salt is None:

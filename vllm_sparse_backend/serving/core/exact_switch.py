@@ -20,15 +20,7 @@ SWITCHED_MARK = "sparse_prefill_switched"
 
 
 def set_switch(core: Any, position: str) -> str:
-    """Switch an engine. The switch takes effect with the next request.
-
-    Args:
-        core: vLLM's ``EngineCore``.
-        position: ``exact``, or ``on`` for the requests' own levels.
-
-    Returns:
-        Why the engine cannot be switched; empty on success.
-    """
+    """Switch an engine. The switch takes effect with the next request."""
     known = choices(core.vllm_config)
     if position == EXACT and known.refusal is not None:
         return known.refusal
@@ -39,25 +31,12 @@ def set_switch(core: Any, position: str) -> str:
 
 
 def mark_new_request(core: Any, request: Any) -> None:
-    """Replace a new request's mark while the engine is switched to exact.
-
-    Args:
-        core: vLLM's ``EngineCore``.
-        request: vLLM's request, before its blocks are hashed. Its sampling parameters are changed in place; a request
-            for pooling does not have them and stays as it is.
-    """
+    """Replace a new request's mark while the engine is switched to exact."""
     mark: Mark | None = getattr(core, SWITCHED_MARK, None)
     if mark is not None and request.sampling_params is not None:
         request.sampling_params.extra_args = mark.write(request.sampling_params.extra_args)
 
 
 def is_exact(core: Any) -> bool:
-    """Return whether the engine is switched to exact.
-
-    Args:
-        core: vLLM's ``EngineCore``.
-
-    Returns:
-        True if all new requests run exact.
-    """
+    """Return whether the engine is switched to exact."""
     return getattr(core, SWITCHED_MARK, None) is not None

@@ -19,17 +19,7 @@ WARNED = "sparse_prefill_warned_of_unmarked"
 
 
 def mark_new_request(core: Any, request: Any) -> VLLMValidationError | None:
-    """Mark a new request that has no mark.
-
-    Args:
-        core: vLLM's ``EngineCore``.
-        request: vLLM's request, before its blocks are hashed. Its sampling parameters are changed in place. Requests
-            for pooling have no parameters, and requests that vLLM creates already aborted, to free blocks of another
-            server, prefill nothing: both kinds stay unchanged.
-
-    Returns:
-        The error of a request that may not have its level and stays unmarked; None if it has a mark or needs no mark.
-    """
+    """Mark a new request that has no mark."""
     params = request.sampling_params
     if params is None or request.abort_immediately or Mark.read(params.extra_args) is not None:
         return None

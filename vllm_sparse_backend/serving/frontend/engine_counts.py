@@ -47,14 +47,7 @@ class EngineCounts(NamedTuple):
 
 
 def engine_totals(workers: Answers) -> dict[str, dict[tuple[str, ...], float]]:
-    """Sum the workers' samples by metric and labels, as ``Metric.per_rank`` and ``Metric.seen_by_all`` specify.
-
-    Args:
-        workers: The answers of an engine's workers.
-
-    Returns:
-        The sums by metric, then by the values of its labels.
-    """
+    """Sum the workers' samples by metric and labels, as ``Metric.per_rank`` and ``Metric.seen_by_all`` specify."""
     totals: dict[str, dict[tuple[str, ...], float]] = {}
     for name, metric in METRICS.items():
         sums: dict[tuple[str, ...], float] = {}
@@ -105,29 +98,13 @@ class EngineReader:
         return self._waiting_since is not None and time.monotonic() - self._waiting_since >= TIMEOUT_S
 
     def next_change(self, interval_s: float) -> float:
-        """Return when the next poll is due, or when the poll under way times out.
-
-        Args:
-            interval_s: Minimum polling interval, in seconds.
-
-        Returns:
-            The time by ``time.monotonic``; infinity while a poll pauses between two calls.
-        """
+        """Return when the next poll is due, or when the poll under way times out."""
         if not self.is_waiting:
             return self.asked_at + interval_s
         return math.inf if self._waiting_since is None else self._waiting_since + TIMEOUT_S
 
     def refresh(self, call: Call, interval_s: float, on_counts: Callable[[], None]) -> asyncio.Task[None] | None:
-        """Start a poll if none is under way and the last is ``interval_s`` old.
-
-        Args:
-            call: Calls a method of all of the engine's workers.
-            interval_s: Minimum polling interval, in seconds.
-            on_counts: Called whenever ``counts`` has become newer.
-
-        Returns:
-            The poll under way; None without a poll.
-        """
+        """Start a poll if none is under way and the last is ``interval_s`` old."""
         if self.is_waiting:
             return self._poll
         now = time.monotonic()
@@ -138,22 +115,11 @@ class EngineReader:
         return self._poll
 
     def problem(self) -> str | None:
-        """Return why the engine is shown as down.
-
-        Returns:
-            The reason; None while the engine answers.
-        """
+        """Return why the engine is shown as down."""
         return f"no answer after {TIMEOUT_S:.0f} s" if self.is_silent else self._failure
 
     def take(self, counts: EngineCounts) -> bool:
-        """Keep counts if they are newer than the current counts.
-
-        Args:
-            counts: Counts of the same engine.
-
-        Returns:
-            Whether they were kept.
-        """
+        """Keep counts if they are newer than the current counts."""
         is_newer = self.counts is None or counts.moment > self.counts.moment
         if is_newer:
             self.counts = counts
@@ -185,14 +151,7 @@ class EngineReader:
 
 
 def answer_moment(workers: Answers) -> int:
-    """Return when an engine's core answered.
-
-    Args:
-        workers: The answers of the engine's workers. The core adds ``moment`` to the first answer.
-
-    Returns:
-        Nanoseconds by the monotonic clock of the core's host, or of this host if the core added no moment.
-    """
+    """Return when an engine's core answered."""
     return next((int(worker["moment"]) for worker in workers if "moment" in worker), time.monotonic_ns())
 
 
@@ -201,11 +160,6 @@ class SiblingCounts:
 
     A process writes its file before it shows counts, and reads the others' files before it answers. Every answer is
     therefore at least as new as all earlier answers of any process. Files that cannot be read or written are skipped.
-
-    Args:
-        folder: Folder of the files.
-        server_id: Process id of the server, which all its API processes share.
-        process_id: Process id of this process.
     """
 
     def __init__(self, folder: Path, server_id: int, process_id: int) -> None:
@@ -216,25 +170,14 @@ class SiblingCounts:
 
     @staticmethod
     def of_server(vllm_config: Any) -> "SiblingCounts | None":
-        """Return the counts of a server with several API processes, in the folder of vLLM's shared metrics.
-
-        Args:
-            vllm_config: vLLM's configuration.
-
-        Returns:
-            The counts; None for a server with a single API process, or without such a folder.
-        """
+        """Return the counts of a server with several API processes, in the folder of vLLM's shared metrics."""
         folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
         if not folder or getattr(vllm_config.parallel_config, "_api_process_count", 1) < 2:
             return None
         return SiblingCounts(Path(folder), os.getppid(), os.getpid())
 
     def publish(self, engines: Mapping[str, EngineCounts]) -> None:
-        """Write this process's counts.
-
-        Args:
-            engines: The counts by engine.
-        """
+        """Write this process's counts."""
         data = {
             engine: {
                 "moment": counts.moment,
@@ -256,11 +199,7 @@ class SiblingCounts:
             self._warn(f"cannot write {self._file}: {error}")
 
     def newest(self) -> dict[str, EngineCounts]:
-        """Read the newest counts of other processes.
-
-        Returns:
-            The counts by engine.
-        """
+        """Read the newest counts of other processes."""
         newest: dict[str, EngineCounts] = {}
         for path in self._file.parent.glob(self._pattern):
             if path == self._file:

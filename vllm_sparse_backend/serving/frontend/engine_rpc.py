@@ -13,13 +13,6 @@ def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
     """Return functions that call a method of each engine's workers.
 
     The client's ``collective_rpc`` calls all engines but returns only the first engine's answer.
-
-    Args:
-        engine_client: vLLM's client of all engines of the server.
-        method: Name of a method of the workers.
-
-    Returns:
-        The calls by engine number. Awaiting a call returns the list of all workers' answers.
     """
     core = engine_client.engine_core
     numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
@@ -35,17 +28,7 @@ def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
 async def call_engines(
     engine_client: Any, method: str, *args: Any, timeout_s: float
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Call a method of the workers of all engines concurrently.
-
-    Args:
-        engine_client: vLLM's client of all engines of the server.
-        method: Name of a method of the workers.
-        *args: The method's arguments.
-        timeout_s: Seconds to wait for all answers.
-
-    Returns:
-        The workers' answers by engine; and for each engine without an answer the reason, an exception or a timeout.
-    """
+    """Call a method of the workers of all engines concurrently."""
     calls = engine_calls(engine_client, method)
     tasks = {engine: asyncio.ensure_future(call(*args)) for engine, call in calls.items()}
     await asyncio.wait(tasks.values(), timeout=timeout_s)
@@ -62,26 +45,13 @@ async def call_engines(
 
 
 def path_of(scope: Mapping[str, Any]) -> str:
-    """Return a request's path below the app's mount point.
-
-    Args:
-        scope: The request's ASGI scope.
-
-    Returns:
-        The path without a trailing slash.
-    """
+    """Return a request's path below the app's mount point."""
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
     return path.rstrip("/")
 
 
 async def send_with_body(send: Any, start: Mapping[str, Any], body: bytes) -> None:
-    """Send an app's answer with another body.
-
-    Args:
-        send: ASGI's function that sends messages.
-        start: The app's message ``http.response.start``. Its length is replaced.
-        body: The complete new body.
-    """
+    """Send an app's answer with another body."""
     headers = [(name, value) for name, value in start.get("headers", ()) if name.lower() != b"content-length"]
     await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
     await send({"type": "http.response.body", "body": body})

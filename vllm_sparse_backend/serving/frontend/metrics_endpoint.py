@@ -53,14 +53,7 @@ class MetricsPage:
     def open(
         self, engine_client: Any, model_name: str, interval_s: float, siblings: SiblingCounts | None = None
     ) -> None:
-        """Show the counts of a client's engines from now on.
-
-        Args:
-            engine_client: vLLM's client of all engines of the server.
-            model_name: Value of the label ``model_name``.
-            interval_s: Minimum polling interval of an engine, in seconds.
-            siblings: Shares counts with the server's other API processes; None if there are none.
-        """
+        """Show the counts of a client's engines from now on."""
         self._client, self._model_name, self._interval_s = engine_client, model_name, interval_s
         self._siblings = siblings
 
@@ -78,11 +71,7 @@ class MetricsPage:
             logger.exception("sparse-prefill: no counters from the engines at start-up; /metrics asks again")
 
     def refresh(self) -> list[asyncio.Task[None]]:
-        """Poll each engine whose counts are older than the interval.
-
-        Returns:
-            All polls that are under way, new or not.
-        """
+        """Poll each engine whose counts are older than the interval."""
         calls = engine_calls(self._client, WORKER_METHOD)
         self._readers = {engine: self._readers.get(engine) or EngineReader() for engine in calls}
         polls = [
@@ -91,11 +80,7 @@ class MetricsPage:
         return [poll for poll in polls if poll is not None]
 
     async def text(self) -> bytes:
-        """Return the engines' counts within ``WAIT_S``.
-
-        Returns:
-            Prometheus's text format.
-        """
+        """Return the engines' counts within ``WAIT_S``."""
         if polls := self.refresh():
             waited_from = max(reader.asked_at for reader in self._readers.values())
             if (left_s := waited_from + WAIT_S - time.monotonic()) > 0:
@@ -103,11 +88,7 @@ class MetricsPage:
         return self._render()
 
     async def fresh_text(self) -> bytes:
-        """Poll the engines and return the counts.
-
-        Returns:
-            Prometheus's text format, with the last counts of an engine that does not answer in time.
-        """
+        """Poll the engines and return the counts."""
         called_at = time.monotonic()
         deadline = called_at + self._interval_s + 2 * TIMEOUT_S
         while time.monotonic() < deadline:
@@ -188,10 +169,6 @@ class MetricsMiddleware:
     """ASGI middleware that adds a page's text to the app's answer to GET /metrics, and passes everything else through.
 
     vLLM's own text comes from different registries, depending on the number of processes. This works with all of them.
-
-    Args:
-        app: The ASGI app.
-        page: Provides the text.
     """
 
     def __init__(self, app: Any, page: MetricsPage) -> None:
@@ -237,14 +214,7 @@ def _asks_for_metrics(scope: Mapping[str, Any]) -> bool:
 
 
 def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
-    """Return whether a request's query asks for fresh counts.
-
-    Args:
-        scope: The request's ASGI scope.
-
-    Returns:
-        True for ``FRESH_QUERY``.
-    """
+    """Return whether a request's query asks for fresh counts."""
     query = scope.get("query_string", b"").decode("latin-1")
     return FRESH_QUERY in (f"{name}={value}" for name, value in parse_qsl(query))
 
@@ -259,22 +229,12 @@ class MetricsEndpoint:
         self.page = MetricsPage()
 
     def attach_router(self, app: Any) -> None:
-        """Add the middleware.
-
-        Args:
-            app: The server's app.
-        """
+        """Add the middleware."""
         self.app = app
         app.add_middleware(MetricsMiddleware, page=self.page)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open the page if the server runs this backend, and add the exact switch's route if the settings allow it.
-
-        Args:
-            engine_client: vLLM's client of all engines of the server.
-            state: The app's state, which is not used.
-            args: The server's arguments, which are not used.
-        """
+        """Open the page if the server runs this backend, and add the exact switch's route if the settings allow it."""
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_selected(config.attention_config):
             settings = settings_of(config)

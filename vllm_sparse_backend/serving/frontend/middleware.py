@@ -72,12 +72,7 @@ class Refused(HTTPException):
 
 
 class LevelsMiddleware:
-    """ASGI middleware that reads levels. It runs inside vLLM's own middleware, which has already checked the API key.
-
-    Args:
-        app: The ASGI app.
-        endpoint: Decides on levels.
-    """
+    """ASGI middleware that reads levels. It runs inside vLLM's own middleware, which has already checked the API key."""
 
     def __init__(self, app: Any, endpoint: "LevelsEndpoint") -> None:
         self.app = app
@@ -101,14 +96,7 @@ class LevelsMiddleware:
 
 
 class Post:
-    """A posted request, between the server and the app.
-
-    Args:
-        endpoint: Decides on levels.
-        scope: The request's ASGI scope.
-        receive: The server's ASGI function that returns the parts of the body.
-        send: The server's ASGI function that sends the answer.
-    """
+    """A posted request, between the server and the app."""
 
     def __init__(self, endpoint: "LevelsEndpoint", scope: dict[str, Any], receive: Any, send: Any) -> None:
         self.endpoint, self.scope = endpoint, scope
@@ -142,14 +130,7 @@ class Post:
         self._ahead.extend(messages)
 
     async def receive(self) -> dict[str, Any]:
-        """Return the next message of the request, as ASGI's ``receive`` for the app.
-
-        Returns:
-            The message.
-
-        Raises:
-            Refused: The body is complete, and its level is refused.
-        """
+        """Return the next message of the request, as ASGI's ``receive`` for the app."""
         return self._ahead.popleft() if self._ahead else await self._next()
 
     async def _next(self) -> dict[str, Any]:
@@ -201,11 +182,7 @@ class Post:
             return str(error)
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Send a message of the answer, as ASGI's ``send`` for the app. Answers to refused requests are dropped.
-
-        Args:
-            message: The ASGI message.
-        """
+        """Send a message of the answer, as ASGI's ``send`` for the app. Answers to refused requests are dropped."""
         if self.refusal is not None:
             return
         if self.request.ticket is not None and message["type"] == "http.response.start":
@@ -222,17 +199,7 @@ class Post:
 
 
 def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
-    """Parse a JSON body.
-
-    Args:
-        chunks: The parts of the body.
-
-    Returns:
-        The fields of the object; empty for anything else, which vLLM itself refuses.
-
-    Raises:
-        ValueError: The body has too many keys.
-    """
+    """Parse a JSON body."""
     body = b"".join(chunks)
     if b"\0" in body[:4]:  # UTF-16 or UTF-32, which vLLM also accepts
         with contextlib.suppress(ValueError):
@@ -250,15 +217,7 @@ def json_fields(chunks: Sequence[bytes]) -> dict[str, Any]:
 
 
 def form_fields(scope: dict[str, Any], chunks: Sequence[bytes]) -> dict[str, Any]:
-    """Parse a form. This runs a new event loop, so the calling thread must not have a loop.
-
-    Args:
-        scope: The request's ASGI scope.
-        chunks: The parts of the body.
-
-    Returns:
-        The form's text fields, with JSON objects parsed; empty if the body is not a form.
-    """
+    """Parse a form. This runs a new event loop, so the calling thread must not have a loop."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": chunk, "more_body": True} for chunk in chunks]
     parts = iter([*messages, {"type": "http.request", "body": b"", "more_body": False}])
 
@@ -293,14 +252,7 @@ class BodyKey(NamedTuple):
 
 
 def our_keys(fields: Mapping[str, Any]) -> Iterator[BodyKey]:
-    """Find our keys in a body, and keys that look like them, except in JSON schemas.
-
-    Args:
-        fields: The body's fields.
-
-    Yields:
-        The keys among the first ``MOST_INSPECTED`` of the body, the outermost first.
-    """
+    """Find our keys in a body, and keys that look like them, except in JSON schemas."""
     containers: deque[tuple[str, Any]] = deque([("", fields)])
     keys_left, slips_left = MOST_INSPECTED, MOST_SLIPS
     while containers and keys_left > 0:
@@ -330,17 +282,7 @@ READ_AT = ("vllm_xargs", "sampling_params.extra_args")
 
 
 def read_keys(fields: Mapping[str, Any]) -> dict[str, BodyKey]:
-    """Read our keys in a body.
-
-    Args:
-        fields: The body's fields.
-
-    Returns:
-        The keys by name.
-
-    Raises:
-        ValueError: A key is in a place that vLLM does not read, occurs twice, or is a misspelling.
-    """
+    """Read our keys in a body."""
     read: dict[str, BodyKey] = {}
     for body_key in our_keys(fields):
         where = body_key.place or "the request"
@@ -372,24 +314,11 @@ class LevelsEndpoint:
     """Whether reports are impossible: requests cannot ask for them, or workers cannot map rows to requests."""
 
     def attach_router(self, app: Any) -> None:
-        """Add the middleware.
-
-        Args:
-            app: The server's app.
-        """
+        """Add the middleware."""
         app.add_middleware(LevelsMiddleware, endpoint=self)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Compute the levels that requests may choose, if the server runs this backend.
-
-        Args:
-            engine_client: vLLM's client of all engines of the server.
-            state: The app's state, which is not used.
-            args: The server's arguments.
-
-        Raises:
-            ConfigurationError: The policy names a model that the server does not serve.
-        """
+        """Compute the levels that requests may choose, if the server runs this backend."""
         config = getattr(engine_client, "vllm_config", None)
         if config is None or not is_selected(config.attention_config):
             return
@@ -407,18 +336,7 @@ class LevelsEndpoint:
         return self.choices is not None and bool(self.choices.models)
 
     def settle(self, path: str, fields: Mapping[str, Any]) -> tuple[RequestLevel | None, bool]:
-        """Decide on the level and the report of a request.
-
-        Args:
-            path: The request's path.
-            fields: The body's fields.
-
-        Returns:
-            The level, None on paths that do not prefill; and whether the request asks for a report.
-
-        Raises:
-            ValueError: The request may not have that level or a report, or a key of ours is in the wrong place.
-        """
+        """Decide on the level and the report of a request."""
         assert self.choices is not None
         read = read_keys(fields)
         report = self._wants_report(path, read.get(REPORT), fields)
@@ -443,13 +361,6 @@ class LevelsEndpoint:
 
 
 def served_names(args: Namespace) -> list[str]:
-    """Return the names that requests may give as their model.
-
-    Args:
-        args: The server's arguments.
-
-    Returns:
-        The names, the default first.
-    """
+    """Return the names that requests may give as their model."""
     names = getattr(args, "served_model_name", None) or [args.model]
     return [names] if isinstance(names, str) else list(names)

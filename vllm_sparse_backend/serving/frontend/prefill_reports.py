@@ -28,15 +28,7 @@ TIMEOUT_S = 10.0
 
 
 def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a request's ``extra_args`` in the form in which other processes receive them.
-
-    Args:
-        extra_args: The field of the request's sampling parameters. The middleware's ``Ticket``, or true, asks for a
-            report.
-
-    Returns:
-        The fields, with the ticket as plain text, or with true for any other value that asks for a report in the log.
-    """
+    """Return a request's ``extra_args`` in the form in which other processes receive them."""
     if not extra_args or not extra_args.get(REPORT):
         return extra_args
     value = extra_args[REPORT]
@@ -44,15 +36,7 @@ def plain_ticket(extra_args: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 async def build_report(client: Any, ticket: str) -> dict[str, Any] | None:
-    """Build the report of an HTTP request from all workers' tallies.
-
-    Args:
-        client: vLLM's client of all engines of the server.
-        ticket: The request's ticket.
-
-    Returns:
-        The report on all of its prompts together; None if there are no tallies, or an engine does not answer.
-    """
+    """Build the report of an HTTP request from all workers' tallies."""
     engines, failed = await call_engines(client, REPORT_METHOD, ticket, timeout_s=TIMEOUT_S)
     for engine, why in failed.items():  # the answer itself must not fail
         logger.warning("sparse-prefill: no report from engine %s: %s", engine, why)
@@ -60,14 +44,7 @@ async def build_report(client: Any, ticket: str) -> dict[str, Any] | None:
 
 
 def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
-    """Merge the tallies of all workers. Ranks divide heads and stages divide layers, so pairs add up but tokens do not.
-
-    Args:
-        workers: For each worker, its tallies of the request's prompts.
-
-    Returns:
-        The report; None without tallies.
-    """
+    """Merge the tallies of all workers. Ranks divide heads and stages divide layers, so pairs add up but tokens do not."""
     tallies = [tally for worker in workers for tally in worker]
     if not tallies:
         return None
@@ -86,13 +63,7 @@ def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | N
 
 
 class Reporting:
-    """ASGI ``send`` for an app that adds the report to the answer's JSON object, or to the last event of a stream.
-
-    Args:
-        send: The server's ASGI function that sends the answer.
-        client: vLLM's client of all engines, whose workers have tallies.
-        ticket: The request's ticket.
-    """
+    """ASGI ``send`` for an app that adds the report to the answer's JSON object, or to the last event of a stream."""
 
     def __init__(self, send: Any, client: Any, ticket: Ticket) -> None:
         self.send, self.client, self.ticket = send, client, ticket

@@ -22,24 +22,13 @@ TIMEOUT_S = 60.0
 
 
 class SwitchEndpoint:
-    """Answers requests to ``SWITCH_PATH``.
-
-    Args:
-        engine_client: vLLM's client of all engines of the server.
-    """
+    """Answers requests to ``SWITCH_PATH``."""
 
     def __init__(self, engine_client: Any) -> None:
         self.engine_client = engine_client
 
     async def answer(self, request: Request) -> JSONResponse:
-        """Switch all engines.
-
-        Args:
-            request: A request with the body ``{"to": "exact"}`` or ``{"to": "on"}``.
-
-        Returns:
-            The new position; status 400 for another body, 409 if an engine refuses, 504 if an engine does not answer.
-        """
+        """Switch all engines."""
         try:
             body = json.loads(await request.body())
         except ValueError:

@@ -28,28 +28,13 @@ TIMEOUT_S = 60.0
 
 
 def worker_numbers(worker: Any) -> dict[str, Any]:
-    """Answer ``AGREEMENT_METHOD`` in a worker.
-
-    Args:
-        worker: vLLM's worker.
-
-    Returns:
-        ``rank``, ``device`` and ``numbers``: the lengths that the worker resolved.
-    """
+    """Answer ``AGREEMENT_METHOD`` in a worker."""
     resolved = resolve(worker.vllm_config, *compat.tensor_parallel(worker.vllm_config))
     return {"rank": worker.rank, "device": compat.device_name(), "numbers": resolved.numbers()}
 
 
 def refuse_disagreement(expected: Numbers, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Compare the front process's numbers with those of all workers.
-
-    Args:
-        expected: Lengths that the front process resolved.
-        answers: By engine, ``worker_numbers`` of its workers.
-
-    Raises:
-        ConfigurationError: A worker's numbers differ.
-    """
+    """Compare the front process's numbers with those of all workers."""
     for engine, workers in answers.items():
         for worker in workers:
             reported: Numbers = worker["numbers"]
@@ -81,23 +66,10 @@ class AgreementEndpoint:
     required_tasks = None
 
     def attach_router(self, app: Any) -> None:
-        """Leave the app unchanged: this plugin has no route.
-
-        Args:
-            app: The server's app.
-        """
+        """Leave the app unchanged: this plugin has no route."""
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Compare all workers' lengths before the server answers any request.
-
-        Args:
-            engine_client: vLLM's client of all engines of the server.
-            state: The app's state, which is not used.
-            args: The server's arguments, which are not used.
-
-        Raises:
-            ConfigurationError: A worker has other lengths.
-        """
+        """Compare all workers' lengths before the server answers any request."""
         config = getattr(engine_client, "vllm_config", None)
         if config is None or not is_selected(config.attention_config) or not hasattr(engine_client, "engine_core"):
             return

@@ -50,25 +50,12 @@ DEVICE_SHARE = 1 / 16
 
 
 class Arena(Workspace):
-    """A workspace that uses torch to allocate tensors that do not fit, and logs the first of them.
-
-    Attributes:
-        overflows: Number of tensors that did not fit.
-    """
+    """A workspace that uses torch to allocate tensors that do not fit, and logs the first of them."""
 
     overflows = 0
 
     def _create(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
-        """Create a tensor in the arena, or outside it if it does not fit: a full arena must not stop a server.
-
-        Args:
-            begin: Offset of the tensor in the arena.
-            dtype: Its dtype.
-            shape: Its shape.
-
-        Returns:
-            The offset after it, which is ``begin`` for a tensor outside the arena, and the tensor.
-        """
+        """Create a tensor in the arena, or outside it if it does not fit: a full arena must not stop a server."""
         try:
             return super()._create(begin, dtype, shape)
         except MemoryError as error:
@@ -83,12 +70,7 @@ class Arena(Workspace):
 
 @dataclass(frozen=True)
 class LayerNeed:
-    """The arena memory that one layer of the plan needs.
-
-    Attributes:
-        groups: Groups of heads of the layer.
-        shape: Heads, dimensions and element size of the layer.
-    """
+    """The arena memory that one layer of the plan needs."""
 
     groups: LayerPlan
     shape: LayerShape
@@ -102,19 +84,7 @@ class LayerNeed:
         device: torch.device,
         engine: str = AUTO,
     ) -> "LayerNeed":
-        """Return the memory that a layer with this plan needs.
-
-        Args:
-            groups: Groups of heads of the layer.
-            num_kv_heads: Number of key-value heads on this rank.
-            head_dim: Dimension of the heads.
-            element_bytes: Size in bytes of an element of queries and outputs.
-            device: Where the layer runs.
-            engine: Name of the attention engine in the settings, or ``auto``. It decides the width of index blocks.
-
-        Returns:
-            The need.
-        """
+        """Return the memory that a layer with this plan needs."""
         methods = methods_by_head(groups)
         num_heads, block_tokens = len(methods), index_block_tokens(methods, head_dim, device, engine)
         shape = LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes)
@@ -137,12 +107,6 @@ class LayerNeed:
         """Return the memory that the layer needs for these rows.
 
         The index is in memory during the entire step. The groups' selections and attention run one after the other.
-
-        Args:
-            rows: The rows of a slab.
-
-        Returns:
-            Number of bytes.
         """
         shape = self.shape
         stripes = [(stripes_of(method, rows), num_heads) for method, num_heads in self.heads_of_methods]
@@ -167,15 +131,7 @@ class LayerNeed:
 
 @dataclass(frozen=True)
 class SparseRow:
-    """A sparse row, or a part of a sparse row.
-
-    Attributes:
-        number: Its row in the block table that ``Room.slabs`` gets.
-        token: Position of its first query among the queries of the step.
-        query_len: Number of new tokens.
-        context_len: Number of tokens before them.
-        prompt_len: Prompt length of its request in tokens; None if no method needs it. Memory does not depend on it.
-    """
+    """A sparse row, or a part of a sparse row."""
 
     number: int
     token: int
@@ -185,29 +141,14 @@ class SparseRow:
 
     @staticmethod
     def sparse_of(row: BatchRow, number: int) -> "SparseRow":
-        """Return the part of a batch's row that does not run on the dense backend.
-
-        Args:
-            row: The row of the batch.
-            number: Its row in the block table of the sparse rows.
-
-        Returns:
-            The sparse part of the row.
-        """
+        """Return the part of a batch's row that does not run on the dense backend."""
         num_dense = row.dense_end - row.token
         return SparseRow(
             number, row.dense_end, row.query_len - num_dense, row.context_len + num_dense, prompt_len=row.prompt_len
         )
 
     def chunks(self, query_tokens: int) -> list["SparseRow"]:
-        """Cut the row into chunks.
-
-        Args:
-            query_tokens: Number of new tokens of each chunk. The last chunk may be shorter.
-
-        Returns:
-            The chunks in order.
-        """
+        """Cut the row into chunks."""
         starts = range(0, self.query_len, query_tokens)
         return [
             replace(
@@ -221,12 +162,7 @@ class SparseRow:
 
 
 class Room:
-    """Divides rows into slabs that fit into the arena.
-
-    Args:
-        layers: Need of each layer. Equal needs count once.
-        num_bytes: Size of the arena in bytes.
-    """
+    """Divides rows into slabs that fit into the arena."""
 
     def __init__(self, layers: Sequence[LayerNeed], num_bytes: int) -> None:
         self.layers = tuple(dict.fromkeys(layers))
@@ -234,25 +170,11 @@ class Room:
         self._fits_alone = lru_cache(maxsize=KNOWN_LENGTHS)(self._row_fits_alone)
 
     def needed(self, rows: Rows) -> int:
-        """Return the memory that the most demanding layer needs for these rows.
-
-        Args:
-            rows: The rows of a slab.
-
-        Returns:
-            Number of bytes.
-        """
+        """Return the memory that the most demanding layer needs for these rows."""
         return max(layer.num_bytes(rows) for layer in self.layers)
 
     def fits(self, row: SparseRow) -> bool:
-        """Return whether the row fits into the arena, whole or in chunks.
-
-        Args:
-            row: A sparse row.
-
-        Returns:
-            Whether it fits.
-        """
+        """Return whether the row fits into the arena, whole or in chunks."""
         return all(self._fits_alone(chunk.query_len, chunk.context_len) for chunk in self.chunks(row))
 
     def slabs(
@@ -265,15 +187,6 @@ class Room:
         """Divide rows into as few slabs as possible, each of which fits into the arena.
 
         A row's chunks do not depend on other rows. The row therefore keeps the same keys in any batch.
-
-        Args:
-            rows: Rows that fit (``fits``), at least one.
-            block_table: [num_rows, max_pages] int32, pages of the rows by their number.
-            request: Level of all these rows.
-            is_long: Whether their context is long (``Slab.is_long``).
-
-        Returns:
-            Slabs with all rows, in order.
         """
         chunks = [chunk for row in rows for chunk in self.chunks(row)]
         if len(chunks) == len(rows):
@@ -290,14 +203,7 @@ class Room:
         return tuple(Slab(kernel_rows(part, block_table), request, is_long) for part in packed)
 
     def chunks(self, row: SparseRow) -> list[SparseRow]:
-        """Cut a row into the fewest chunks of equal size that fit into the arena one at a time.
-
-        Args:
-            row: A sparse row.
-
-        Returns:
-            The chunks; the row itself if it fits. Chunks of one tile are the smallest, and may not fit (``fits``).
-        """
+        """Cut a row into the fewest chunks of equal size that fit into the arena one at a time."""
         num_tiles = ceil_div(row.query_len, TILE_TOKENS)
         while True:
             chunks = row.chunks(num_tiles * TILE_TOKENS)
@@ -313,15 +219,7 @@ class Room:
 
 
 def kernel_rows(rows: Sequence[SparseRow], block_table: torch.Tensor | None = None) -> Rows:
-    """Convert rows to the form that kernels accept.
-
-    Args:
-        rows: Rows with consecutive numbers, at least one.
-        block_table: [num_rows, max_pages] int32, pages by a row's number; None if only sizes are computed.
-
-    Returns:
-        The rows.
-    """
+    """Convert rows to the form that kernels accept."""
     if block_table is None:
         block_table = torch.empty(len(rows), 0, dtype=torch.int32)
     else:
@@ -341,14 +239,6 @@ def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[
 
     These are the row with the most new and cached tokens, and the row that begins a token earlier. A method that groups
     tiles by absolute position (AnchorAttention) has one more group in the second row.
-
-    Args:
-        max_tokens: Maximum number of new tokens of a step.
-        max_len: Maximum number of tokens of a request.
-        thresholds: The lowest thresholds of any level.
-
-    Returns:
-        The rows; empty if no row ever runs sparse.
     """
     if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
         return []
@@ -358,17 +248,7 @@ def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[
 
 
 def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> Iterator[list[SparseRow]]:
-    """Yield the largest steps that the scheduler can form, with one row, two rows, four rows and so on.
-
-    Args:
-        max_tokens: Maximum number of new tokens of a step.
-        max_rows: Maximum number of rows of a step.
-        max_len: Maximum number of tokens of a request.
-        thresholds: The lowest thresholds of any level.
-
-    Yields:
-        The rows of each step, as long as possible; nothing if no row ever runs sparse.
-    """
+    """Yield the largest steps that the scheduler can form, with one row, two rows, four rows and so on."""
     rows = longest_rows(max_tokens, max_len, thresholds)
     if not rows:
         return
@@ -385,12 +265,7 @@ def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thre
 
 
 class ArenaSize(NamedTuple):
-    """Bytes that an arena needs on a device that does not limit it.
-
-    Attributes:
-        longest_row: Bytes for the most demanding row.
-        largest_step: Bytes for the most demanding step in a single slab.
-    """
+    """Bytes that an arena needs on a device that does not limit it."""
 
     longest_row: int
     largest_step: int
@@ -404,18 +279,7 @@ class ArenaSize(NamedTuple):
     def of(
         layers: Sequence[LayerNeed], max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds
     ) -> "ArenaSize | None":
-        """Return the size for a server's layers and limits.
-
-        Args:
-            layers: Need of each distinct layer.
-            max_tokens: Maximum number of new tokens of a step.
-            max_rows: Maximum number of rows of a step.
-            max_len: Maximum number of tokens of a request.
-            thresholds: The lowest thresholds of any level.
-
-        Returns:
-            The size; None if no row ever runs sparse.
-        """
+        """Return the size for a server's layers and limits."""
 
         def needed(rows: Sequence[SparseRow]) -> int:
             return max(layer.num_bytes(kernel_rows(rows)) for layer in layers)
@@ -429,29 +293,14 @@ class ArenaSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """A worker's arena.
-
-    Attributes:
-        arena: The arena.
-        room: Divides rows into slabs that fit into it.
-    """
+    """A worker's arena."""
 
     arena: Arena
     room: Room
 
     @staticmethod
     def reserve(vllm_config: VllmConfig, resolved: Resolved, device: torch.device, rank: int = 0) -> "Memory | None":
-        """Allocate this worker's arena.
-
-        Args:
-            vllm_config: vLLM's configuration.
-            resolved: The settings.
-            device: Device of the arena.
-            rank: Tensor-parallel rank; the first rank logs the size.
-
-        Returns:
-            The arena; None if no row ever runs sparse on this worker.
-        """
+        """Allocate this worker's arena."""
         scheduler = vllm_config.scheduler_config
         layers = _layer_needs(vllm_config, resolved, device)
         size = ArenaSize.of(

@@ -12,13 +12,7 @@ from vllm_sparse_backend.serving.worker.counters import DECODE, PADDING, SPARSE
 
 
 class RowKind(NamedTuple):
-    """How a row of a batch runs.
-
-    Attributes:
-        path: How the row runs: ``counters.DECODE``, ``DENSE``, ``SPARSE`` or ``PADDING``.
-        reason: Why the row prefills dense; None if it does not.
-        level: Name of its request's level, for counters; empty for decodes, which run the same at every level.
-    """
+    """How a row of a batch runs."""
 
     path: str
     reason: Fallback | None = None
@@ -32,17 +26,7 @@ PADDING_ROW = RowKind(PADDING)
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One request in a step.
-
-    Attributes:
-        token: Position of its first query among the queries of the step.
-        query_len: Number of new tokens.
-        context_len: Number of tokens before them.
-        kind: How the row runs.
-        min_tokens: Number of leading positions of a sparse row that are dense; 0 for other rows.
-        request: Level of its request.
-        prompt_len: Prompt length of its request in tokens; None if no method needs it.
-    """
+    """One request in a step."""
 
     token: int
     query_len: int
@@ -76,14 +60,7 @@ class BatchRow:
 
 
 def dense_runs(rows: Sequence[BatchRow]) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of consecutive tokens that run on the dense backend.
-
-    Args:
-        rows: All rows of a step.
-
-    Yields:
-        The rows and the tokens of each run, as slices of the batch. The first and the last row may be cut.
-    """
+    """Yield the runs of consecutive tokens that run on the dense backend."""
     first = None
     for i, row in enumerate(rows):
         if first is None and row.dense_end > row.token:

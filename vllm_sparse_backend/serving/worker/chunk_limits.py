@@ -18,14 +18,7 @@ class ChunkLimits(NamedTuple):
 
     @staticmethod
     def of(vllm_config: VllmConfig) -> "ChunkLimits":
-        """Return the limits that the scheduler's settings imply.
-
-        Args:
-            vllm_config: vLLM's configuration.
-
-        Returns:
-            The limits, in tokens.
-        """
+        """Return the limits that the scheduler's settings imply."""
         scheduler, drafts = vllm_config.scheduler_config, getattr(vllm_config, "num_speculative_tokens", 0)
         decode_tokens = (scheduler.max_num_seqs - 1) * (1 + drafts)
         step_tokens = scheduler.max_num_batched_tokens

@@ -18,11 +18,7 @@ PACKAGE = "vllm_sparse_kernels"
 
 
 class Listener:
-    """Counts compilations of this project's kernels.
-
-    Args:
-        previous: The listener that was installed before, which still gets all calls; None if there was none.
-    """
+    """Counts compilations of this project's kernels."""
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
@@ -45,11 +41,7 @@ class Listener:
 
 
 def listener() -> Listener:
-    """Return this process's listener, which the first call installs.
-
-    Returns:
-        The listener.
-    """
+    """Return this process's listener, which the first call installs."""
     from triton import knobs
 
     if not isinstance(knobs.compilation.listener, Listener):
@@ -58,11 +50,7 @@ def listener() -> Listener:
 
 
 def counts() -> dict[str, int]:
-    """Return how many kernels this process has compiled since the listener was installed.
-
-    Returns:
-        The number during ``warmup`` and while ``serving``.
-    """
+    """Return how many kernels this process has compiled since the listener was installed."""
     from triton import knobs
 
     current = knobs.compilation.listener
@@ -71,11 +59,7 @@ def counts() -> dict[str, int]:
 
 @contextmanager
 def warming_up() -> Iterator[None]:
-    """Count compilations within the context as warm-up.
-
-    Yields:
-        Nothing.
-    """
+    """Count compilations within the context as warm-up."""
     current = listener()
     was_warming_up = current.warming_up
     current.warming_up = True

@@ -55,11 +55,7 @@ hold it either: layers create it within the first of these runs.
 
 @contextmanager
 def not_counting() -> Iterator[None]:
-    """Suspend counting within the context, for runs without requests: warm-up, graph capture and dummy steps.
-
-    Yields:
-        Nothing.
-    """
+    """Suspend counting within the context, for runs without requests: warm-up, graph capture and dummy steps."""
     global _dummy_runs
     _dummy_runs += 1
     try:
@@ -69,23 +65,12 @@ def not_counting() -> Iterator[None]:
 
 
 def is_counting() -> bool:
-    """Return whether this process is outside of any ``not_counting``. Metadata builders read it, once per step.
-
-    Returns:
-        Whether to count the rows and pairs of a step.
-    """
+    """Return whether this process is outside of any ``not_counting``. Metadata builders read it, once per step."""
     return _dummy_runs == 0
 
 
 class HostCopy:
-    """An asynchronous copy of a tensor to the host, queued behind the work that computes the tensor.
-
-    Args:
-        tensor: The tensor, on any device.
-
-    Attributes:
-        host: The copy, valid once it has ``arrived``.
-    """
+    """An asynchronous copy of a tensor to the host, queued behind the work that computes the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         on_device = tensor.device.type == "cuda"
@@ -96,11 +81,7 @@ class HostCopy:
             self._event.record()
 
     def arrived(self) -> bool:
-        """Return whether the copy is complete. Does not wait.
-
-        Returns:
-            Whether ``host`` is valid.
-        """
+        """Return whether the copy is complete. Does not wait."""
         return self._event is None or bool(self._event.query())
 
 
@@ -117,11 +98,7 @@ class PendingCounts(NamedTuple):
     """Shares of the score variance, counted on the device: [levels, SHARE_FIELDS]."""
 
     def arrived(self) -> bool:
-        """Return whether all copies are complete. Does not wait.
-
-        Returns:
-            Whether the counts can be read.
-        """
+        """Return whether all copies are complete. Does not wait."""
         return all(copy.arrived() for copy in (self.listed, self.shares, self.variance_shares))
 
 
@@ -133,11 +110,7 @@ class DeviceTotals:
         self._last: list[int] = []
 
     def update(self, counters: list[int]) -> None:
-        """Add what the counters have counted since the last call, each less than ``COUNTER_RANGE``.
-
-        Args:
-            counters: Values of all counters. New counters follow those of the last call.
-        """
+        """Add what the counters have counted since the last call, each less than ``COUNTER_RANGE``."""
         new = [0] * (len(counters) - len(self.totals))
         last, totals = self._last + new, self.totals + new
         self.totals = [
@@ -147,13 +120,7 @@ class DeviceTotals:
 
 
 class Recorder:
-    """Counts of one worker.
-
-    Args:
-        device: Where pairs are counted.
-        is_first_rank: Whether this is the first tensor-parallel rank. Only this rank counts rows, which are the same on
-            all ranks.
-    """
+    """Counts of one worker."""
 
     def __init__(self, device: torch.device, is_first_rank: bool = True) -> None:
         self.device = device
@@ -173,12 +140,7 @@ class Recorder:
         self._arrived: list[Sample] = []
 
     def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (DEFAULT,)) -> None:
-        """Add counters for layers, before the first step. Layers that already have counters keep their counts.
-
-        Args:
-            layers: Numbers of the layers.
-            levels: Names of the levels.
-        """
+        """Add counters for layers, before the first step. Layers that already have counters keep their counts."""
         levels = tuple(levels)
         for place in product(layers, levels):
             self._places.setdefault(place, len(self._places))
@@ -190,24 +152,13 @@ class Recorder:
         self._variance_shares = torch.cat([self._variance_shares, new_lines])
 
     def count_rows(self, labels: RowLabels, rows: int = 1) -> None:
-        """Count rows that ran in the same way. Padding rows are not counted.
-
-        Args:
-            labels: How the rows ran, why they ran dense, and their level.
-            rows: Number of rows.
-        """
+        """Count rows that ran in the same way. Padding rows are not counted."""
         path, reason, level = labels
         if self.is_first_rank and path != PADDING:
             self._add("rows", (path, reason.value if reason else "", level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = DEFAULT) -> None:
-        """Count the pairs and the shares of one layer in a step. Does not wait for the device.
-
-        Args:
-            layer: Number of the layer.
-            index: The keys that it selected for rows of one level.
-            level: Name of the level.
-        """
+        """Count the pairs and the shares of one layer in a step. Does not wait for the device."""
         if index.kept_shares is not None:
             self._count_shares(index.kept_shares, self._shares, level)
         if index.variance_shares is not None:
@@ -223,17 +174,7 @@ class Recorder:
                 self._add(name, (layer, level), amount)
 
     def kept_pairs_counter(self, layer: int, level: str, causal_pairs: int, num_tiles: int) -> torch.Tensor:
-        """Count a call whose kernels count the pairs that they keep. Does not wait for the device.
-
-        Args:
-            layer: Number of the layer.
-            level: Name of the level of the call's rows.
-            causal_pairs: (query, key) pairs of dense attention, of all heads.
-            num_tiles: Tiles of queries, 0 if another call counts them.
-
-        Returns:
-            [1] int64 on the device: the counter of kept pairs, to which the kernels add.
-        """
+        """Count a call whose kernels count the pairs that they keep. Does not wait for the device."""
         amounts = {"kept_pairs": 0, "causal_pairs": causal_pairs, "tiles": num_tiles if self.is_first_rank else 0}
         for name, amount in amounts.items():
             if name != "tiles" or amount:
@@ -254,23 +195,11 @@ class Recorder:
             totals[i_level] = merge_counts(totals[i_level], counts)
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
-        """Add to a counter.
-
-        Args:
-            name: Name of a counter in ``config.metrics``.
-            labels: Values of all its labels.
-            amount: The amount to add.
-        """
+        """Add to a counter."""
         self._add(*_key(name, "counter", labels), amount)
 
     def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
-        """Set a gauge.
-
-        Args:
-            name: Name of a gauge in ``config.metrics``.
-            labels: Values of all its labels.
-            value: Its new value.
-        """
+        """Set a gauge."""
         self._counts[_key(name, "gauge", labels)] = value
 
     def _add(self, name: str, labels: Iterable[object], amount: float) -> None:
@@ -278,14 +207,7 @@ class Recorder:
         self._counts[key] = self._counts.get(key, 0) + amount
 
     def samples(self, start: bool = True) -> tuple[list[Sample], bool]:
-        """Return the latest counts that have arrived on the host. Never waits for the device.
-
-        Args:
-            start: Whether to start a copy of the current counts, unless a copy is under way.
-
-        Returns:
-            The samples, all from the same moment, and whether later counts are still being copied.
-        """
+        """Return the latest counts that have arrived on the host. Never waits for the device."""
         self._take_arrived()
         if start and self._pending is None:
             self._start_copy()
@@ -319,30 +241,13 @@ class Recorder:
 
 
 def kept_share_samples(level: str, counts: list[int]) -> list[Sample]:
-    """Return the samples of a level's kept shares.
-
-    Args:
-        level: Name of the level.
-        counts: Totals of its ``share_counts``; empty if they are not on the host yet.
-
-    Returns:
-        The histogram, the least share, and the number of queries that added blocks; empty if nothing was counted.
-    """
+    """Return the samples of a level's kept shares."""
     samples = share_samples("kept_share", level, counts)
     return [*samples, ("lifted_queries", [level], float(counts[LIFTED.value]))] if samples else []
 
 
 def share_samples(name: str, level: str, counts: list[int]) -> list[Sample]:
-    """Return the samples of a level's shares.
-
-    Args:
-        name: Name of the histogram in ``config.metrics``. The gauge of the least share has the same name and "_least".
-        level: Name of the level.
-        counts: Totals of its ``share_counts``; empty if they are not on the host yet.
-
-    Returns:
-        The histogram and the least share; empty if nothing was counted.
-    """
+    """Return the samples of a level's shares."""
     least = least_share(counts) if counts else None
     if least is None:
         return []

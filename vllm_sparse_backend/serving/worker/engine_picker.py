@@ -38,12 +38,7 @@ Report = dict[str, dict[str, str]]
 
 
 class EnginePicker:
-    """Chooses engines for attention and for selection, once for each distinct layer of a server, at start-up.
-
-    Args:
-        wanted: Name of the attention engine in the settings, or ``auto``.
-        table: Attention engines by name, the fastest first; None for all engines of this process.
-    """
+    """Chooses engines for attention and for selection, once for each distinct layer of a server, at start-up."""
 
     def __init__(self, wanted: str = AUTO, table: Mapping[str, AttendEngine] | None = None) -> None:
         self.wanted = wanted
@@ -53,19 +48,7 @@ class EnginePicker:
         self._excluded: Report = {}
 
     def pick(self, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> AttendEngine:
-        """Return the attention engine for a kind of layer. The first call for a kind runs the trials.
-
-        Args:
-            batch: The warm-up batch.
-            index: The keys that such a layer selected for the batch.
-            options: Options of its attention, or None.
-
-        Returns:
-            The engine.
-
-        Raises:
-            ConfigurationError: No engine is left; the message has the reason for each engine.
-        """
+        """Return the attention engine for a kind of layer. The first call for a kind runs the trials."""
         spec = AttendSpec.of(batch.cache, index, options, batch.sinks)
         if spec not in self._attention:
             # Skipped products and 8-bit scores are approximations: the trial can only check them for NaN.
@@ -87,16 +70,6 @@ class EnginePicker:
         """Return the selection engine of each group of a layer. The first call for a method runs the trials.
 
         A method with a single engine needs no trial: there is nothing to choose, and warm-up runs it.
-
-        Args:
-            layer: The layer.
-            batch: The warm-up batch.
-
-        Returns:
-            An engine for each group, in order.
-
-        Raises:
-            ConfigurationError: No engine is left for a group; the message has the reason for each engine.
         """
         chosen = []
         for group, heads in zip(layer.groups, layer.head_ids, strict=True):
@@ -136,12 +109,6 @@ class EnginePicker:
 
         An engine that any rank passes over is excluded on all ranks, and the log says so. This drops the choices that
         change: call ``pick`` and ``pick_selection`` again.
-
-        Args:
-            reports: ``passed_over`` of every rank, in the order of ranks. All ranks get the same reports.
-
-        Returns:
-            Whether all ranks agree. The result is the same on all ranks.
         """
         merged: Report = {}
         for rank, report in enumerate(reports):
@@ -170,11 +137,7 @@ class EnginePicker:
         return not self._excluded.get(_subject(spec), {}).keys() <= choice.passed_over.keys()
 
     def report(self, layers: Mapping[int, AttendEngine]) -> None:
-        """Log which layers attend on which engine, and why faster engines were not chosen.
-
-        Args:
-            layers: The engine of each layer by its number.
-        """
+        """Log which layers attend on which engine, and why faster engines were not chosen."""
         self._report_passed_over(self._attention.values(), "engine")
         logger.info("sparse-prefill: attention: %s", _by_engine(layers, self.table))
         narrow = [s.block_tokens for s, c in self._attention.items() if c.engine.name == PORTABLE.name]
@@ -188,9 +151,6 @@ class EnginePicker:
         """Log which layers select on which engine, and why faster engines were not chosen.
 
         Methods with a single engine are left out.
-
-        Args:
-            layers: The layers by number.
         """
         self._report_passed_over(self._selection.values(), "selection engine")
         numbers: dict[str, dict[int, SelectEngine]] = {}
@@ -228,14 +188,7 @@ def _by_engine(layers: Mapping[int, AttendEngine] | Mapping[int, SelectEngine], 
 
 
 def refuse_on_cpu(wanted: str) -> None:
-    """Check that the settings name no attention engine on a CPU, where attention runs in plain torch.
-
-    Args:
-        wanted: Name of the attention engine in the settings, or ``auto``.
-
-    Raises:
-        ConfigurationError: An engine is named, and vLLM runs on a CPU.
-    """
+    """Check that the settings name no attention engine on a CPU, where attention runs in plain torch."""
     if compat.IS_CPU and wanted != AUTO:
         raise ConfigurationError(
             f"{FIELD}: {unexpected(wanted, f'{AUTO!r}: on a CPU, attention runs in torch, without an engine')}"
@@ -243,41 +196,19 @@ def refuse_on_cpu(wanted: str) -> None:
 
 
 def forecast(spec: AttendSpec) -> tuple[str | None, dict[str, str]]:
-    """Return the attention engine that a server would choose, if its trial passes.
-
-    Args:
-        spec: The kind of layer.
-
-    Returns:
-        Name of the engine, None if no engine supports the layer; and by name, why other engines do not support it.
-    """
+    """Return the attention engine that a server would choose, if its trial passes."""
     refusals = {name: engine.refusal(spec) for name, engine in engines(compat.flash_attention()).items()}
     taken = next((name for name, why in refusals.items() if why is None), None)
     return taken, {name: why for name, why in refusals.items() if why is not None}
 
 
 def forecast_selection(method: Method, head_dim: int) -> EngineChoice[SelectEngine]:
-    """Return the selection engine that a server would choose, if its trial passes.
-
-    Args:
-        method: Method of the heads.
-        head_dim: Dimension of the heads.
-
-    Returns:
-        The engine, and why faster engines do not support the method.
-    """
+    """Return the selection engine that a server would choose, if its trial passes."""
     return choose_select_engine(SelectSpec(method, torch.device(compat.DEVICE_TYPE), head_dim))
 
 
 def usual_attention(shape: ModelShape | None = None) -> AttendSpec | None:
-    """Return the kind of attention that most layers of a model need on this device.
-
-    Args:
-        shape: Shape of the model; None for the shape of Llama-3.1-8B.
-
-    Returns:
-        The kind of layer; None if no index block fits into the device's shared memory.
-    """
+    """Return the kind of attention that most layers of a model need on this device."""
     shape = shape or ModelShape("LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
     num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     device = torch.device(compat.DEVICE_TYPE)

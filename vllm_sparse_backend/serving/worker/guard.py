@@ -82,15 +82,7 @@ class CheckErrors(NamedTuple):
 
 @dataclass
 class LayerState:
-    """The guard's state of a layer at a level.
-
-    Attributes:
-        is_dense: Whether the guard holds it dense.
-        trips: Number of times it fell back to dense.
-        checks: The latest consecutive checks that favour a change.
-        recent_errors: Errors of the latest ``RECENT_CHECKS`` checks.
-        recent_peaks: Peak errors of these checks.
-    """
+    """The guard's state of a layer at a level."""
 
     is_dense: bool = False
     trips: int = 0
@@ -100,16 +92,7 @@ class LayerState:
 
 
 class Guard:
-    """The guard of one worker.
-
-    Args:
-        settings: The settings.
-        recorder: Counts of the worker.
-        rank: Tensor-parallel rank.
-
-    Attributes:
-        held: Layers and levels that currently run dense.
-    """
+    """The guard of one worker."""
 
     def __init__(self, settings: GuardConfig, recorder: Recorder, rank: int = 0) -> None:
         self.settings, self.recorder = settings, recorder
@@ -126,26 +109,12 @@ class Guard:
             )  # fmt: skip
 
     def layers_due(self, layers: Iterable[int], step: int) -> frozenset[int]:
-        """Return the layers to check in a step.
-
-        Args:
-            layers: Layers that run sparse at the level.
-            step: Number of the step among those with sparse rows of the level.
-
-        Returns:
-            The layers to check.
-        """
+        """Return the layers to check in a step."""
         period, place = divmod(step, self.settings.period_steps)
         return frozenset(layer for layer in layers if stable_hash(period, layer) % self.settings.period_steps == place)
 
     def compare(self, place: Place, sparse: torch.Tensor, dense: torch.Tensor) -> None:
-        """Start a check. Does not wait for the device.
-
-        Args:
-            place: The layer and the level.
-            sparse: [num_tokens, num_heads, head_dim], output of sparse attention.
-            dense: Output of dense attention for the same queries, of the same shape.
-        """
+        """Start a check. Does not wait for the device."""
         exact = dense.float()
         squared_errors, squared_norms = (sparse.float() - exact).square(), exact.square()
         peaks = squared_peaks(squared_errors.sum(2), squared_norms.sum(2))
@@ -219,14 +188,7 @@ class Guard:
 
 
 def place_labels(place: Place) -> dict[str, object]:
-    """Return the metric labels of a layer at a level.
-
-    Args:
-        place: The layer and the level.
-
-    Returns:
-        Values by the label's name.
-    """
+    """Return the metric labels of a layer at a level."""
     return dict(zip(LAYER_LEVEL, place, strict=True))
 
 
@@ -237,27 +199,13 @@ def squared_peaks(squared_errors: torch.Tensor, squared_norms: torch.Tensor) -> 
     heads of the check. A query that loses the key that it looks up has an error of about 1 or more. Heads that attend
     to many keys have small outputs, whose own relative errors are large although no lookup is lost; r keeps their
     errors small, as in the sum over heads that follows attention.
-
-    Args:
-        squared_errors: [num_tokens, num_heads] float32, ‖o − õ‖₂².
-        squared_norms: [num_tokens, num_heads] float32, ‖o‖₂².
-
-    Returns:
-        [num_heads] float32.
     """
     sizes = torch.maximum(squared_norms, squared_norms.mean())
     return (squared_errors / sizes).masked_fill(squared_errors == 0, 0.0).amax(0)  # 0 / 0 is no error
 
 
 def relative_errors(sums: torch.Tensor) -> CheckErrors:
-    """Return the errors of a check: ‖O − Õ‖₂ / ‖O‖₂ of its output, and the largest of a query (``squared_peaks``).
-
-    Args:
-        sums: ``PendingCheck.sums`` on the host.
-
-    Returns:
-        The errors.
-    """
+    """Return the errors of a check: ‖O − Õ‖₂ / ‖O‖₂ of its output, and the largest of a query (``squared_peaks``)."""
     squared_errors, squared_norms, peaks = sums.double().tolist()
     total = _root_ratio(sum(squared_errors), sum(squared_norms))
     head_errors = [_root_ratio(*head) for head in zip(squared_errors, squared_norms, strict=True)]
@@ -277,15 +225,7 @@ def _root_ratio(squared_error: float, squared_norm: float) -> float:
 
 
 def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
-    """Return the queries to check in a step: at most ``PROBE_TOKENS``, ending where a tile ends.
-
-    Args:
-        step: Number of the step among those with sparse rows of the level.
-        slabs: The level's sparse rows.
-
-    Returns:
-        The tokens of the batch. Every tile is equally likely.
-    """
+    """Return the queries to check in a step: at most ``PROBE_TOKENS``, ending where a tile ends."""
     tiles = [(slab.rows, tile) for slab in slabs for tile in slab.rows.tile_list]
     rows, tile = tiles[stable_hash(step) % len(tiles)]
     end = tile.token + tile.length_tokens
@@ -293,12 +233,5 @@ def pick_queries(step: int, slabs: Sequence[Slab]) -> slice:
 
 
 def stable_hash(*numbers: int) -> int:
-    """Return a hash of integers that is the same in every process.
-
-    Args:
-        *numbers: The integers.
-
-    Returns:
-        A hash of 32 bits.
-    """
+    """Return a hash of integers that is the same in every process."""
     return zlib.crc32(repr(numbers).encode())

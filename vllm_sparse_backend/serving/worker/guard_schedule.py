@@ -24,14 +24,7 @@ class ScheduledCheck(NamedTuple):
 
 
 class GuardSchedule:
-    """Schedules checks for one group of layers. Counts the steps with sparse rows, level by level.
-
-    Args:
-        guard: The worker's guard.
-        layers_by_level: Layers of the group that can run sparse, by level.
-        judged_share: Lowest share p of attention at which rows are checked. A request that sets a smaller p accepts
-            larger errors. If its rows were checked, one client could force a layer dense for all others that set a p.
-    """
+    """Schedules checks for one group of layers. Counts the steps with sparse rows, level by level."""
 
     def __init__(self, guard: Guard, layers_by_level: Mapping[str, frozenset[int]], judged_share: float) -> None:
         self.guard = guard
@@ -40,15 +33,7 @@ class GuardSchedule:
         self._layers_by_level = layers_by_level
 
     def next_checks(self, rows: Sequence[BatchRow], slabs: Sequence[Slab]) -> list[ScheduledCheck]:
-        """Return the checks of the next step, at most one for each level.
-
-        Args:
-            rows: All rows of the step.
-            slabs: Its sparse rows.
-
-        Returns:
-            The checks, in the order in which levels appear in ``slabs``.
-        """
+        """Return the checks of the next step, at most one for each level."""
         judged = [
             slab for slab in slabs if slab.request.kept_mass is None or slab.request.kept_mass >= self.judged_share
         ]

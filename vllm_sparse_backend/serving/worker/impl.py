@@ -55,12 +55,7 @@ class DenseAttention(NamedTuple):
         )
 
     def run_part(self, run: DenseRun, out: torch.Tensor) -> None:
-        """Compute the output of a part of the batch.
-
-        Args:
-            run: The tokens, and their metadata.
-            out: [tokens of the part, num_heads, head_dim]; written.
-        """
+        """Compute the output of a part of the batch."""
         compat.take_prefix_ranges(run.metadata, self.metadata, run.rows, run.tokens)
         part = (x if x is None else x[run.tokens] for x in (self.query, self.key, self.value))
         self.forward(self.layer, *part, self.kv_cache, run.metadata, out, *self.scales, **self.kwargs)
@@ -73,16 +68,7 @@ AttendWithoutCache = Callable[
 
 
 class SparsePrefillImpl(compat.DenseImpl):
-    """Attention of one layer. It runs dense until ``adopt`` gives it levels.
-
-    Attributes:
-        fallback: Why the layer can never run sparse; None if it can.
-        worker: State that all layers of the worker share; None until the layer needs it.
-        levels: Methods and engines of the layer by level; empty while it runs dense.
-        number: Number of the layer in the model, once it is adopted.
-        attend_without_cache: Computes the attention of a run without metadata while streaming heads are measured;
-            otherwise None.
-    """
+    """Attention of one layer. It runs dense until ``adopt`` gives it levels."""
 
     out_dtype: torch.dtype | None = None
     """Dtype of the output. It differs from the query's dtype if the query is fp8."""
@@ -123,14 +109,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         return self.layer.attention_name if self.is_adopted else "dense"
 
     def dense_reason(self, plans: Sequence[LayerPlan]) -> Fallback | None:
-        """Return why the layer prefills dense.
-
-        Args:
-            plans: The layer's groups of heads at each level; empty if the plan leaves it dense at all levels.
-
-        Returns:
-            The reason; None if the layer can run sparse.
-        """
+        """Return why the layer prefills dense."""
         if self.fallback is not None:
             return self.fallback
         if not plans:
@@ -143,13 +122,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         return None
 
     def adopt(self, number: int, levels: Mapping[str, LayerLevel], worker: Worker) -> None:
-        """Make the layer run sparse from now on.
-
-        Args:
-            number: Number of the layer in the model.
-            levels: Its methods and engines at each level, including the server's own.
-            worker: State that all layers of the worker share.
-        """
+        """Make the layer run sparse from now on."""
         self.number = number
         self.levels = dict(levels)
         self.worker = worker
@@ -158,17 +131,6 @@ class SparsePrefillImpl(compat.DenseImpl):
         """Return the object that the worker's layers share. The first layer that needs it creates it.
 
         A profile run may have created it from the configuration of a part of the model. Its arena is then kept.
-
-        Args:
-            vllm_config: vLLM's configuration.
-            device: Where the layers run.
-            planned: Whether its plans must be for this configuration's model.
-
-        Returns:
-            The shared object, which this layer keeps.
-
-        Raises:
-            ConfigurationError: A setting is wrong or does not fit the model.
         """
         layers = vllm_config.compilation_config.static_forward_context.values()
         impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
@@ -203,20 +165,6 @@ class SparsePrefillImpl(compat.DenseImpl):
         The metadata says which rows are sparse. vLLM's own attention runs the others. For sparse rows of each level,
         ``run`` takes the layer's plan, selects keys and attends to them. Levels that the guard holds dense also
         run on vLLM's attention. The guard compares the two attentions for a few queries in some steps.
-
-        Args:
-            layer: vLLM's attention layer, which has the scales of an fp8 cache.
-            query: [num_tokens, num_heads, head_dim]; fp8, rounded by vLLM's layer, if the cache is fp8.
-            key: [num_tokens, num_kv_heads, head_dim]; None if the layer reads another layer's cache.
-            value: Same shape as ``key``; None if ``key`` is.
-            kv_cache: In the layout of vLLM's dense backend.
-            attn_metadata: Metadata from this backend's builder; None in vLLM's profile run.
-            output: Same shape as ``query``, never fp8. The result is written into it.
-            *scales: Passed on to the dense backend.
-            **kwargs: Passed on to the dense backend.
-
-        Returns:
-            ``output``.
         """
         if attn_metadata is None:
             if self.attend_without_cache is not None:
@@ -262,16 +210,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         spans: Spans = (),
         is_counted: bool = True,
     ) -> None:
-        """Select and attend for some of the step's rows.
-
-        Args:
-            slab: The rows, all of one level.
-            query: [num_tokens, num_heads, head_dim], of all rows of the step.
-            cache: The layer's cache.
-            output: Same shape as ``query``. The output of these rows is written into it.
-            spans: Sparse tokens of requests that ask for a report.
-            is_counted: Whether to count the pairs; False in a dummy run, or if only the guard reads the output.
-        """
+        """Select and attend for some of the step's rows."""
         assert self.worker is not None
         assert self.worker.memory is not None
         arena = self.worker.memory.arena

@@ -30,15 +30,7 @@ logger = logging.getLogger(LOGGER)
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers that share a block table, as vLLM passes them to a metadata builder.
-
-    Attributes:
-        vllm_config: vLLM's configuration.
-        device: Where the layers run.
-        layer_names: vLLM's names of the layers. Layers of a draft model may be among them.
-        cache_spec: Shape and dtype of their caches.
-        cpu_isa: Instruction set of vLLM's CPU attention; empty on other devices.
-    """
+    """Layers that share a block table, as vLLM passes them to a metadata builder."""
 
     vllm_config: VllmConfig
     device: torch.device
@@ -49,17 +41,7 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class AdoptedLayers:
-    """The layers of a cache group that run sparse, and the data that their steps need.
-
-    Attributes:
-        numbers: Their numbers in the model, ascending.
-        worker: State that all layers of this worker share.
-        memory: The worker's arena; None if no row ever runs sparse.
-        guard: The worker's guard; None if it is off.
-        thresholds: Lengths in tokens from which rows run sparse, by level.
-        worker_layers_by_level: Layers of the whole worker that can run sparse, by level.
-        is_first_group: Whether the worker's first layer that can run sparse is among them.
-    """
+    """The layers of a cache group that run sparse, and the data that their steps need."""
 
     numbers: tuple[int, ...]
     worker: Worker
@@ -76,12 +58,7 @@ class AdoptedLayers:
 
 
 class LayerAdoption:
-    """Makes the layers of a cache group run sparse, before the first step.
-
-    Args:
-        group: The layers as vLLM groups them.
-        model_layers: All layers of the served model on this worker, by vLLM's names.
-    """
+    """Makes the layers of a cache group run sparse, before the first step."""
 
     def __init__(self, group: CacheGroup, model_layers: Mapping[str, ModelLayer]) -> None:
         self._group = group
@@ -89,14 +66,7 @@ class LayerAdoption:
         self._group_layers = [model_layers[name] for name in group.layer_names if name in model_layers]
 
     def adopt(self) -> AdoptedLayers | None:
-        """Give each layer its part of the plan, allocate the arena, compile kernels, and log how each layer runs.
-
-        Returns:
-            The layers that run sparse; None if all layers of the group stay dense.
-
-        Raises:
-            ConfigurationError: A setting is wrong or does not fit the model, or no attention engine is left.
-        """
+        """Give each layer its part of the plan, allocate the arena, compile kernels, and log how each layer runs."""
         vllm_config = self._group.vllm_config
         worker = self._group_layers[0].impl.shared_worker(vllm_config, self._group.device, planned=True)
         if worker.resolved.is_dense:

@@ -9,15 +9,7 @@ from vllm_sparse_kernels.layer import Layer
 
 @dataclass(frozen=True)
 class LayerLevel:
-    """One layer at one level.
-
-    Attributes:
-        layer: Methods of the heads at this level, and the engines that they run on.
-        stays_dense: Whether the plan of this level leaves the layer dense. ``layer`` then keeps all pairs. It runs only
-            in steps that also have rows of another level at which the layer runs sparse.
-        streaming_layer: As ``layer``, for rows with a long context: its streaming heads keep only the first and the
-            nearest keys. None if the layer has no streaming heads, or if they are off.
-    """
+    """One layer at one level."""
 
     layer: Layer
     stays_dense: bool = False
@@ -29,13 +21,6 @@ class LayerLevel:
         return (self.layer,) if self.streaming_layer is None else (self.layer, self.streaming_layer)
 
     def map_layers(self, function: Callable[[Layer], Layer]) -> "LayerLevel":
-        """Apply a function to each of ``layers``.
-
-        Args:
-            function: Returns the new layer.
-
-        Returns:
-            The level with the new layers.
-        """
+        """Apply a function to each of ``layers``."""
         streaming = None if self.streaming_layer is None else function(self.streaming_layer)
         return replace(self, layer=function(self.layer), streaming_layer=streaming)

@@ -60,15 +60,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
-        """Return the dense backend's support for CUDA graphs, limited to uniform batches of decodes.
-
-        Args:
-            *args: Passed on to the dense backend's builder.
-            **kwargs: Passed on to the dense backend's builder.
-
-        Returns:
-            The level of support.
-        """
+        """Return the dense backend's support for CUDA graphs, limited to uniform batches of decodes."""
         return compat.uniform_decode_graphs(super().get_cudagraph_support(*args, **kwargs))
 
     def __init__(
@@ -115,16 +107,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> compat.DenseMetadata:
-        """Build the metadata of a step.
-
-        Args:
-            common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
-            common_attn_metadata: vLLM's metadata of the batch.
-            fast_build: As in vLLM's builder.
-
-        Returns:
-            The dense backend's metadata; with the sparse part of the step if a row runs sparse.
-        """
+        """Build the metadata of a step."""
         common = common_attn_metadata
         if not self.sparse_layers:
             return super().build(common_prefix_len, common, fast_build)

@@ -70,19 +70,6 @@ class MlaWorker:
     """State that the prefill backends of one worker share: settings, scratch memory, counters and the current rows.
 
     It is created with the first layer, so that vLLM counts its memory before it sizes the KV cache.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        shape: Shape of the first layer.
-
-    Attributes:
-        worker: Settings, counters and requests.
-        shape: Shape of the layers that run sparse.
-        kernels: Sparse prefill, with its scratch memory; None if every row runs dense.
-        layers: Numbers of the layers that run sparse; empty before ``adopt``.
-
-    Raises:
-        ConfigurationError: The kernels cannot run on this device.
     """
 
     def __init__(self, vllm_config: VllmConfig, shape: MlaShape) -> None:
@@ -164,14 +151,7 @@ class MlaWorker:
         kernels.attend(method, q, k, v, [context], is_causal=False, out=out, lse=lse, kept_pairs=kept_pairs)
 
     def adopt(self, vllm_config: VllmConfig) -> None:
-        """Make the layers of this worker run sparse, once vLLM has built them. Later calls change nothing.
-
-        Args:
-            vllm_config: vLLM's configuration.
-
-        Raises:
-            ConfigurationError: No layer can run sparse.
-        """
+        """Make the layers of this worker run sparse, once vLLM has built them. Later calls change nothing."""
         if self._row_counter is not None:
             return
         resolved = self.worker.resolved
@@ -249,42 +229,19 @@ class MlaWorker:
         startup_log.log_levels(vllm_config, self.worker.resolved, thresholds)
 
     def method(self, request: RequestLevel) -> MlaMethod:
-        """Return the method of a level.
-
-        Args:
-            request: The level, with the p that a request sets, if any.
-
-        Returns:
-            The method and its parameters.
-        """
+        """Return the method of a level."""
         assert self._method is not None
         method = self._method
         return mla_method(method if request.kept_mass is None else method.with_kept_mass(request.kept_mass))
 
     def serves(self, backend: MLAPrefillBackend) -> bool:
-        """Return whether a prefill backend is that of a layer of the served model, not of a draft model.
-
-        Args:
-            backend: The prefill backend of a layer.
-
-        Returns:
-            True for the served model; False before ``adopt``.
-        """
+        """Return whether a prefill backend is that of a layer of the served model, not of a draft model."""
         return any(layer.prefill_backend is backend for layer in self._served_layers)
 
     def batch_of(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
     ) -> MlaBatch | None:
-        """Classify and count the rows of a step. Groups of layers share the result within a step.
-
-        Args:
-            common: vLLM's metadata of the batch.
-            common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
-            max_decode_tokens: Rows with at most this many new tokens are decodes.
-
-        Returns:
-            The rows; None if all are decodes of one token.
-        """
+        """Classify and count the rows of a step. Groups of layers share the result within a step."""
         step = self.worker.requests.step
         if step is not None and self._batch[0] is step:
             return self._batch[1]
@@ -308,14 +265,7 @@ class MlaWorker:
         return MlaBatch(rows, self._row_counter.report_spans(rows, common), is_counted)
 
     def attention_names(self, vllm_config: VllmConfig) -> list[str]:
-        """Return the name of each layer's prefill attention, for the metric ``layers``.
-
-        Args:
-            vllm_config: vLLM's configuration.
-
-        Returns:
-            A name for each MLA layer of this worker.
-        """
+        """Return the name of each layer's prefill attention, for the metric ``layers``."""
         return [ATTENTION_NAME if number in self.layers else "dense" for number in mla_layers(vllm_config)]
 
 
@@ -338,13 +288,7 @@ def _method_of(worker: Worker) -> Method:
 
 
 class SparseMlaPrefillBackend(MLAPrefillBackend):
-    """vLLM's own prefill backend for MLA with sparse rows.
-
-    Attributes:
-        stock: The backend that vLLM would choose itself.
-        shape: Shape of the layer's attention.
-        shared: State that all prefill backends of the worker share.
-    """
+    """vLLM's own prefill backend for MLA with sparse rows."""
 
     supported_mla_dimensions: ClassVar[list[MLADimensions]] = [
         MLADimensions(qk_nope_head_dim=QK_NOPE_HEAD_DIM, qk_rope_head_dim=QK_ROPE_HEAD_DIM, v_head_dim=V_HEAD_DIM)
@@ -376,11 +320,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the name of the backend.
-
-        Returns:
-            The name, as vLLM logs it.
-        """
+        """Return the name of the backend."""
         return "SPARSE_PREFILL"
 
     def clone(self) -> "SparseMlaPrefillBackend":
@@ -388,9 +328,6 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
 
         vLLM clones the backend of the group's first layer. Where a served and a draft model share a group, that is a
         layer of the served model, which vLLM builds first.
-
-        Returns:
-            The backend, which shares the worker's state.
         """
         clone: SparseMlaPrefillBackend = super().clone()
         self.shared.adopt(self.vllm_config)
@@ -398,38 +335,20 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         return clone
 
     def supports_out(self) -> bool:
-        """Return whether calls write into a given tensor.
-
-        Returns:
-            As for vLLM's own backend; sparse rows can.
-        """
+        """Return whether calls write into a given tensor."""
         return bool(self.stock.supports_out()) if hasattr(self.stock, "supports_out") else False
 
     def begin_step(self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int) -> None:
-        """Take the rows of a step, before ``prepare_metadata``. Those of a draft model stay dense and are not counted.
-
-        Args:
-            common: vLLM's metadata of the batch.
-            common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
-            max_decode_tokens: Rows with at most this many new tokens are decodes.
-        """
+        """Take the rows of a step, before ``prepare_metadata``. Those of a draft model stay dense and are not counted."""
         if not self._is_of_draft_model:
             self._batch = self.shared.batch_of(common, common_prefix_len, max_decode_tokens)
 
     def begin_layer(self, number: int | None) -> None:
-        """Take the number of the layer whose calls follow.
-
-        Args:
-            number: The number; None for a layer that cannot run sparse, such as that of a draft model.
-        """
+        """Take the number of the layer whose calls follow."""
         self._layer = number
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
-        """Divide the calls of a step among its rows.
-
-        Args:
-            prefill_metadata: vLLM's metadata of the rows that prefill.
-        """
+        """Divide the calls of a step among its rows."""
         super().prepare_metadata(prefill_metadata)
         self.stock.prepare_metadata(prefill_metadata)
         batch, self._batch = self._batch, None
@@ -450,19 +369,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         out: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Compute the attention of new tokens among themselves.
-
-        Args:
-            q: [tokens, num_heads, qk_head_dim].
-            k: Same shape.
-            v: [tokens, num_heads, v_head_dim].
-            return_softmax_lse: Whether to return the log-sum-exp too.
-            out: [tokens, num_heads, v_head_dim] to write into; None to allocate it.
-            output_scale: Scale of a quantised output, which vLLM passes only to backends that support it.
-
-        Returns:
-            The output; with [num_heads, tokens] log-sum-exp if it is to be returned.
-        """
+        """Compute the attention of new tokens among themselves."""
         step = self._sparse_step()
         if step is None:
             return self.stock.run_prefill_new_tokens(
@@ -481,19 +388,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         out: torch.Tensor | None = None,
         chunk_idx: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the attention of new tokens over a chunk of their rows' contexts.
-
-        Args:
-            chunk: vLLM's chunk.
-            q: [tokens, num_heads, qk_head_dim], of the rows of the chunk; in vLLM 0.26, of all rows.
-            k: [keys, num_heads, qk_head_dim].
-            v: [keys, num_heads, v_head_dim].
-            out: Same shape as the output, to write into; None to allocate it.
-            chunk_idx: Number of the chunk, which vLLM 0.26 passes in place of ``chunk``.
-
-        Returns:
-            The output [tokens, num_heads, v_head_dim], and its log-sum-exp [num_heads, tokens].
-        """
+        """Compute the attention of new tokens over a chunk of their rows' contexts."""
         name = {"chunk": chunk} if chunk_idx is None else {"chunk_idx": chunk_idx}
         to_write = {} if out is None else {"out": out}
         step = self._sparse_step()
@@ -592,14 +487,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> None:
-    """Merge attention over two sets of keys.
-
-    Args:
-        out: [tokens, num_heads, v_head_dim], attention over the first set; replaced by attention over both.
-        lse: [num_heads, tokens], its log-sum-exp, which is finite; replaced too.
-        other_out: Attention over the second set.
-        other_lse: Its log-sum-exp; −∞ for queries without keys.
-    """
+    """Merge attention over two sets of keys."""
     for first in range(0, len(out), MERGED_TOKENS):
         tokens = slice(first, first + MERGED_TOKENS)
         parts = lse[:, tokens], other_lse[:, tokens]
@@ -613,28 +501,14 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_l
 
 
 def mla_worker(vllm_config: VllmConfig) -> MlaWorker | None:
-    """Return the state that the prefill backends of this worker share.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The shared state; None if no layer has our prefill backend.
-    """
+    """Return the state that the prefill backends of this worker share."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     backends = (getattr(layer, "prefill_backend", None) for layer in layers)
     return next((backend.shared for backend in backends if isinstance(backend, SparseMlaPrefillBackend)), None)
 
 
 def mla_layers(vllm_config: VllmConfig) -> dict[int, Any]:
-    """Return the served model's layers with our prefill backend, without those of a draft model.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The layers of this pipeline stage by number.
-    """
+    """Return the served model's layers with our prefill backend, without those of a draft model."""
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
     layers: dict[int, Any] = {}
     for name, layer in vllm_config.compilation_config.static_forward_context.items():

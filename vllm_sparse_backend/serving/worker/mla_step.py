@@ -30,13 +30,7 @@ MethodOf = Callable[[RequestLevel], MlaMethod]
 
 
 class MlaBatch(NamedTuple):
-    """The rows of a step.
-
-    Attributes:
-        rows: All rows, decodes included.
-        spans: Sparse tokens of requests that ask for a report.
-        is_counted: Whether to count pairs; False in a dummy run.
-    """
+    """The rows of a step."""
 
     rows: Sequence[BatchRow]
     spans: Spans
@@ -45,14 +39,7 @@ class MlaBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseRun:
-    """Consecutive queries of a call that run on vLLM's own prefill backend.
-
-    Attributes:
-        queries: The queries among those of the call.
-        keys: Their keys among those of the call.
-        stock: vLLM's backend, with the metadata of a step that has only these rows.
-        chunk: The argument that names the chunk of context; empty for new tokens.
-    """
+    """Consecutive queries of a call that run on vLLM's own prefill backend."""
 
     queries: slice
     keys: slice
@@ -62,15 +49,7 @@ class DenseRun:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Rows of a call that run sparse with the same method.
-
-    Attributes:
-        level: Name of the level of their requests.
-        method: The method.
-        rows: Their queries and keys.
-        tallies: For each row, the tally of its request; None if the request asks for no report.
-        is_causal: Whether the keys are the queries' own tokens.
-    """
+    """Rows of a call that run sparse with the same method."""
 
     level: str
     method: MlaMethod
@@ -90,28 +69,13 @@ class SparseRows:
 
 
 def causal_pairs(row: MlaRow, is_causal: bool) -> int:
-    """Return the number of (query, key) pairs of dense attention of a row in a call, of one head.
-
-    Args:
-        row: The row.
-        is_causal: Whether the keys are the queries' own tokens.
-
-    Returns:
-        The number of pairs.
-    """
+    """Return the number of (query, key) pairs of dense attention of a row in a call, of one head."""
     return row.num_queries * (row.num_queries + 1) // 2 if is_causal else row.num_queries * row.num_keys
 
 
 @dataclass(frozen=True)
 class Call:
-    """The parts of one call of the prefill backend.
-
-    Attributes:
-        dense: Queries that run on vLLM's own backend.
-        sparse: Queries that run sparse.
-        heads: Sparse queries of rows that are cut, with the keys of these rows' heads.
-        empty: Queries without keys in this call.
-    """
+    """The parts of one call of the prefill backend."""
 
     dense: tuple[DenseRun, ...] = ()
     sparse: tuple[SparseRows, ...] = ()
@@ -121,13 +85,7 @@ class Call:
 
 @dataclass(frozen=True)
 class MlaStep:
-    """The calls of a step with at least one sparse row.
-
-    Attributes:
-        new_tokens: The call for the new tokens.
-        chunks: The calls for the chunks of context.
-        is_counted: Whether to count pairs; False in a dummy run.
-    """
+    """The calls of a step with at least one sparse row."""
 
     new_tokens: Call
     chunks: tuple[Call, ...]
@@ -135,17 +93,7 @@ class MlaStep:
 
     @staticmethod
     def of(batch: MlaBatch, prefill_metadata: Any, stock: Any, method_of: MethodOf) -> "MlaStep | None":
-        """Divide the calls of a step among rows.
-
-        Args:
-            batch: The rows of the step.
-            prefill_metadata: vLLM's metadata of the rows that prefill, which are the last rows of the step.
-            stock: vLLM's own prefill backend.
-            method_of: Returns the method of a level.
-
-        Returns:
-            The step; None if no row runs sparse.
-        """
+        """Divide the calls of a step among rows."""
         num_rows = prefill_metadata.query_start_loc.shape[0] - 1
         rows = batch.rows[len(batch.rows) - num_rows :]
         if not any(row.is_sparse for row in rows):

@@ -32,12 +32,6 @@ def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
 
     vLLM derives backends from this one for layers that attend to something other than their own sequence (chunked and
     cross attention, static sinks, pooled blocks). Such layers stay unchanged.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The implementations by the layer's name.
     """
     layers = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
@@ -58,12 +52,6 @@ def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
 
     A draft model's layers may have the same numbers. They are built after the served model's, so the first layer
     with a number belongs to the served model.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The layers of this pipeline stage by name.
     """
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
     names: dict[int, str] = {}
@@ -76,14 +64,7 @@ def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
 
 
 def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
-    """Return the object that the sparse layers of this worker share.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        The shared object; None if no layer runs sparse.
-    """
+    """Return the object that the sparse layers of this worker share."""
     impls = plain_impls(vllm_config).values()
     adopted = next((impl.worker for impl in impls if impl.is_adopted), None)
     if adopted is not None:
@@ -93,14 +74,7 @@ def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
 
 
 def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
-    """Count the query heads of the served model's decoder layers on this worker by attention reach.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Returns:
-        Number of heads of all layers by reach, whether the layers run sparse or not.
-    """
+    """Count the query heads of the served model's decoder layers on this worker by attention reach."""
     layers = vllm_config.compilation_config.static_forward_context
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
     heads: Counter[Reach] = Counter()
@@ -119,12 +93,6 @@ def require_sparse_layer(vllm_config: VllmConfig) -> None:
     """Check that at least one layer of this worker can run sparse.
 
     With pipeline parallelism other workers have other layers. A worker without such a layer then only logs a warning.
-
-    Args:
-        vllm_config: vLLM's configuration.
-
-    Raises:
-        ConfigurationError: No layer can run sparse, and there is a single pipeline stage.
     """
     reasons = {impl.fallback for impl in plain_impls(vllm_config).values()} or {Fallback.NOT_DECODER}
     if None in reasons:

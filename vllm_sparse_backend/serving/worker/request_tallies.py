@@ -29,21 +29,7 @@ MOST_KEPT = 1024
 
 @dataclass
 class Tally:
-    """Prompt tokens of a request, and the pairs of its sparse tokens in the layers and heads of this worker.
-
-    Attributes:
-        level: Name of the request's level.
-        ticket: Ticket of the HTTP request that gets the report, drawn by the server; empty if only the log gets it.
-        dense_tokens: Number of tokens that were prefilled dense.
-        sparse_tokens: Number of tokens that were prefilled sparse.
-        causal_pairs: Number of causal pairs of the sparse tokens.
-        masked_pairs: Number of pairs in ``listed_pairs`` that the causal mask excludes.
-        listed_pairs: Number of pairs in selected blocks and stripes, an int64 scalar on the device; None before the
-            first pairs.
-        copied_pairs: The copy of ``listed_pairs`` on the host, which begins when the request ends.
-        share_counts: Counts of kept shares, [SHARE_FIELDS] int64 on the device; None if no layer has counted any.
-        copied_shares: The copy of ``share_counts`` on the host, which begins when the request ends.
-    """
+    """Prompt tokens of a request, and the pairs of its sparse tokens in the layers and heads of this worker."""
 
     level: str
     ticket: str = ""
@@ -57,24 +43,14 @@ class Tally:
     copied_shares: HostCopy | None = None
 
     def add_tokens(self, row: BatchRow) -> None:
-        """Add the tokens of a row that prefills.
-
-        Args:
-            row: A row of the request.
-        """
+        """Add the tokens of a row that prefills."""
         dense = row.dense_end - row.token
         if row.kind.path in (DENSE, SPARSE):
             self.dense_tokens += dense
             self.sparse_tokens += row.query_len - dense
 
     def add_pairs(self, index: SparseIndex, row: int, listed_pairs: torch.Tensor) -> None:
-        """Add the pairs and the kept shares of one row of an index. Does not wait for the device.
-
-        Args:
-            index: The keys that a layer selected.
-            row: Number of the row in the index.
-            listed_pairs: ``index.listed_pairs()``, [num_heads, num_tiles] on the device.
-        """
+        """Add the pairs and the kept shares of one row of an index. Does not wait for the device."""
         rows = index.rows
         table = rows.block_table[row : row + 1]
         single_row = Rows((0,), rows.query_lens[row : row + 1], rows.context_lens[row : row + 1], table)
@@ -88,12 +64,7 @@ class Tally:
             self.share_counts = counts.clone() if self.share_counts is None else merge_counts(self.share_counts, counts)
 
     def add_counted_pairs(self, kept: torch.Tensor, causal: int) -> None:
-        """Add pairs that a kernel has counted. Does not wait for the device.
-
-        Args:
-            kept: Number of kept pairs, an int64 scalar on the device.
-            causal: Number of causal pairs of the same queries, of all heads.
-        """
+        """Add pairs that a kernel has counted. Does not wait for the device."""
         self.listed_pairs = kept if self.listed_pairs is None else self.listed_pairs + kept
         self.causal_pairs += causal
 
@@ -138,14 +109,7 @@ Spans = Sequence[tuple[int, int, Tally]]
 
 
 def ticket_in(extra_args: Mapping[str, object]) -> str | None:
-    """Return the ticket of a request.
-
-    Args:
-        extra_args: The ``extra_args`` of its sampling parameters.
-
-    Returns:
-        The ticket; empty if only the log gets the report, None if the request asks for no report.
-    """
+    """Return the ticket of a request."""
     value = extra_args.get(REPORT)
     if isinstance(value, str):
         return value
@@ -164,16 +128,7 @@ class RequestTallies:
         return len(self._by_request)
 
     def begin(self, req_id: str, level: str, ticket: str = "") -> Tally:
-        """Begin the tally of a request.
-
-        Args:
-            req_id: The engine's id of the request.
-            level: Name of its level.
-            ticket: Ticket of the HTTP request; empty if only the log gets the report.
-
-        Returns:
-            The new tally.
-        """
+        """Begin the tally of a request."""
         tally = self._by_request[req_id] = Tally(level, ticket)
         if len(self._by_request) > MOST_KEPT:
             self._by_request.popitem(last=False)
@@ -183,9 +138,6 @@ class RequestTallies:
         """Mark a request as ended, so that ``log_ended`` logs its tally. Does not wait for the device.
 
         The tally stays, because the server may ask for it later.
-
-        Args:
-            req_id: The engine's id of the request.
         """
         tally = self._by_request.get(req_id)
         if tally is not None and tally.dense_tokens + tally.sparse_tokens:
@@ -205,16 +157,7 @@ class RequestTallies:
             )  # fmt: skip
 
     def spans_of(self, rows: Sequence[BatchRow], req_ids: Sequence[str | None], count_tokens: bool) -> Spans:
-        """Return the tokens of a step that belong to a tally, and add them to their tallies.
-
-        Args:
-            rows: All rows of the step.
-            req_ids: The engine's id of each row's request; may be shorter than ``rows``.
-            count_tokens: Whether to add tokens. Only one builder of a worker does.
-
-        Returns:
-            The sparse tokens that belong to a tally.
-        """
+        """Return the tokens of a step that belong to a tally, and add them to their tallies."""
         spans = []
         for row, req_id in zip(rows, req_ids):
             tally = self._by_request.get(req_id or "")
@@ -230,12 +173,6 @@ class RequestTallies:
         """Return the tallies of an HTTP request, for the server. Waits for the device if the request has just ended.
 
         The request's id is not used: clients choose ids, and may choose other clients' ids.
-
-        Args:
-            ticket: Ticket of the HTTP request.
-
-        Returns:
-            A tally for each prompt and choice of the HTTP request, as values that msgpack can encode.
         """
         self.log_ended()
         tallies = [tally for tally in self._by_request.values() if ticket and tally.ticket == ticket]
@@ -249,12 +186,7 @@ class RequestTallies:
 
 
 def add_pairs(spans: Spans, index: SparseIndex) -> None:
-    """Add the pairs and kept shares of an index to the tallies of its rows. Does not wait for the device.
-
-    Args:
-        spans: Tokens of the step that belong to a tally.
-        index: The keys that a layer selected for rows of the step.
-    """
+    """Add the pairs and kept shares of an index to the tallies of its rows. Does not wait for the device."""
     listed_pairs = index.listed_pairs()
     for row, token in enumerate(index.rows.query_starts):
         for first, stop, tally in spans:

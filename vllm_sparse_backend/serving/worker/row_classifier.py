@@ -25,28 +25,13 @@ class AnyRoom:
     """Room of kernels whose memory holds any row that the scheduler can form."""
 
     def fits(self, row: SparseRow) -> bool:
-        """Return True.
-
-        Args:
-            row: A sparse row.
-
-        Returns:
-            True.
-        """
+        """Return True."""
         return True
 
 
 @dataclass(frozen=True)
 class RowClassifier:
-    """Classifies the rows of batches by their lengths and the levels of their requests.
-
-    Attributes:
-        thresholds: Lengths in tokens from which rows run sparse, by level.
-        room: Decides whether a row fits into the arena; None if no row ever runs sparse.
-        requests: Levels and prompts of the requests of the worker's current step.
-        reads_prompt_length: Whether a method needs the length of a row's prompt. If so, rows whose prompt is not
-            known are dense.
-    """
+    """Classifies the rows of batches by their lengths and the levels of their requests."""
 
     thresholds: Mapping[str, Thresholds]
     room: Room | AnyRoom | None
@@ -56,17 +41,7 @@ class RowClassifier:
     def classify(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
     ) -> list[BatchRow]:
-        """Decide how each row of a batch runs.
-
-        Args:
-            common: vLLM's metadata of the batch.
-            common_prefix_len: Length in tokens of the prefix for which vLLM uses cascade attention; 0 for none.
-            max_decode_tokens: Rows with at most this many new tokens are decodes, drafts included. The dense backend
-                may run them in its graphs.
-
-        Returns:
-            The rows in the order of the batch, padding rows included.
-        """
+        """Decide how each row of a batch runs."""
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         if common.max_query_len <= max_decode_tokens:  # no row prefills: sequence lengths and levels are not needed
             return [

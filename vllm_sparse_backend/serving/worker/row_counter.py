@@ -22,14 +22,6 @@ class RowCounter:
     """Counts rows for one group of layers.
 
     All groups of a worker see the same rows, so only one group counts them.
-
-    Args:
-        recorder: The worker's counts.
-        requests: The requests of the worker's current step.
-        guard: The worker's guard, which may hold layers dense; None if it is off.
-        layers_by_level: Layers of the worker that can run sparse, by level.
-        heads_by_reach: Query heads of all layers of the worker, by attention reach.
-        counts_rows: Whether this group counts the rows.
     """
 
     def __init__(
@@ -50,20 +42,12 @@ class RowCounter:
         self._logged: set[Fallback] = set()
 
     def count_decodes(self, common: CommonAttentionMetadata) -> None:
-        """Count a batch that has no row with more than one new token; each token is a decode row.
-
-        Args:
-            common: vLLM's metadata of the batch.
-        """
+        """Count a batch that has no row with more than one new token; each token is a decode row."""
         if self._counts_rows:
             self._recorder.count_rows(DECODE_ROW, int(common.query_start_loc_cpu[common.num_reqs]))
 
     def count(self, rows: Sequence[BatchRow]) -> None:
-        """Count the rows of a step and the pairs of prefill rows, and log each new reason for dense rows.
-
-        Args:
-            rows: All rows of the step.
-        """
+        """Count the rows of a step and the pairs of prefill rows, and log each new reason for dense rows."""
         if not self._counts_rows:
             return
         prefilled = [(row.context_len, row.seq_len) for row in rows if row.kind.path in (DENSE, SPARSE)]
@@ -86,15 +70,7 @@ class RowCounter:
         return RowKind(DENSE, Fallback.GUARD, kind.level) if places and places <= self._guard.held else kind
 
     def report_spans(self, rows: Sequence[BatchRow], common: CommonAttentionMetadata) -> Spans:
-        """Add the tokens of a step to the tallies of requests that ask for a report.
-
-        Args:
-            rows: All rows of the step.
-            common: vLLM's metadata of the batch.
-
-        Returns:
-            The sparse tokens of these requests, whose pairs the layers add to the tallies.
-        """
+        """Add the tokens of a step to the tallies of requests that ask for a report."""
         tallies = self._requests.tallies
         if not len(tallies):
             return ()

@@ -21,23 +21,7 @@ from vllm_sparse_kernels.methods import name_of
 
 
 class Worker:
-    """State that the layers of one worker share. Each group of layers and each microbatch has its own builder.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        device: Where the layers run.
-        memory: The arena, if it already exists.
-
-    Attributes:
-        rank: Tensor-parallel rank.
-        resolved: The settings.
-        recorder: Counts of this worker.
-        memory: The arena; None before ``reserve_memory``, or if no row ever runs sparse.
-        guard: The guard; None before ``get_guard``, or if it is off.
-        requests: The requests of this worker and their levels.
-        streaming_heads: By layer, the numbers of its streaming heads on this rank; None until they are found, or if
-            they are off.
-    """
+    """State that the layers of one worker share. Each group of layers and each microbatch has its own builder."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, memory: Memory | None = None) -> None:
         self.vllm_config, self.device = vllm_config, device
@@ -55,64 +39,31 @@ class Worker:
         self._layers: dict[tuple[LayerPlan, int | None], Layer] = {}
 
     def fits(self, vllm_config: VllmConfig) -> bool:
-        """Return whether the plans are for this configuration's model.
-
-        Args:
-            vllm_config: vLLM's configuration.
-
-        Returns:
-            Whether the model has the shape that the plans were made for.
-        """
+        """Return whether the plans are for this configuration's model."""
         return self.resolved.plan.shape == compat.model_shape(vllm_config)
 
     def reserve_memory(self) -> Memory | None:
-        """Return the arena. The first call allocates it.
-
-        Returns:
-            The arena; None if no row ever runs sparse.
-        """
+        """Return the arena. The first call allocates it."""
         if self.memory is None and not self.resolved.is_dense:
             self.memory = Memory.reserve(self.vllm_config, self.resolved, self.device, self.rank)
         return self.memory
 
     def get_guard(self) -> Guard | None:
-        """Return the guard. The first call creates it.
-
-        Returns:
-            The guard; None if the settings leave it off.
-        """
+        """Return the guard. The first call creates it."""
         settings = self.resolved.config.guard
         if settings is not None and self.guard is None:
             self.guard = Guard(settings, self.recorder, self.rank)
         return self.guard
 
     def layer(self, groups: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
-        """Return the methods and engines of layers with this plan.
-
-        Args:
-            groups: The groups of heads of a layer at one level.
-            head_dim: Dimension of its heads.
-            block_tokens: Keys of an index block; None for the width that suits the methods.
-
-        Returns:
-            A single object for all layers with the same plan.
-        """
+        """Return the methods and engines of layers with this plan."""
         key = groups, block_tokens
         if key not in self._layers:
             self._layers[key] = Layer.of(groups, head_dim, self.device, self.resolved.config.engine, block_tokens)
         return self._layers[key]
 
     def layer_levels(self, number: int, groups_by_level: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
-        """Return a layer's methods and engines at each level.
-
-        Args:
-            number: Number of the layer in the model.
-            groups_by_level: Its groups of heads at each level, in the order of the plans.
-            head_dim: Dimension of its heads.
-
-        Returns:
-            The levels of the layer by name, the server's own first.
-        """
+        """Return a layer's methods and engines at each level."""
         return {
             level: LayerLevel(
                 self.layer(groups, head_dim),
@@ -137,14 +88,7 @@ class Worker:
         return self.layer(layer_plan(streaming), head_dim, self.layer(groups, head_dim).block_tokens)
 
     def should_log(self, line: str) -> bool:
-        """Return whether to log a line: True only for the first call with the line.
-
-        Args:
-            line: The line, or a key for it.
-
-        Returns:
-            Whether this is the first call with the line.
-        """
+        """Return whether to log a line: True only for the first call with the line."""
         is_new = line not in self._logged
         self._logged.add(line)
         return is_new

@@ -33,11 +33,7 @@ def log_pooling() -> None:
 
 
 def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
-    """Log the layers that prefill dense, one line for each reason.
-
-    Args:
-        reasons: By layer, the reason why it prefills dense; None if it can run sparse.
-    """
+    """Log the layers that prefill dense, one line for each reason."""
     for reason in Fallback:
         dense = [number for number, why in reasons.items() if why is reason]
         if dense:
@@ -45,13 +41,7 @@ def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
 
 
 def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
-    """Log the plan of each level, the levels that requests may choose, and a warning if no row can run sparse.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        resolved: The settings.
-        thresholds: Lengths in tokens from which rows run sparse, by level.
-    """
+    """Log the plan of each level, the levels that requests may choose, and a warning if no row can run sparse."""
     for level, plan in resolved.plans.items():
         if level == SHARE:  # its plan is the server's own
             continue
@@ -61,13 +51,7 @@ def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[s
 
 
 def log_levels(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
-    """Log the levels that requests may choose, and a warning if no row can run sparse.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        resolved: The settings.
-        thresholds: Lengths in tokens from which rows run sparse, by level.
-    """
+    """Log the levels that requests may choose, and a warning if no row can run sparse."""
     permitted = choices(vllm_config, resolved)
     logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s", FIELD, permitted)
     if resolved.config.requests.model_fields_set:

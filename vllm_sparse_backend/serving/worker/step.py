@@ -18,13 +18,7 @@ TABLE_STEP = 16
 
 @dataclass(frozen=True)
 class DenseRun:
-    """Consecutive tokens that the dense backend runs.
-
-    Attributes:
-        rows: Their rows in the batch. The first and the last row may be cut.
-        tokens: The tokens in the batch.
-        metadata: The dense backend's metadata, as if these tokens were the entire batch.
-    """
+    """Consecutive tokens that the dense backend runs."""
 
     rows: slice
     tokens: slice
@@ -52,13 +46,7 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries of a sparse row for which the guard compares layers with the dense backend.
-
-    Attributes:
-        level: Name of the row's level.
-        run: The queries as a dense run, over all keys in their causal reach.
-        layers: Numbers of the layers to compare.
-    """
+    """Queries of a sparse row for which the guard compares layers with the dense backend."""
 
     level: str
     run: DenseRun
@@ -67,16 +55,7 @@ class Probe:
 
 @dataclass
 class SparseStep:
-    """The sparse part of a step, with its dense runs and the guard's checks.
-
-    Attributes:
-        slabs: The sparse rows.
-        dense_runs: All other tokens of the step.
-        held: Layers and levels that the guard holds dense. Their rows run on the entire batch's metadata.
-        probes: Queries for which the guard compares layers with the dense backend.
-        spans: Sparse tokens of requests that ask for a report.
-        is_counted: Whether to count the pairs; False in a dummy run.
-    """
+    """The sparse part of a step, with its dense runs and the guard's checks."""
 
     slabs: tuple[Slab, ...]
     dense_runs: tuple[DenseRun, ...]
@@ -98,13 +77,6 @@ def copy_block_table_rows(block_table: torch.Tensor, ids: list[int]) -> torch.Te
 
     Rows of the copy begin at multiples of 64 bytes, as in vLLM's block tables: Triton compiles kernels separately for
     addresses that are multiples of 16 bytes.
-
-    Args:
-        block_table: [num_rows, max_pages] int32.
-        ids: Numbers of the rows, ascending, at least one.
-
-    Returns:
-        [len(ids), max_pages] int32, in separate memory.
     """
     max_pages, device = block_table.shape[1], block_table.device
     padded = torch.empty(len(ids), ceil_div(max_pages, TABLE_STEP) * TABLE_STEP, dtype=torch.int32, device=device)

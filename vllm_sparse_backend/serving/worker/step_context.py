@@ -15,30 +15,14 @@ from vllm_sparse_backend.serving.worker.request_tallies import RequestTallies, t
 
 
 class Step:
-    """The current step of a worker's runner.
-
-    Args:
-        levels: Levels by request id, of all requests of the runner whose level is not the server's own.
-        scheduled: Number of tokens in the step by request id; empty in a dummy run.
-        runner: vLLM's runner; needed only if its metadata numbers the requests of rows.
-
-    Attributes:
-        req_ids: Returns the ids of the rows' requests in order, once vLLM has ordered them.
-    """
+    """The current step of a worker's runner."""
 
     def __init__(self, levels: Mapping[str, RequestLevel], scheduled: Mapping[str, int], runner: Any = None) -> None:
         self.levels, self.scheduled, self.runner = levels, scheduled, runner
         self.req_ids: Callable[[], Sequence[str]] = tuple
 
     def rows(self, common: Any) -> Sequence[str | None]:
-        """Return the request of each row of a batch.
-
-        Args:
-            common: vLLM's metadata of the batch.
-
-        Returns:
-            Ids without padding rows, None for a row without a scheduled request; empty if the order is not known.
-        """
+        """Return the request of each row of a batch."""
         numbers = getattr(common, "req_idx", None)
         if numbers is None:
             return self.req_ids()
@@ -47,15 +31,7 @@ class Step:
 
 
 class RunnerRequests:
-    """The requests of one runner, and its current step.
-
-    Args:
-        names: Names of the levels at which this worker can run rows. A mark with another level is ignored.
-
-    Attributes:
-        step: The current step; None between steps.
-        tallies: Tallies of the requests that ask for a report.
-    """
+    """The requests of one runner, and its current step."""
 
     step: Step | None = None
 
@@ -66,15 +42,7 @@ class RunnerRequests:
         self._prompt_lens: dict[str, int] = {}
 
     def levels_of_rows(self, common: Any) -> list[RequestLevel] | None:
-        """Return the level of each row of a batch.
-
-        Args:
-            common: vLLM's metadata of the batch.
-
-        Returns:
-            The levels, the server's own for padding rows. None if requests of the step have other levels than the
-            server's own, but their rows are unknown. Then all rows have to run dense.
-        """
+        """Return the level of each row of a batch."""
         num_rows, step = common.num_reqs, self.step
         if step is None or not step.levels.keys() & step.scheduled.keys():
             return [SERVER_LEVEL] * num_rows
@@ -85,15 +53,7 @@ class RunnerRequests:
         return levels + [SERVER_LEVEL] * (num_rows - len(rows))
 
     def prompt_lens_of_rows(self, common: Any) -> list[int] | None:
-        """Return the length of the prompt of each row's request.
-
-        Args:
-            common: vLLM's metadata of the batch.
-
-        Returns:
-            The lengths in tokens, 0 for rows without a request (padding and dummy runs). None if the requests of the
-            rows are not known.
-        """
+        """Return the length of the prompt of each row's request."""
         if self.step is None:
             return [0] * common.num_reqs
         rows = self.ids_of_rows(common)
@@ -103,39 +63,20 @@ class RunnerRequests:
         return lengths + [0] * (common.num_reqs - len(rows))
 
     def ids_of_rows(self, common: Any) -> Sequence[str | None]:
-        """Return the request of each row of a batch.
-
-        Args:
-            common: vLLM's metadata of the batch.
-
-        Returns:
-            The engine's ids without padding rows, None for a row without a request; empty if the ids are not known.
-        """
+        """Return the request of each row of a batch."""
         if self.step is None:
             return ()
         rows = self.step.rows(common)
         return rows if len(rows) <= common.num_reqs else ()
 
     def name_rows(self, req_ids: Callable[[], Sequence[str]]) -> None:
-        """Set the function that gives the current step, if any, the requests of its rows.
-
-        Args:
-            req_ids: Returns the engine's ids in the order of the rows.
-        """
+        """Set the function that gives the current step, if any, the requests of its rows."""
         if self.step is not None:
             self.step.req_ids = req_ids
 
     @contextmanager
     def at_step(self, scheduler_output: Any, runner: Any) -> Iterator[None]:
-        """Update the levels and prompts of requests, and let builders access the step while it runs.
-
-        Args:
-            scheduler_output: The output of vLLM's scheduler for the step.
-            runner: vLLM's runner.
-
-        Yields:
-            Nothing.
-        """
+        """Update the levels and prompts of requests, and let builders access the step while it runs."""
         for req_id in scheduler_output.finished_req_ids:
             self._levels.pop(req_id, None)
             self._prompt_lens.pop(req_id, None)
@@ -166,14 +107,7 @@ class RunnerRequests:
 
 
 def requests_of(runner: Any) -> RunnerRequests | None:
-    """Return the requests of a runner.
-
-    Args:
-        runner: vLLM's runner.
-
-    Returns:
-        The requests in its layers' shared ``Worker``; None if no layer runs sparse.
-    """
+    """Return the requests of a runner."""
     requests: RunnerRequests | None = vars(runner).get(REQUESTS)
     if requests is None:
         from vllm_sparse_backend.serving.worker.model_layers import adopted_worker

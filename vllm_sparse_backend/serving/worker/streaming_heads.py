@@ -66,14 +66,6 @@ def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> Non
     """Find the streaming heads on this rank, before the layers are adopted.
 
     All ranks of all pipeline stages must call this. If one of them cannot find its heads, no rank has streaming heads.
-
-    Args:
-        vllm_config: vLLM's configuration, whose settings turn streaming heads on.
-        model: The loaded model.
-
-    Raises:
-        ConfigurationError: The operator turned streaming heads on, but they cannot be found. Without the operator's
-            setting, this is only logged.
     """
     if model in _asked:
         return
@@ -117,31 +109,14 @@ def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> Non
 
 @dataclass(frozen=True)
 class _Ranks:
-    """The ranks of all pipeline stages, which need streaming heads on all of them or on none.
-
-    Attributes:
-        rank: This tensor-parallel rank.
-        place: This rank and its pipeline stage, for the log.
-        is_required: Whether the server stops if heads cannot be found.
-    """
+    """The ranks of all pipeline stages, which need streaming heads on all of them or on none."""
 
     rank: int
     place: str
     is_required: bool
 
     def attempt(self, step: str, call: Callable[[], T]) -> T | None:
-        """Call a function on all ranks. Every rank must call this, and waits for the others.
-
-        Args:
-            step: What the function makes or does, for the log.
-            call: The function, which may raise anything: tokenizers, weights and models have code of their own.
-
-        Returns:
-            Its result on this rank; None if it failed on a rank.
-
-        Raises:
-            Exception: It failed on a rank, and heads are required.
-        """
+        """Call a function on all ranks. Every rank must call this, and waits for the others."""
         result, problem, error = None, None, None
         try:
             result = call()
@@ -168,28 +143,13 @@ def _inputs(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[list[int],
 
 
 def result_path(key: str, keys: Sequence[str]) -> Path:
-    """Return the file of a result.
-
-    Args:
-        key: This rank's key, from ``result_key``.
-        keys: The keys of all ranks.
-
-    Returns:
-        The file, whose name differs if any of the keys differs.
-    """
+    """Return the file of a result."""
     name = hashlib.sha256(json.dumps([key, *keys]).encode()).hexdigest()[:32]
     return compat.cache_folder() / FOLDER / f"{name}.json"
 
 
 def layer_problem(vllm_config: VllmConfig) -> str | None:
-    """Return which layer mixes tokens in another way than attention that ``measure`` can compute.
-
-    Args:
-        vllm_config: vLLM's configuration, after the model was built.
-
-    Returns:
-        The layer, what it is, and what is expected; None if ``measure`` can compute all layers.
-    """
+    """Return which layer mixes tokens in another way than attention that ``measure`` can compute."""
     plain = plain_impls(vllm_config)
     compilation = vllm_config.compilation_config
     experts = frozenset(compilation.static_all_moe_layers)  # listed among the layers, but they mix no tokens
@@ -231,17 +191,7 @@ def _prompt(vllm_config: VllmConfig) -> list[int]:
 def measure(
     vllm_config: VllmConfig, model: torch.nn.Module, layers: Mapping[int, SparsePrefillImpl], prompt: Sequence[int]
 ) -> StreamingHeads:
-    """Run the model on a prompt and return the streaming heads of its layers.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        model: The loaded model.
-        layers: Its attention layers by number.
-        prompt: Token ids.
-
-    Returns:
-        The streaming heads of each layer on this rank.
-    """
+    """Run the model on a prompt and return the streaming heads of its layers."""
     measured: dict[SparsePrefillImpl, calibration.FarAttention] = {}
     impls = plain_impls(vllm_config).values()  # those of a draft model do not run
 
@@ -267,16 +217,7 @@ def measure(
 
 
 def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence[int]) -> str:
-    """Hash what a result depends on, on this rank: weights, configuration, dtype of the cache, prompt, rule and rank.
-
-    Args:
-        vllm_config: vLLM's configuration.
-        model: The loaded model.
-        prompt: Token ids.
-
-    Returns:
-        32 hexadecimal digits.
-    """
+    """Hash what a result depends on, on this rank: weights, configuration, dtype of the cache, prompt, rule and rank."""
     rule = (
         *(calibration.SINK_TOKENS, calibration.WINDOW_TOKENS, calibration.BLOCK_TOKENS, calibration.HEAVY_SHARE),
         *(calibration.MAX_FAR_SHARE, calibration.MAX_HEAVY_QUERIES),
@@ -289,15 +230,7 @@ def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence
 
 
 def weight_checksums(model: torch.nn.Module) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return a checksum of each weight of this rank. Waits for the device.
-
-    Args:
-        model: The loaded model.
-
-    Returns:
-        (name, dtype, shape, checksum) of each parameter and buffer, wherever it is. Buffers are part of the model
-        too: they hold its rotary frequencies. The checksum depends on the order of the bytes.
-    """
+    """Return a checksum of each weight of this rank. Waits for the device."""
     return [
         (name, str(tensor.dtype), tuple(tensor.shape), int(_checksum(tensor)))
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
@@ -317,15 +250,7 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_result(path: Path, num_heads: Mapping[int, int]) -> StreamingHeads | None:
-    """Read a result that an earlier start wrote.
-
-    Args:
-        path: The file.
-        num_heads: By layer, the number of its heads on this rank.
-
-    Returns:
-        The streaming heads; None if there is no such file, or if it is damaged.
-    """
+    """Read a result that an earlier start wrote."""
     try:
         layers = _File.model_validate_json(path.read_bytes()).layers
     except FileNotFoundError:
@@ -343,12 +268,7 @@ def read_result(path: Path, num_heads: Mapping[int, int]) -> StreamingHeads | No
 
 
 def write_result(path: Path, heads: StreamingHeads) -> None:
-    """Write a result for the next start. If that fails, the next start measures again.
-
-    Args:
-        path: The file.
-        heads: The streaming heads of each layer on this rank.
-    """
+    """Write a result for the next start. If that fails, the next start measures again."""
     text = _File(layers={number: tuple(sorted(layer_heads)) for number, layer_heads in heads.items()}).model_dump_json()
     # Several workers may write the same file: each writes its own, and the last to be renamed stays.
     partial = path.with_name(f".{path.name}.{uuid4().hex}")

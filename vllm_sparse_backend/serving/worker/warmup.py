@@ -57,19 +57,7 @@ def warm_up(
     order: Sequence[int] = compat.TOKENS_FIRST,
     gather: Callable[[Report], Sequence[Report]] = lambda report: [report],
 ) -> None:
-    """Choose the engines of each distinct plan, and run all plans over a small cache with the layout of vLLM's cache.
-
-    Args:
-        impls: The layers. All their levels get engines.
-        spec: Shape and dtype of their cache.
-        device: Where they run.
-        engine: Name of the attention engine in the settings, or ``auto``.
-        order: The cache's ``compat.page_order``.
-        gather: Returns the reports of all tensor-parallel ranks, given this rank's report (``EnginePicker.settle``).
-
-    Raises:
-        ConfigurationError: No engine is left for a plan.
-    """
+    """Choose the engines of each distinct plan, and run all plans over a small cache with the layout of vLLM's cache."""
     start = time.monotonic()
     cache, table = _cache_for_batches(spec, device, order)
     picker = EnginePicker(engine)
@@ -149,14 +137,7 @@ def _first_sparse_layer(impl: SparsePrefillImpl) -> Layer:
 
 
 class WarmUp:
-    """Runs a plan over ``BATCHES``. Its engines are chosen on the first batch.
-
-    Args:
-        impl: A layer with this plan.
-        layer: The plan.
-        cache: A cache of random keys and values.
-        table: [max_rows, num_pages] int32, a block table of that cache.
-    """
+    """Runs a plan over ``BATCHES``. Its engines are chosen on the first batch."""
 
     def __init__(self, impl: SparsePrefillImpl, layer: Layer, cache: PagedCache, table: torch.Tensor) -> None:
         assert impl.worker is not None
@@ -178,11 +159,7 @@ class WarmUp:
         return arena if room.needed(rows) <= room.num_bytes else Workspace(arena.device)
 
     def choose(self, picker: EnginePicker) -> None:
-        """Choose the engines of the plan.
-
-        Args:
-            picker: Chooses them.
-        """
+        """Choose the engines of the plan."""
         batch = self._batch(BATCHES[0])
         layer = replace(self.layer, select_engines=picker.pick_selection(self.layer, batch))
         workspace = self._workspace(batch.rows)
@@ -207,14 +184,7 @@ class WarmUp:
 
 
 def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[SparseRow]:
-    """Return rows whose queries follow each other.
-
-    Args:
-        lengths: (context_len, query_len) of each row.
-
-    Returns:
-        The rows.
-    """
+    """Return rows whose queries follow each other."""
     rows: list[SparseRow] = []
     for context_len, query_len in lengths:
         token = rows[-1].token + rows[-1].query_len if rows else 0

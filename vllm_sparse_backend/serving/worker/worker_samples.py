@@ -26,15 +26,7 @@ def _memory_samples(memory: Memory) -> list[Sample]:
 
 
 def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
-    """Return the samples of a worker. Does not wait for the device.
-
-    Args:
-        worker: vLLM's worker.
-        start: Whether to start a copy of the current counts from the device (``Recorder.samples``).
-
-    Returns:
-        ``rank``, ``samples``, and ``behind``, whether newer counts are being copied, as values that msgpack can encode.
-    """
+    """Return the samples of a worker. Does not wait for the device."""
     impls = [impl for _, impl in model_layers(worker.vllm_config).values()]
     # A layer that stays dense may have a ``Worker`` that a profile run made from the configuration of a model part.
     adopted_first = sorted(impls, key=lambda impl: not impl.is_adopted)
@@ -63,14 +55,6 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
 
 
 def worker_tallies(worker: Any, ticket: str) -> list[dict[str, Any]]:
-    """Return the tallies of an HTTP request on a worker. Waits for the device.
-
-    Args:
-        worker: vLLM's worker.
-        ticket: Ticket of the HTTP request.
-
-    Returns:
-        ``RequestTallies.with_ticket``; empty if no layer of the worker runs sparse.
-    """
+    """Return the tallies of an HTTP request on a worker. Waits for the device."""
     shared = adopted_worker(worker.vllm_config)
     return [] if shared is None else shared.requests.tallies.with_ticket(ticket)

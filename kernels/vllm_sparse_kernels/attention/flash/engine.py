@@ -87,9 +87,6 @@ class FlashAttention:
             version: Version of FlashAttention: 2 or 3.
             varlen: vLLM's ``flash_attn_varlen_func``.
 
-        Returns:
-            The function with its limits.
-
         Raises:
             ValueError: The version is neither 2 nor 3.
         """
@@ -102,11 +99,7 @@ class FlashAttention:
 
 @dataclass(frozen=True)
 class FlashAttend:
-    """``engine.Attend`` by FlashAttention.
-
-    Attributes:
-        flash: The function to call; None to raise an error on every call.
-    """
+    """``engine.Attend`` by FlashAttention."""
 
     flash: FlashAttention | None
 
@@ -121,11 +114,7 @@ class FlashAttend:
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Compute attention; ``engine.Attend`` describes the arguments.
-
-        Raises:
-            ValueError: Shapes do not fit the index, or ``refusal`` has a reason.
-        """
+        """Compute attention; ``engine.Attend`` describes the arguments."""
         check_shapes(q, out, cache, index, sinks)
         reason = refusal(self.flash, AttendSpec.of(cache, index, options))
         if reason is not None or self.flash is None:
@@ -137,27 +126,12 @@ class FlashAttend:
 
 
 def flash_engine(flash: FlashAttention | None) -> AttendEngine:
-    """Return the engine ``flash``.
-
-    Args:
-        flash: FlashAttention's function for this device; None for an engine that always refuses.
-
-    Returns:
-        The engine.
-    """
+    """Return the engine ``flash``."""
     return AttendEngine("flash", partial(refusal, flash), FlashAttend(flash))
 
 
 def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:
-    """Check whether FlashAttention can run a layer.
-
-    Args:
-        flash: FlashAttention's function for this device; None if there is none.
-        spec: Properties of the layer.
-
-    Returns:
-        Why the kernel cannot run it, as the end of a sentence; None if it can.
-    """
+    """Check whether FlashAttention can run a layer."""
     if flash is None:
         return "there is no FlashAttention for this device"
     if spec.skips or spec.int8:
@@ -217,9 +191,6 @@ def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
         rows: The rows of a step.
         shape: Sizes of the layer.
         longest_stripes: Capacity of the longest list of stripes, in positions.
-
-    Returns:
-        Bytes.
     """
     num_sequences = rows.num_tiles * shape.num_heads
     width = ceil_div(max(rows.seq_lens, default=0), SMALLEST_UNIT) + longest_stripes

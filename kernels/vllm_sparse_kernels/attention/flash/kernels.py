@@ -79,20 +79,12 @@ def prepare_kernel(
 
     Args:
         queries: ``AttendArgs``; reads q [tokens, query heads, HEAD_DIM].
-        lists: ``IndexArgs``.
         starts: [num_tiles] int32, number of queries before each tile, in the order of ``lists.order``.
         strides: ``GranuleStrides``.
-        sequences: ``Sequences``; written.
-        first: Number of the part's first sequence.
-        first_token: Queries of the sequences before the part.
-        num_tiles: Tiles of the step.
-        num_tokens: Queries of the step.
         block_table: [num_rows, max_pages] int32.
         stride_block_table: Elements between two rows of ``block_table``.
         stride_table: Elements between two rows of ``sequences.table``.
         stride_stripe_table: Elements between two rows of ``sequences.stripe_table``.
-        UNITS: ``UnitShape``.
-        SHAPE: ``SliceShape``.
     """
     work = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
     i_sequence, i_slice = tl.program_id(0), tl.program_id(1)  # both in the part
@@ -152,18 +144,9 @@ def finish_kernel(
 
     Args:
         queries: ``AttendArgs``; out [tokens, query heads, HEAD_DIM] and lse [query heads, tokens] are written.
-        lists: ``IndexArgs``.
         starts: [num_tiles] int32, number of queries before each tile, in the order of ``lists.order``.
         block_out: [queries of the part, 1, HEAD_DIM], FlashAttention's output over blocks.
         block_lse: [1, queries of the part] float32, its log-sum-exp.
-        stripe_out: Like ``block_out``, over stripes; None without stripes.
-        stripe_lse: Like ``block_lse``, over stripes; None without stripes.
-        value_scale: Factor of the values.
-        first: Number of the part's first sequence.
-        first_token: Queries of the sequences before the part.
-        num_tiles: Tiles of the step.
-        num_tokens: Queries of the step.
-        SHAPE: ``SliceShape``.
     """
     work = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
     o_d = tl.arange(0, SHAPE.BLOCK_D)

@@ -22,26 +22,12 @@ class NoMask:
 
     @gluon.jit
     def apply(self, b_s):
-        """Return the scores unchanged.
-
-        Args:
-            b_s: [64, STEP] float32 scores.
-
-        Returns:
-            ``b_s``.
-        """
+        """Return the scores unchanged."""
         return b_s
 
     @gluon.jit
     def shift(self, b_max):
-        """Return the maxima, which are finite.
-
-        Args:
-            b_max: [64] float32 running maxima.
-
-        Returns:
-            [64] float32, subtracted from scores before exponentiation.
-        """
+        """Return the maxima, which are finite."""
         return b_max
 
 
@@ -61,14 +47,7 @@ class CausalMask:
 
     @gluon.jit
     def apply(self, b_s):
-        """Replace scores of keys after the query by −∞.
-
-        Args:
-            b_s: [64, STEP] float32 scores.
-
-        Returns:
-            The masked scores.
-        """
+        """Replace scores of keys after the query by −∞."""
         o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_s.type.layout))
         o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
         # Key of the first column, if all of the step's blocks were diagonal blocks.
@@ -80,14 +59,7 @@ class CausalMask:
 
     @gluon.jit
     def shift(self, b_max):
-        """Return the maxima, or 0 for a query that has no key yet, because −∞ − (−∞) would be NaN.
-
-        Args:
-            b_max: [64] float32 running maxima.
-
-        Returns:
-            [64] float32, subtracted from scores before exponentiation.
-        """
+        """Return the maxima, or 0 for a query that has no key yet, because −∞ − (−∞) would be NaN."""
         return gl.where(b_max == MINUS_INFINITY, 0.0, b_max)
 
 
@@ -99,27 +71,13 @@ class ColumnLimit:
 
     @gluon.jit
     def apply(self, b_s):
-        """Replace scores from column ``num_keys`` on by −∞.
-
-        Args:
-            b_s: [64, STEP] float32 scores.
-
-        Returns:
-            The masked scores.
-        """
+        """Replace scores from column ``num_keys`` on by −∞."""
         o_n = gl.arange(0, b_s.shape[1], gl.SliceLayout(0, b_s.type.layout))
         return gl.where((o_n < self.num_keys)[None, :], b_s, MINUS_INFINITY)
 
     @gluon.jit
     def shift(self, b_max):
-        """Return the maxima, which are finite.
-
-        Args:
-            b_max: [64] float32 running maxima.
-
-        Returns:
-            [64] float32, subtracted from scores before exponentiation.
-        """
+        """Return the maxima, which are finite."""
         return b_max
 
 
@@ -138,15 +96,7 @@ class StepPlan:
 
     @gluon.jit
     def causal_mask(self, blocks_to_end, config):
-        """Return the mask of the step that begins ``blocks_to_end`` blocks before the list's end.
-
-        Args:
-            blocks_to_end: Blocks from the step's first block to the list's end.
-            config: ``Config``.
-
-        Returns:
-            A ``CausalMask``.
-        """
+        """Return the mask of the step that begins ``blocks_to_end`` blocks before the list's end."""
         return CausalMask(blocks_to_end, self.last_block, self.num_diagonal, self.position, config.BLOCK_N)
 
 
@@ -176,16 +126,7 @@ class Consumer:
 
     @gluon.jit
     def plan_steps(self, slot, length, step):
-        """Count the steps over an item.
-
-        Args:
-            slot: Slot of the item.
-            length: Queries of the tile.
-            step: Counter at the item's first step.
-
-        Returns:
-            A ``StepPlan``.
-        """
+        """Count the steps over an item."""
         config, items = self.config, self.channels.items
         position, num_blocks = items.position(slot), items.num_blocks(slot)
         first_blocks = config.first_blocks(num_blocks)
@@ -203,16 +144,7 @@ class Consumer:
 
     @gluon.jit
     def first_step(self, b_q, step, plan):
-        """Compute the scores of step 0.
-
-        Args:
-            b_q: Shared memory of the queries.
-            step: Counter at the step.
-            plan: The ``StepPlan`` of the item.
-
-        Returns:
-            (counter at the next step, ``Softmax`` without products).
-        """
+        """Compute the scores of step 0."""
         config = self.config
         keys = self.channels.keys()
         keys.acquire_full(step)
@@ -236,17 +168,7 @@ class Consumer:
 
     @gluon.jit
     def block_steps(self, b_q, plan, step, state):
-        """Process the other steps over blocks, masked steps first.
-
-        Args:
-            b_q: Shared memory of the queries.
-            plan: The ``StepPlan`` of the item.
-            step: Counter at the first of these steps.
-            state: ``Softmax`` of the step before.
-
-        Returns:
-            (counter after these steps, ``Softmax`` of the last step).
-        """
+        """Process the other steps over blocks, masked steps first."""
         for i in range(1, plan.num_masked):
             mask = plan.causal_mask(plan.first_blocks + i * self.config.BLOCKS, self.config)
             state = self.process_step(b_q, step, plan.end, mask, state, False)
@@ -258,17 +180,7 @@ class Consumer:
 
     @gluon.jit
     def stripe_steps(self, b_q, plan, step, state):
-        """Process the steps over stripes; the last one is masked if it is not full.
-
-        Args:
-            b_q: Shared memory of the queries.
-            plan: The ``StepPlan`` of the item.
-            step: Counter at the first of these steps.
-            state: ``Softmax`` of the step before.
-
-        Returns:
-            (counter after these steps, ``Softmax`` of the last step).
-        """
+        """Process the steps over stripes; the last one is masked if it is not full."""
         STEP: gl.constexpr = self.config.STEP
         for _ in range(plan.num_stripes // STEP):
             state = self.process_step(b_q, step, plan.end, NoMask(), state, True)
@@ -288,17 +200,6 @@ class Consumer:
 
         The wait for the next step's keys comes between the exponentials and the wait for the product. This keeps ptxas
         from hoisting the wait for the product above the exponentials; see ``hopper_kernel``.
-
-        Args:
-            b_q: Shared memory of the queries.
-            step: Counter at this step.
-            end: Count of steps after the item's last one.
-            mask: ``NoMask``, ``CausalMask`` or ``ColumnLimit``.
-            state: ``Softmax`` of the step before.
-            GATHERED: Whether the step's keys and values were gathered by ordinary copies.
-
-        Returns:
-            ``Softmax`` of this step.
         """
         config = self.config
         keys, values = self.channels.keys(), self.channels.values()
@@ -336,15 +237,7 @@ class Consumer:
 
     @gluon.jit
     def last_product(self, step, state):
-        """Add the product of an item's last step.
-
-        Args:
-            step: Counter at the last step.
-            state: ``Softmax`` of the last step.
-
-        Returns:
-            [64, D] float32 sums of products with values.
-        """
+        """Add the product of an item's last step."""
         values = self.channels.values()
         values.acquire_full(step)
         if self.config.STRIPES:
@@ -373,15 +266,7 @@ class Consumer:
 
 @gluon.jit
 def consume(out, scale, channels, config, CONSUMER: gl.constexpr):
-    """Compute one half of the queries of every item's tile.
-
-    Args:
-        out: ``AttendArgs``; out and, unless None, lse are written.
-        scale: Factor from q·k to scores, which are exponents of two.
-        channels: ``Channels``; queries, keys and values in the consumers' shapes.
-        config: ``Config``.
-        CONSUMER: Number of the group, 0 or 1: the first group has the first half.
-    """
+    """Compute one half of the queries of every item's tile."""
     turns = channels.barriers.turns
     turns = Turns(turns.index(CONSUMER), turns.index(1 - CONSUMER), config.TURNS)
     consumer = Consumer(config, channels, turns, scale, CONSUMER)

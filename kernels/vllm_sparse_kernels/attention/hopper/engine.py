@@ -58,14 +58,7 @@ class WorkArgs(NamedTuple):
 
 
 def refusal(spec: AttendSpec) -> str | None:
-    """Check whether the kernel can run a layer.
-
-    Args:
-        spec: The layer and the device.
-
-    Returns:
-        Why the kernel cannot run it, as the end of a sentence; None if it can.
-    """
+    """Check whether the kernel can run a layer."""
     reason = gluon_refusal(spec.capability, MISSING_GLUON)
     if reason is not None:
         return reason
@@ -91,9 +84,6 @@ def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
         rows: The rows of the step.
         shape: Heads and block size of the layer.
         stripe_capacity: Positions that the index has room for, of all lists of stripes together.
-
-    Returns:
-        Bytes.
     """
     num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
     sizes = (shape.num_heads * num_blocks, stripe_capacity, rows.num_tiles * shape.num_heads, 1)
@@ -110,21 +100,7 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Run attention over the index's keys; see ``engine.Attend``.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim] fp16 or bf16, of the cache's dtype.
-        cache: Paged keys and values.
-        index: Blocks and stripes to attend to.
-        out: Like q; tokens outside the index's rows stay untouched.
-        scale: From products to scores, above 0.
-        lse: [num_heads, num_tokens] float32, filled with natural logarithms of sums, or None.
-        options: None, or options without skips and 8-bit scores.
-        sinks: [num_heads] float, or None.
-
-    Raises:
-        ValueError: Shapes do not fit each other, or ``refusal`` has a reason.
-    """
+    """Run attention over the index's keys; see ``engine.Attend``."""
     check_shapes(q, out, cache, index, sinks)
     why = refusal(AttendSpec.of(cache, index, options))
     matrix = matrix_args(cache)

@@ -61,14 +61,7 @@ class Config:
 
     @gluon.jit
     def first_blocks(self, num_blocks):
-        """Return the number of blocks of step 0 that makes all other steps full.
-
-        Args:
-            num_blocks: Blocks of the item.
-
-        Returns:
-            1 to BLOCKS.
-        """
+        """Return the number of blocks of step 0 that makes all other steps full."""
         return (num_blocks - 1) % self.BLOCKS + 1
 
 
@@ -101,12 +94,7 @@ class ItemSlots:
 
     @gluon.jit
     def write(self, slot, item):
-        """Store an item. Synchronises the group's warps, so that all words are written before the slot is signalled.
-
-        Args:
-            slot: Number of the slot.
-            item: The ``Item``.
-        """
+        """Store an item. Synchronises the group's warps, so that all words are written before the slot is signalled."""
         self._store(slot, 0, item.i_head)
         self._store(slot, 1, item.token)
         self._store(slot, 2, item.length)
@@ -117,74 +105,32 @@ class ItemSlots:
 
     @gluon.jit
     def i_head(self, slot):
-        """Load the item's query head, which is negative if no item is left.
-
-        Args:
-            slot: Number of the slot.
-
-        Returns:
-            An int32 scalar, equal in all threads.
-        """
+        """Load the item's query head, which is negative if no item is left."""
         return self._load(slot, 0)
 
     @gluon.jit
     def token(self, slot):
-        """Load the index of the tile's first query in q.
-
-        Args:
-            slot: Number of the slot.
-
-        Returns:
-            An int32 scalar, equal in all threads.
-        """
+        """Load the index of the tile's first query in q."""
         return self._load(slot, 1)
 
     @gluon.jit
     def length(self, slot):
-        """Load the number of queries of the tile.
-
-        Args:
-            slot: Number of the slot.
-
-        Returns:
-            An int32 scalar, equal in all threads.
-        """
+        """Load the number of queries of the tile."""
         return self._load(slot, 2)
 
     @gluon.jit
     def position(self, slot):
-        """Load the position of the tile's first query in its sequence.
-
-        Args:
-            slot: Number of the slot.
-
-        Returns:
-            An int32 scalar, equal in all threads.
-        """
+        """Load the position of the tile's first query in its sequence."""
         return self._load(slot, 3)
 
     @gluon.jit
     def num_blocks(self, slot):
-        """Load the number of listed blocks.
-
-        Args:
-            slot: Number of the slot.
-
-        Returns:
-            An int32 scalar, equal in all threads.
-        """
+        """Load the number of listed blocks."""
         return self._load(slot, 4)
 
     @gluon.jit
     def num_stripes(self, slot):
-        """Load the number of listed stripes.
-
-        Args:
-            slot: Number of the slot.
-
-        Returns:
-            An int32 scalar, equal in all threads.
-        """
+        """Load the number of listed stripes."""
         return self._load(slot, 5)
 
     @gluon.jit
@@ -212,11 +158,7 @@ class Turns:
 
     @gluon.jit
     def acquire(self, step):
-        """Wait for this group's turn.
-
-        Args:
-            step: Counter of the steps.
-        """
+        """Wait for this group's turn."""
         if self.ENABLED:
             mbarrier.wait(self.this, step.count & 1)
 

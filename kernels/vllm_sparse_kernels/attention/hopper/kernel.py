@@ -72,19 +72,8 @@ def hopper_kernel(
     Args:
         q_desc: Descriptor of q as the matrix [num_tokens, NUM_HEADS · D] of fp16 or bf16, boxes of [64, 64].
         k_desc: Descriptor of the cache's keys as a matrix whose rows are tokens, boxes of [BLOCK_N, 64].
-        v_desc: Descriptor of the cache's values, likewise.
         out: ``AttendArgs``: output [num_tokens, NUM_HEADS, D] and log-sum-exp, both written; and sinks.
-        cache: ``KeyArgs`` with values, by pointer, for stripes.
         head_strides: ``HeadStrideArgs``.
-        index: ``IndexArgs``.
-        work: ``WorkArgs``, as ``prepare_kernel`` wrote it.
-        num_tiles: Tiles of the index's rows.
-        scale: Factor from q·k to scores, which are exponents of two.
-        NUM_HEADS: Query heads.
-        GROUP: Query heads of a kv head.
-        BLOCK_N: Keys of an index block: 32, 64 or 128, at most a step.
-        D: head_dim: 64, 128 or 256.
-        STRIPES: Whether the index has stripes.
     """
     config = Config(NUM_HEADS, GROUP, BLOCK_N, D, STRIPES)
     dtype: gl.constexpr = k_desc.dtype

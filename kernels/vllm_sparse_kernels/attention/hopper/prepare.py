@@ -22,21 +22,8 @@ def prepare_kernel(
     Bound by latency: a few dependent loads.
 
     Args:
-        index: ``IndexArgs``.
-        cache: ``KeyArgs``.
-        num_tiles: Tiles of the index's rows.
-        rows_per_page: Rows of the matrix from a page to the next page.
         counter: [1] int32, set to 0.
-        places: int32, of the shape of ``index.block_ids``: first rows of blocks of kv head 0.
-        stripe_places: int32, of the shape of ``index.stripe_positions``, or None: tokens of the cache.
         order: [num_tiles · NUM_HEADS] int32: tile · NUM_HEADS + head, in the order in which the items are taken.
-        NUM_HEADS: Query heads.
-        GROUP: Query heads of a kv head.
-        BLOCK_N: Keys of an index block.
-        CHUNK: List entries that are placed at a time.
-        RANKED: Items that a program ranks.
-        OTHERS: Items that they are compared with at a time.
-        FIELDS: Columns of ``Rows.tiles``.
     """
     num_rankers = (num_tiles * NUM_HEADS + RANKED - 1) // RANKED
     i_item = tl.program_id(0) - num_rankers

@@ -33,13 +33,6 @@ class BlockList:
         """Return the first rows of a step's blocks, always four values for any number of blocks.
 
         The last block is repeated past the list's end.
-
-        Args:
-            begin: Place of the step's first block in the list.
-            config: ``Config``.
-
-        Returns:
-            Four int32 scalars.
         """
         first = gl.load(self.places + begin) + self.row
         second, third, fourth = first, first, first
@@ -77,17 +70,7 @@ class Loader:
 
     @gluon.jit
     def load_blocks(self, blocks, step, tail, tail_parity):
-        """Load all blocks of an item.
-
-        Args:
-            blocks: The item's ``BlockList``.
-            step: Counter at the item's first step.
-            tail: Keys of the row from the item's last block on. From ``BLOCK_N`` on, the block is complete.
-            tail_parity: Parity of the barrier ``tail_arrived``.
-
-        Returns:
-            The counter after these steps.
-        """
+        """Load all blocks of an item."""
         first_blocks = self.config.first_blocks(blocks.num_blocks)
         # The cache may hold NaN past the row's end, and 0 · NaN is NaN.
         if tail >= self.config.BLOCK_N:
@@ -168,13 +151,6 @@ class Loader:
         """Load all stripes of an item, STEP at a time.
 
         Rows are looked up one step ahead, before the slot is free. The last step repeats the last stripe.
-
-        Args:
-            stripes: The item's ``StripeList``.
-            step: Counter at the first step over stripes.
-
-        Returns:
-            The counter after these steps.
         """
         STEP: gl.constexpr = self.config.STEP
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -218,18 +194,6 @@ def produce(q_desc, k_desc, v_desc, cache, head_strides, index, work, num_tiles,
 
     Looking up an item takes three dependent loads: its rank from the counter, its head and tile from the order, and its
     sizes from the index. Each load is issued one item ahead, so that no item waits for it.
-
-    Args:
-        q_desc: Descriptor of the queries as a matrix, with boxes of [64, 64].
-        k_desc: Descriptor of the keys as a matrix, with boxes of [BLOCK_N, 64].
-        v_desc: Like ``k_desc``, for the values.
-        cache: ``KeyArgs`` with values.
-        head_strides: ``HeadStrideArgs``.
-        index: ``IndexArgs``.
-        work: ``WorkArgs``.
-        num_tiles: Tiles of the step.
-        channels: ``Channels``; queries as parts of [HALF, COLUMNS], keys and values as pieces of [ATOM_ROWS, COLUMNS].
-        config: ``Config``.
     """
     loader = Loader(config, channels, k_desc, v_desc)
     queries = channels.queries()

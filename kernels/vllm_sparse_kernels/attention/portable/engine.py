@@ -85,19 +85,6 @@ def attend(
     """Compute attention; ``engine.Attend`` describes it. fp16, bf16 or fp8; fp32 in the interpreter.
 
     Exact to rounding without ``options``.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index to read.
-        out: [num_tokens, num_heads, head_dim]; written for the index's rows.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        lse: [num_heads, num_tokens] float32, also written; or None.
-        options: Approximations that heads request, or None.
-        sinks: [num_heads], logits that join the softmax; or None.
-
-    Raises:
-        ValueError: Shapes do not fit the index or each other.
     """
     rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
     check_shapes(q, out, cache, index, sinks)
@@ -152,14 +139,7 @@ def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
 
 
 def refusal(spec: AttendSpec) -> str | None:
-    """Check whether the kernel can run a layer.
-
-    Args:
-        spec: Properties of the layer.
-
-    Returns:
-        Why the kernel cannot run it, as the end of a sentence; None if it can.
-    """
+    """Check whether the kernel can run a layer."""
     if spec.device.type == "cpu" and isinstance(attend_kernel, triton.JITFunction):
         return "Triton runs kernels on a CPU only in its interpreter (TRITON_INTERPRET=1)"
     limit_bytes = shared_bytes(spec.device)
@@ -176,9 +156,6 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
     Args:
         head_dim: Channels of a head.
         limit_bytes: Shared memory of a program.
-
-    Returns:
-        128 or 64 keys; None if not even 64 fit.
     """
     if _needed_bytes(128, head_dim, 2, limit_bytes) <= limit_bytes:
         return 128
@@ -186,16 +163,7 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
 
 
 def program_queries(head_dim: int, limit_bytes: int) -> int | None:
-    """Return the number of a tile's queries that a program processes.
-
-    Args:
-        head_dim: Channels of a head.
-        limit_bytes: Shared memory of a program.
-
-    Returns:
-        All 128 if they fit. Otherwise the largest power of two whose result fits in registers and that leaves shared
-        memory for a block of 64 keys. None if even ``MIN_QUERIES`` do not fit.
-    """
+    """Return the number of a tile's queries that a program processes."""
     block_d, num_queries = triton.next_power_of_2(head_dim), TILE_TOKENS
     while num_queries >= MIN_QUERIES:
         if num_queries * block_d <= RESULT_ELEMENTS and _program_bytes(64, head_dim, 1, num_queries) <= limit_bytes:
@@ -242,14 +210,7 @@ def _buffers_ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_marg
 
 
 def supports_bulk(cache: PagedCache) -> bool:
-    """Return whether a cache that is a matrix of tokens can be read by bulk tensor copies.
-
-    Args:
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-
-    Returns:
-        True on Hopper and later, for aligned caches whose head_dim is a power of two.
-    """
+    """Return whether a cache that is a matrix of tokens can be read by bulk tensor copies."""
     keys = cache.keys
     return (
         capability_of(keys.device) >= HOPPER_CAPABILITY
@@ -264,12 +225,6 @@ def matrix_args(cache: PagedCache) -> MatrixArgs | None:
     """View the cache as a matrix of tokens.
 
     In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
-
-    Args:
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-
-    Returns:
-        The places of pages and kv heads; None if the strides do not form a matrix.
     """
     stride_page, stride_token, stride_head = cache.strides
     if stride_page % stride_token:
@@ -285,16 +240,7 @@ def matrix_args(cache: PagedCache) -> MatrixArgs | None:
 
 
 def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
-    """Build descriptors of keys and values for bulk copies.
-
-    Args:
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        matrix: The cache viewed as a matrix.
-        block_tokens: Rows of a copy.
-
-    Returns:
-        Two descriptors of [block_tokens, head_dim].
-    """
+    """Build descriptors of keys and values for bulk copies."""
     shape = [matrix.num_rows, matrix.columns_per_head * (cache.num_kv_heads - 1) + cache.head_dim]
     strides, block = [cache.strides[1], 1], [block_tokens, cache.head_dim]
     return [TensorDescriptor(x, shape, strides, block) for x in (cache.keys, cache.values)]

@@ -92,15 +92,8 @@ def place_blocks_kernel(
     Grid: (tiles, query heads). Bound by the latency of its dependent loads; it moves a few bytes per block.
 
     Args:
-        index: ``IndexArgs``; reads the lists of blocks.
         block_table: [num_rows, max_pages] int32.
         stride_table: Elements between two rows of ``block_table``.
-        places: int32, laid out like ``index.block_ids``; written.
-        page_size: Tokens of a page, a multiple of BLOCK_N.
-        rows_per_page: Rows of the matrix from one page to the next.
-        BLOCK_N: Keys of a block.
-        CHUNK: Blocks of a step.
-        FIELDS: Columns of ``index.tiles``.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     i_row = tl.load(index.tiles + i_tile * FIELDS).to(tl.int64)
@@ -135,17 +128,10 @@ def attend_kernel(
             natural units.
         cache: ``KeyArgs`` with values, pages of [page_size, kv heads, HEAD_DIM].
         k_matrix: Descriptor of the keys as a matrix of tokens, with boxes of [BLOCK_N, HEAD_DIM]; or None.
-        v_matrix: Like ``k_matrix``, for the values; or None.
-        matrix: ``MatrixArgs``, with which ``index.block_ids`` are places (``place_blocks_kernel``); or None.
-        index: ``IndexArgs``.
-        scale: Factor from q·k to scores in base 2.
-        value_scale: Factor of the values.
         skip_margins: [NUM_HEADS] float32, SpargeAttn's λ in natural units; None to skip nothing.
         int8_heads: [NUM_HEADS] uint8, 1 for heads with 8-bit scores. If it is None and ``smooth`` is not, all heads
             have them.
-        smooth: ``SmoothArgs``; None if no head has 8-bit scores.
         smooth_matrix: Descriptor of the 8-bit keys with boxes of [BLOCK_N, BLOCK_D]; or None.
-        SHAPE: ``AttendShape``.
     """
     # Order of programs: kv head, then tile with the longest first, then head of the group, then part.
     i_program = tl.program_id(0) // SHAPE.PARTS

@@ -121,19 +121,9 @@ def anchor_kernel(
     Grid: (tiles, n), last tiles first. Bound by the matrix units: queries with the keys of the anchor region.
 
     Args:
-        queries: QueryArgs.
-        keys: KeyArgs.
-        k_matrix: Descriptor of the keys for bulk copies, or None.
-        matrix: MatrixArgs, or None.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         heads: [n] int32 on the device, numbers of the selected query heads.
         thetas: [n] float32, θ.
-        voters: VoterArgs; written.
-        groups: GroupArgs.
-        num_tiles: Tiles of the step.
-        scale: Factor from q·k to scores, usually 1/√head_dim.
-        SHAPE: VoteShape.
-        VOTING: Voting.
     """
     i_tile = num_tiles - 1 - tl.program_id(0)  # the last tiles of a group have the longest windows: they come first
     i_head = tl.load(heads + tl.program_id(1))
@@ -214,18 +204,7 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
     Grid: (sets of pairs · kv heads, splits, rows). Bound by the matrix units, and by maxima over voters.
 
     Args:
-        keys: KeyArgs.
-        k_matrix: Descriptor of the keys for bulk copies, or None.
-        matrix: MatrixArgs, or None.
-        groups: GroupArgs; words are written.
-        voters: VoterArgs.
         heads: [num_heads] int32, numbers of the selected heads; None for all.
-        num_heads: Length of ``heads``.
-        num_tiles: Tiles of the step.
-        num_sets: Sets of (group, head) pairs of the longest row.
-        scale: Factor from q·k to scores, usually 1/√head_dim.
-        SHAPE: VoteShape.
-        VOTE: VoteSplit.
     """
     PAIRS: tl.constexpr = VOTE.COLUMNS // VOTE.BLOCK_T
     # Programs that read the same keys are neighbours, and so are kv heads, which are adjacent in vLLM's usual layout.
@@ -311,14 +290,7 @@ def blocks_kernel(
     Grid: (tiles, n). Bound by the latency of dependent loads; it reads a bit for each key.
 
     Args:
-        groups: GroupArgs.
-        index: IndexArgs; lists and counts are written.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        num_tiles: Tiles of the step.
-        INITIAL: Keys of the initial region.
-        INDEX_N: Keys of an index block.
-        CHUNK: Blocks of a step.
-        ANY: Whether a block is kept for any of its keys.
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
@@ -380,14 +352,7 @@ def stripes_kernel(
     for each stripe.
 
     Args:
-        groups: GroupArgs.
-        index: IndexArgs; stripes and counts are written.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        num_tiles: Tiles of the step.
-        INITIAL: Keys of the initial region.
-        INDEX_N: Keys of an index block.
-        SPLIT: Keys of a stretch.
-        CHUNK: Keys of a step.
     """
     i_head = tl.load(heads + tl.program_id(2))
     group = groups.table + tl.program_id(1) * GROUP_FIELDS

@@ -138,16 +138,7 @@ MOST_THETA = 1e30
 
 
 class Group(NamedTuple):
-    """Tiles of one row that share a window start and a list of stripes.
-
-    Attributes:
-        start: Position where the window begins. Negative in a row's first groups if the window reaches back; 0 in a
-            dense tail.
-        first_tile: Number of the first tile in ``Rows.tile_list``.
-        num_tiles: Number of tiles.
-        offset: Where the group's candidates begin among the candidates of all groups of a head.
-        num_candidates: Keys between initial region and window, on which the group votes: the capacity of its list.
-    """
+    """Tiles of one row that share a window start and a list of stripes."""
 
     start: int
     first_tile: int
@@ -157,14 +148,7 @@ class Group(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """How tiles are divided into groups.
-
-    Attributes:
-        span_tokens: Positions that a group covers.
-        window_tokens: Keys of the window that lie before the group.
-        initial_tokens: Keys at the start of a sequence that every query attends to.
-        dense_tail: Whether queries after the last complete group of a prompt attend to all keys.
-    """
+    """How tiles are divided into groups."""
 
     span_tokens: int
     window_tokens: int
@@ -176,12 +160,6 @@ class Grouping(NamedTuple):
 
         Groups of a row begin at consecutive multiples of the span, and their windows ``window_tokens`` before them. A
         dense tail is one group, whose window begins at 0.
-
-        Args:
-            rows: The rows of a step.
-
-        Returns:
-            Groups, by row.
         """
         offset, grouped = 0, []
         for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
@@ -211,15 +189,7 @@ class Grouping(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """The groups of a step's rows, on the host and on the device.
-
-    Attributes:
-        of_rows: Groups, by row.
-        table: [num_groups, GROUP_FIELDS] int32.
-        row_starts: [num_rows + 1] int32, the number of each row's first group.
-        tile_windows: [num_tiles, TILE_FIELDS] int32, each tile's window start and list offset. They are also in
-            ``table``, but there a kernel must load the tile's group first.
-    """
+    """The groups of a step's rows, on the host and on the device."""
 
     of_rows: list[list[Group]]
     table: torch.Tensor
@@ -238,15 +208,7 @@ class Groups(NamedTuple):
 
     @staticmethod
     def of(rows: Rows, grouping: Grouping) -> "Groups":
-        """Return the groups of a step, copied to the device.
-
-        Args:
-            rows: The rows of a step.
-            grouping: How tiles are divided into groups.
-
-        Returns:
-            Groups on the host and on the device.
-        """
+        """Return the groups of a step, copied to the device."""
         of_rows = grouping.groups_of(rows)
         groups = [group for of_row in of_rows for group in of_row]
         table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
@@ -267,20 +229,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class AnchorAttention(PerHead):
-    """Parameters of AnchorAttention; the defaults are the paper's (section 4.1).
-
-    Attributes:
-        theta: θ, how far below the anchor a key's score may lie, in units of q·k·scale; infinity keeps every key.
-        step_tiles: step, tiles of 128 queries that share one selection.
-        use_anchor: False sets x_a = 0, the paper's ablation "without anchor" (table 4).
-        window_tokens: Keys before the group that also belong to its window, a multiple of 128. Algorithm 1 read with
-            1-based blocks has 128.
-        sample_tokens: Beyond the paper: distance between the queries of a tile that vote, each with its own score and
-            its own anchor, instead of the tile's mean query; a power of two up to 128, or 0 for the mean query.
-        whole_blocks: Beyond the paper: a vote for a key keeps the index block around it, and no list has stripes.
-        dense_tail: As in the authors' code: queries after the last complete group of a prompt attend to all keys.
-        first_group: As in the authors' code: the initial region is the first group and not only the first block.
-    """
+    """Parameters of AnchorAttention; the defaults are the paper's (section 4.1)."""
 
     block_tokens = 128
     differing = ("theta",)
@@ -346,14 +295,7 @@ class AnchorAttention(PerHead):
         return [group for of_row in without_tail.groups_of(rows) for group in of_row]
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room for one head's stripes: see ``Method.stripe_layout``.
-
-        Args:
-            rows: The rows of a step.
-
-        Returns:
-            Offsets of the tiles' lists.
-        """
+        """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         if self.whole_blocks:
             return StripeLayout.none(rows)
         groups = self._bound_groups(rows)
@@ -361,43 +303,18 @@ class AnchorAttention(PerHead):
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
-
-        Args:
-            rows: The rows of a step.
-            shape: Sizes of the layer.
-            num_selected: Number of query heads to select.
-            stripe_capacity: Positions of all lists of stripes of one head.
-
-        Returns:
-            An upper bound, in bytes.
-        """
+        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``."""
         num_candidates = sum(group.num_candidates for group in self._bound_groups(rows))
         voted = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
         return max(voted, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
-
-        Args:
-            head_dim: Elements of a head's query or key.
-
-        Returns:
-            Bytes that ``anchor_kernel`` needs above head_dim 256, as compiled for Hopper; 0 up to 256.
-        """
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         block_d = triton.next_power_of_2(head_dim)
         return 512 * block_d if block_d > 256 else 0
 
     def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads``: see ``Method.select``.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        """
+        """Fill the lists of ``heads``: see ``Method.select``."""
         rows, empty = index.rows, index.workspace.empty
         grouping = self.grouping
         groups = rows.once((Groups, grouping), lambda: Groups.of(rows, grouping))

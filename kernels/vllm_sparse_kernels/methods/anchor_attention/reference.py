@@ -22,16 +22,7 @@ if TYPE_CHECKING:
 def select_anchor_attention(
     method: "AnchorAttention", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``AnchorAttention.select`` does with kernels.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads`` in plain torch, as ``AnchorAttention.select`` does with kernels."""
     rows, ratio, initial = index.rows, q.shape[1] // cache.num_kv_heads, method.initial_tokens
     keys = [keys for _, _, keys in rows_of(q, cache, rows)]
     thetas = [head.theta for head in method.of_heads(len(heads))]
@@ -58,14 +49,6 @@ def window_start(method: "AnchorAttention", rows: Rows, tile: Tile) -> int:
 
     Groups lie at multiples of the span. A tile belongs to the group of its first query, and to the dense tail if any of
     its queries does.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        rows: The rows of a step.
-        tile: The tile.
-
-    Returns:
-        A position.
     """
     span_tokens = method.step_tiles * TILE_TOKENS
     tail_start = rows.prompt_ends[tile.row] // span_tokens * span_tokens
@@ -81,18 +64,6 @@ def anchor_differences(
 
     With ``sample_tokens`` = n, compute x_a − Q Kᵀ · scale for the last of every n queries of a tile, and for the last
     of the remainder at its end.
-
-    Args:
-        method: The method of the head.
-        tiles: The tiles of one group.
-        q: [num_tokens, head_dim], queries of one head.
-        k: [seq_len, head_dim], keys of the row and kv head.
-        start: Position at which the group's window begins.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        [voters, keys from the initial region to ``start``], in q's dtype; a tile has one voter unless queries are
-        sampled.
     """
     initial, sample_tokens = method.initial_tokens, method.sample_tokens
     future = torch.ones(TILE_TOKENS, TILE_TOKENS, dtype=torch.bool, device=q.device).triu(1)

@@ -11,16 +11,7 @@ from vllm_sparse_kernels.paged import PagedCache
 def select_dense(
     method: Method, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``Dense.select`` does with kernels.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads`` in plain torch, as ``Dense.select`` does with kernels."""
     for i_tile, tile in enumerate(index.rows.tile_list):
         for head in heads.tolist():
             index.set_blocks(head, i_tile, torch.ones(index.num_causal_blocks(tile), dtype=torch.bool))

@@ -109,27 +109,12 @@ class FlexVerticalSlash(PerHead):
         return self.gamma if self.gamma < 1 else math.inf
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:
-        """Return the number of stripes that a tile of a row may keep. It depends only on the row's size.
-
-        Args:
-            rows: The rows of a step.
-            row: Number of the row.
-
-        Returns:
-            Number of stripes.
-        """
+        """Return the number of stripes that a tile of a row may keep. It depends only on the row's size."""
         num_tiles = rows.tile_starts[row + 1] - rows.tile_starts[row]
         return min(self.max_stripes, max(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room for one head's stripes: see ``Method.stripe_layout``.
-
-        Args:
-            rows: The rows of a step.
-
-        Returns:
-            Offsets of the tiles' lists.
-        """
+        """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         offsets, total = [], 0
         for tile in rows.tile_list:
             offsets.append(total)
@@ -137,58 +122,24 @@ class FlexVerticalSlash(PerHead):
         return StripeLayout(tuple(offsets), total)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
-
-        Args:
-            rows: The rows of a step.
-            shape: Sizes of the layer.
-            num_selected: Number of query heads to select.
-            stripe_capacity: Positions of all lists of stripes of one head.
-
-        Returns:
-            An upper bound, in bytes.
-        """
+        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``."""
         num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
         return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
-
-        Args:
-            head_dim: Elements of a head's query or key.
-
-        Returns:
-            Bytes.
-        """
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         return least_shared_bytes(self.last_queries, head_dim)
 
     def select(
         self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
         patterns: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Fill the lists of ``heads``: see ``Method.select``.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-            patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
-        """
+        """Fill the lists of ``heads``: see ``Method.select``."""
         estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
         select_lines(q, cache, index, heads, scale, estimate, self.keep_lines, patterns)
 
     def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
-        """Keep the fewest columns and the fewest diagonals with γ of the mass, of each head and row.
-
-        Args:
-            sums: Sums of Â.
-            index: The index, whose rows and workspace are used.
-
-        Returns:
-            The kept lines, in the index's workspace.
-        """
+        """Keep the fewest columns and the fewest diagonals with γ of the mass, of each head and row."""
         rows, empty, num_selected = index.rows, index.workspace.empty, sums.num_selected
         num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_selected)
         most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
@@ -277,16 +228,8 @@ def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, share
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
     Args:
-        sums: SumArgs, sums of Â by key and by diagonal.
-        num_selected: Number n of heads to select.
-        first_row: First row of the slab.
-        num_rows: Rows of the step.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         shares: [2 n] float32, γ of each job.
-        digits: Digits of both passes.
-        chunks: Chunks of the longest array.
         remaining: [num_rows, 2 n, chunks, BLOCK_N] int32; written.
-        SHAPE: LineShape.
     """
     place, _, first, end, used, i_row_job = job_of(
         sums, num_selected, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
@@ -316,20 +259,8 @@ def _keep_lines_kernel(
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
     Args:
-        sums: SumArgs, sums of Â by key and by diagonal.
-        num_selected: Number n of heads to select.
-        first_row: First row of the slab.
-        num_rows: Rows of the step.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         shares: [2 n] float32, γ of each job.
-        digits: Digits of both passes.
-        chunks: Chunks of the longest array.
         remaining: [num_rows, 2 n, chunks, BLOCK_N] int32, of ``_count_lines_kernel``.
-        max_stripes: Maximum number of stripes of a tile.
-        lines: Lines; written.
-        max_columns: Capacity of a list of columns.
-        SHAPE: LineShape.
-        LIMITS: LineLimits.
     """
     i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
     i_selected = i_job % num_selected

@@ -24,16 +24,7 @@ def select_flex_vertical_slash(
     heads: torch.Tensor,
     scale: float,
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does with kernels.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does with kernels."""
     rows = index.rows
     for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, rows, heads):
         places = estimating_queries(method, rows.query_lens[row]).to(q.device)
@@ -47,15 +38,7 @@ def select_flex_vertical_slash(
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
-    """Return the places of the chunk's last queries, or of as many evenly spaced queries up to the last.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        query_len: Queries of the chunk.
-
-    Returns:
-        [count] int64, ascending.
-    """
+    """Return the places of the chunk's last queries, or of as many evenly spaced queries up to the last."""
     count = min(method.last_queries, query_len)
     if method.estimating == "spread":
         return torch.arange(1, count + 1) * query_len // count - 1
@@ -63,31 +46,13 @@ def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Ten
 
 
 def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute Â, the softmax of the estimating queries over all keys.
-
-    Args:
-        queries: [queries, head_dim].
-        keys: [seq_len, head_dim].
-        positions: [queries], in the row.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        [queries, keys] float32.
-    """
+    """Compute Â, the softmax of the estimating queries over all keys."""
     hidden = torch.arange(len(keys), device=keys.device) > positions[:, None]
     return ((queries.float() @ keys.float().T) * scale).masked_fill(hidden, -torch.inf).softmax(-1)
 
 
 def block_diagonals(weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Sum Â over diagonals of blocks: block number of a query's position minus block number of a key's.
-
-    Args:
-        weights: Â [queries, keys].
-        positions: [queries], in the row.
-
-    Returns:
-        [blocks] float32.
-    """
+    """Sum Â over diagonals of blocks: block number of a query's position minus block number of a key's."""
     keys = torch.arange(weights.shape[1], device=weights.device)
     distances = positions[:, None] // BAND_TOKENS - keys // BAND_TOKENS
     sums = weights.new_zeros(ceil_div(weights.shape[1], BAND_TOKENS))
@@ -98,13 +63,6 @@ def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
     """Flag the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and all ties with the last.
 
     Floats are tied if they have the same sign, exponent and first 10 bits of the mantissa.
-
-    Args:
-        values: [n], >= 0.
-        gamma: γ, in (0, 1].
-
-    Returns:
-        [n] bool.
     """
     if gamma == 1:
         return torch.ones_like(values, dtype=torch.bool)
@@ -115,30 +73,13 @@ def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
 
 
 def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Sum consecutive values.
-
-    Args:
-        values: [n].
-        tokens: Number of values in each sum.
-
-    Returns:
-        [n / tokens, rounded up].
-    """
+    """Sum consecutive values."""
     padding = ceil_div(len(values), tokens) * tokens - len(values)
     return torch.nn.functional.pad(values, (0, padding)).view(-1, tokens).sum(1)
 
 
 def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> torch.Tensor:
-    """Flag the first block and the blocks to keep whole, so that at most ``capacity`` columns remain outside.
-
-    Args:
-        columns: [seq_len] bool, True for kept keys.
-        capacity: Stripes of a tile.
-        block_tokens: Keys of an index block.
-
-    Returns:
-        [blocks] bool.
-    """
+    """Flag the first block and the blocks to keep whole, so that at most ``capacity`` columns remain outside."""
     counts = pool(columns.int(), block_tokens)
     left = [int(counts[counts < fewest].sum()) for fewest in range(block_tokens + 2)]
     whole = counts >= max(fewest for fewest in range(1, block_tokens + 2) if left[fewest] <= capacity)
@@ -152,14 +93,6 @@ def set_lines(
     """Write the lists of one tile.
 
     Blocks crossed by a kept diagonal and whole blocks are kept as blocks, and the other kept columns as stripes.
-
-    Args:
-        columns: [seq_len] bool.
-        diagonals: [blocks] bool.
-        whole: [blocks] bool.
-        index: The index, whose lists of ``heads`` are overwritten.
-        head: Number of the query head.
-        i_tile: Number of the tile.
     """
     tile = index.rows.tile_list[i_tile]
     crossed = torch.zeros(index.num_causal_blocks(tile) * index.block_tokens, dtype=torch.bool, device=columns.device)

@@ -25,9 +25,6 @@ def a_shape_ladder() -> tuple[dict[str, int], ...]:
 
     The first keys are an eighth of the window, rounded down to blocks of 128 keys: at least one block, at most eight.
     The paper's setting, with more first keys, is added.
-
-    Returns:
-        Parameters, by ascending number of kept keys.
     """
     settings = [{"sink_tokens": 128 * min(max(local // 1024, 1), 8), "local_tokens": local} for local in LOCAL_TOKENS]
     paper = {"sink_tokens": 1024, "local_tokens": 4096}

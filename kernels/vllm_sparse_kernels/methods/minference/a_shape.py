@@ -47,9 +47,6 @@ class AShape(PerHead):
             shape: The layer.
             num_selected: Number of heads that are selected together.
             stripe_capacity: Capacity of the stripes, which this method does not have.
-
-        Returns:
-            0.
         """
         return 0
 
@@ -79,11 +76,7 @@ def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHU
 
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
-        index: IndexArgs; lists and counts are written.
-        num_tiles: Tiles of the step.
         numbers: [2, n] float32: global tokens and local window of each head.
-        BLOCK_N: Keys of an index block.
-        CHUNK: Blocks of a step.
     """
     i_tile = tl.program_id(0)
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)

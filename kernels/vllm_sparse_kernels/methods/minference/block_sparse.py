@@ -68,15 +68,7 @@ class BlockSparse(PerHead):
 def write_top_blocks(
     scores: torch.Tensor, method: BlockSparse, index: SparseIndex, first_tile: int, heads: torch.Tensor
 ) -> None:
-    """Write the lists of the tiles from ``first_tile`` on: the blocks with the largest scores, and the diagonal.
-
-    Args:
-        scores: [n, 2 · tiles, a multiple of 64] float32, undefined outside the tile's causal reach.
-        method: The method of the heads, possibly merged.
-        index: The index, whose lists of ``heads`` are overwritten.
-        first_tile: First tile of the run.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-    """
+    """Write the lists of the tiles from ``first_tile`` on: the blocks with the largest scores, and the diagonal."""
     num_selected, num_q, width = scores.shape
     counts = on_device(
         tuple(min(head_method.top_blocks, MOST) for head_method in method.of_heads(num_selected)), scores.device
@@ -100,15 +92,8 @@ def _top_blocks_kernel(
 
     Args:
         scores: [n, 2 · tiles, width · 64] float32.
-        width: Columns of ``scores``, in units of 64.
         counts: [n] float32, k_b.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        first_tile: First tile of the run.
-        index: IndexArgs; lists and counts are written.
-        num_tiles: Tiles of the step.
-        BLOCK_N: Keys of an index block.
-        HELD: Scores of a row that stay in registers.
-        CHUNK: Blocks of a step.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)

@@ -22,15 +22,7 @@ POOL_TOKENS = 64
 
 
 def top(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Flag the k largest along the last axis, with ties in order of index.
-
-    Args:
-        scores: [..., n].
-        k: Number of values.
-
-    Returns:
-        bool of the same shape.
-    """
+    """Flag the k largest along the last axis, with ties in order of index."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
@@ -38,16 +30,7 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
 def select_a_shape(
     method: "AShape", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Select global tokens and a local window (section 3.2).
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Select global tokens and a local window (section 3.2)."""
     for i_tile, tile in enumerate(index.rows.tile_list):
         keys = torch.arange(tile.last_position + 1, device=q.device)
         for head, head_method in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
@@ -56,15 +39,7 @@ def select_a_shape(
 
 
 def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return whether any flag of each group of consecutive flags is set.
-
-    Args:
-        kept: [n] bool.
-        tokens: Number of flags in each group.
-
-    Returns:
-        [n / tokens, rounded up] bool.
-    """
+    """Return whether any flag of each group of consecutive flags is set."""
     padding = ceil_div(len(kept), tokens) * tokens - len(kept)
     return torch.nn.functional.pad(kept, (0, padding)).view(-1, tokens).any(1)
 
@@ -72,16 +47,7 @@ def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
 def select_vertical_slash(
     method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Select by Algorithms 2 and 4.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Select by Algorithms 2 and 4."""
     for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
         vertical, slash = vertical_slash_sums(queries[-method.last_queries :], keys, scale)
         verticals = keep(vertical, head_method.vertical_tokens, head_method.forced_verticals)
@@ -91,16 +57,7 @@ def select_vertical_slash(
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the sums of Algorithm 2: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â).
-
-    Args:
-        last_q: [queries, head_dim].
-        keys: [seq_len, head_dim].
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        Two tensors [seq_len] float32.
-    """
+    """Compute the sums of Algorithm 2: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â)."""
     num_last, seq_len = len(last_q), len(keys)
     positions = torch.arange(seq_len - num_last, seq_len, device=keys.device)
     offsets = positions[:, None] - torch.arange(seq_len, device=keys.device)
@@ -111,45 +68,21 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
-    """Flag the argtopk of Algorithm 2. The first ``forced`` sums count as infinite; sums are equal if ten bits agree.
-
-    Args:
-        sums: [seq_len].
-        k: Number of values.
-        forced: Number of the first values that count as infinite.
-
-    Returns:
-        [seq_len] bool.
-    """
+    """Flag the argtopk of Algorithm 2. The first ``forced`` sums count as infinite; sums are equal if ten bits agree."""
     sums = sums.clone()
     sums[:forced] = torch.inf
     return top(ten_bits(sums), k)
 
 
 def ten_bits(sums: torch.Tensor) -> torch.Tensor:
-    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are below 2⁻⁵⁷.
-
-    Args:
-        sums: float32.
-
-    Returns:
-        int32.
-    """
+    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are below 2⁻⁵⁷."""
     return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
 
 
 def set_vertical_slash(
     verticals: torch.Tensor, slashes: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """Write the merged lists of Algorithm 4 for one tile: blocks crossed by a slash, and verticals outside of them.
-
-    Args:
-        verticals: [seq_len] bool.
-        slashes: [seq_len] bool, by distance.
-        index: The index, whose lists of ``heads`` are overwritten.
-        head: Number of the query head.
-        i_tile: Number of the tile.
-    """
+    """Write the merged lists of Algorithm 4 for one tile: blocks crossed by a slash, and verticals outside of them."""
     tile = index.rows.tile_list[i_tile]
     starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
     upto = torch.nn.functional.pad(slashes.cumsum(0), (1, 0))
@@ -162,16 +95,7 @@ def set_vertical_slash(
 def select_block_sparse(
     method: "BlockSparse", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Select by Algorithm 3.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Select by Algorithm 3."""
     for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
         kept = tile_blocks(block_scores(queries, keys, scale), head_method.top_blocks)
         for i_tile, of_tile in zip(index.rows.tiles_of(row), kept, strict=True):
@@ -179,16 +103,7 @@ def select_block_sparse(
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute Q̂ K̂ᵀ / √d + m_causal of Algorithm 3.
-
-    Args:
-        q: [query_len, head_dim].
-        keys: [seq_len, head_dim].
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        [query blocks, key blocks].
-    """
+    """Compute Q̂ K̂ᵀ / √d + m_causal of Algorithm 3."""
     scores = (mean_pool(q) @ mean_pool(keys).T) * scale
     ends = POOL_TOKENS * torch.arange(1, len(scores) + 1, device=q.device)
     last_queries = len(keys) - len(q) + ends.clamp(max=len(q)) - 1
@@ -197,14 +112,7 @@ def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Ten
 
 
 def mean_pool(x: torch.Tensor) -> torch.Tensor:
-    """Compute means of 64 consecutive rows; the last mean may be of fewer rows.
-
-    Args:
-        x: [n, ...].
-
-    Returns:
-        [n / 64, rounded up, ...].
-    """
+    """Compute means of 64 consecutive rows; the last mean may be of fewer rows."""
     num_blocks = ceil_div(len(x), POOL_TOKENS)
     counts = x.new_full((num_blocks, 1), POOL_TOKENS)
     counts[-1] = len(x) - (num_blocks - 1) * POOL_TOKENS
@@ -226,25 +134,11 @@ def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
-    """Combine the flags of each tile's two query blocks; the last tile may have only one.
-
-    Args:
-        of_blocks: [query blocks, key blocks] bool.
-
-    Returns:
-        [tiles, key blocks] bool.
-    """
+    """Combine the flags of each tile's two query blocks; the last tile may have only one."""
     return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2)).unflatten(0, (-1, 2)).any(1)
 
 
 def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:
-    """Write the list of one tile, in blocks of the index.
-
-    Args:
-        kept: [key blocks of 64] bool.
-        index: The index, whose lists of ``heads`` are overwritten.
-        head: Number of the query head.
-        i_tile: Number of the tile.
-    """
+    """Write the list of one tile, in blocks of the index."""
     causal = kept[: index.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
     index.set_blocks(head, i_tile, any_of(causal, index.block_tokens // POOL_TOKENS))

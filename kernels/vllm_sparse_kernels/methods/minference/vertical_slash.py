@@ -89,9 +89,6 @@ class VerticalSlash(PerHead):
 
         Args:
             rows: The rows of a step.
-
-        Returns:
-            Offsets of the tiles' lists.
         """
         return StripeLayout.per_tile(rows, self.most_verticals)
 
@@ -127,9 +124,6 @@ class VerticalSlash(PerHead):
         Args:
             sums: Sums of Â.
             index: The index, whose rows and workspace are used.
-
-        Returns:
-            The kept lines, in the index's workspace.
         """
         settings, device, empty = self.of_heads(sums.num_selected), sums.values.device, index.workspace.empty
         counts, first = (
@@ -160,21 +154,11 @@ def _keep_largest_kernel(
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
     Args:
-        sums: SumArgs, sums of Â by key and by diagonal.
-        num_selected: Number n of heads to select.
-        first_row: First row of the slab.
-        num_rows: Rows of the step.
-        capacity: Keys of the slab's rows, each row padded to a multiple of 64.
         counts: [2 n] float32, number of kept lines of each job.
         forced: [2 n] float32, number of first values that count as infinite.
-        digits: Digits of both passes.
-        chunks: Chunks of the longest array.
         columns: [num_rows, n, max_columns] int32, kept verticals; written.
-        max_columns: Capacity of a list of columns.
         num_columns: [num_rows, n] int32; written.
         upto: [n, capacity] int32, number of kept slashes up to and including each slash; written.
-        FIELDS: Columns of the rows' table.
-        CHUNK: Values of a step.
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     is_slash, i_selected = i_job >= num_selected, i_job % num_selected

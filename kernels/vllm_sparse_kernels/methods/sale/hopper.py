@@ -60,13 +60,7 @@ class Flags:
 
     @gluon.jit
     def store(self, b_excess, i_block, BLOCKS: gl.constexpr):
-        """Store a 1 for each block that has an element over its threshold.
-
-        Args:
-            b_excess: Excess of the scores over their thresholds; axis 2 is the block.
-            i_block: Number of the first block.
-            BLOCKS: Number of blocks.
-        """
+        """Store a 1 for each block that has an element over its threshold."""
         layout: gl.constexpr = b_excess.type.layout
         blocks: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))
         o_b = i_block + gl.arange(0, BLOCKS, blocks)
@@ -100,14 +94,7 @@ class KeySteps:
 
     @gluon.jit
     def load(self, i_step):
-        """Load the biases and scales of a step.
-
-        Args:
-            i_step: Number of the step in the span.
-
-        Returns:
-            A ``KeyStep``.
-        """
+        """Load the biases and scales of a step."""
         b_bias = gl.load(self.biases + i_step * STEP_TOKENS)
         b_scale = gl.load(self.scales + i_step * (STEP_TOKENS // 8))
         return KeyStep(b_bias, b_scale)
@@ -213,19 +200,10 @@ def half_kernel(
     Args:
         queries: ``RoundedQueries``, integers [num_selected, num_queries, BLOCK_D] e4m3.
         keys: ``RoundedKeys``, integers [num_kv_heads, num_keys, BLOCK_D] e4m3.
-        bulk_queries: ``bulk_steps`` of the queries' integers.
-        bulk_keys: ``bulk_steps`` of the keys' integers.
         heads: [num_selected] int32.
         log_taus: [num_selected] float32, minus infinity for heads that keep everything.
-        kept: uint8 flags, laid out as ``index.block_ids``; a 1 is stored for blocks with an element that passes.
-        index: ``IndexArgs``.
         tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
-        sink_tokens: Tokens at a sequence's start that are always kept.
-        local_tokens: Tokens before a query that are always kept.
         untested: [n, tile sets, spans] uint8: 1 where half precision does not fit, and nothing has been tested.
-        GROUP: Query heads of a kv head.
-        INDEX_N: Keys of an index block.
-        SPAN: Keys of one program, a multiple of 128.
     """
     i_selected = gl.program_id(2)
     tile_set = tile_sets + gl.program_id(0) * SET_FIELDS

@@ -43,31 +43,12 @@ class Means(NamedTuple):
 
     @staticmethod
     def of_all_channels(keys: torch.Tensor, queries: torch.Tensor) -> "Means":
-        """Return the means for an estimate that uses all channels.
-
-        Args:
-            keys: [num_rows, num_kv_heads, BLOCK_D] float32.
-            queries: [num_rows, num_heads, BLOCK_D] float32.
-
-        Returns:
-            Means whose other fields are placeholders: kernels compute addresses from them, but do not read there.
-        """
+        """Return the means for an estimate that uses all channels."""
         return Means(keys, queries, channels=keys, left_out=keys)
 
 
 def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Means:
-    """Average keys and queries of each row and, if only half the channels are kept, choose them.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        rows: The rows of a step.
-        kept_d: Number of channels that the estimate multiplies.
-        workspace: Memory of temporary tensors.
-
-    Returns:
-        Means, in the workspace.
-    """
+    """Average keys and queries of each row and, if only half the channels are kept, choose them."""
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
     moments = 2 if kept_d < block_d else 1  # the second moment is needed to choose channels
@@ -113,13 +94,8 @@ def _query_sums_kernel(
     Grid: (tiles, heads). Bound by memory: it reads each query once.
 
     Args:
-        queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         sums: [MOMENTS, num_tiles, heads, BLOCK_D] float32; written.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        MOMENTS: 1 for sums only; 2 for sums of squares as well.
-        BLOCK_M: Queries of a tile.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
@@ -141,17 +117,9 @@ def _key_sums_kernel(
     Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key once.
 
     Args:
-        keys: KeyArgs.
         starts: [num_rows + 1] int32, a row's first split.
         seq_lens: [num_rows] int32, each row's keys.
         sums: [MOMENTS, num_splits, kv heads, BLOCK_D] float32; written.
-        num_splits: Splits of all rows of the slab.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        MOMENTS: 1 for sums only; 2 for sums of squares as well.
-        SPLIT: Keys of a program.
-        BLOCK_N: Keys of a step.
-        STAGES: Steps that are loaded ahead.
     """
     i_kv, i_row = tl.program_id(1), tl.program_id(2)
     i_split = tl.load(starts + i_row) + tl.program_id(0)
@@ -182,13 +150,9 @@ def _means_kernel(
 
     Args:
         sums: [moments, num_sums, heads, BLOCK_D] float32.
-        num_sums: Sums of a moment and head.
         starts: [num_rows + 1] int32, a row's first sum.
         rows: [num_rows + 1, FIELDS] int32, ``Rows.row_table``.
         means: [moments, num_rows, heads, BLOCK_D] float32; written.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        FIELDS: Columns of the rows' table.
-        COUNT: Column of ``rows`` with the number of vectors.
     """
     i_row, i_head, i_moment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
@@ -217,10 +181,6 @@ def _channels_kernel(
         queries: [2, num_rows, heads, BLOCK_D] float32.
         channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
         left_out: [num_rows, kv heads, BLOCK_D] float32, variance of channels left out; written.
-        GROUP: Query heads of a kv head.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: Number of channels that the estimate multiplies.
     """
     num_rows, num_kv_heads = tl.num_programs(0), tl.num_programs(1)
     i_kv = tl.program_id(0) * num_kv_heads + tl.program_id(1)

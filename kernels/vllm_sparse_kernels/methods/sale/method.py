@@ -154,9 +154,6 @@ class Sale(PerHead):
 
         Args:
             head_dim: Elements of a head's query or key.
-
-        Returns:
-            Bytes that the rounding kernels need above head_dim 256, as compiled for Hopper; 0 up to 256.
         """
         block_d = triton.next_power_of_2(head_dim)
         return 640 * block_d if block_d > 256 else 0
@@ -180,32 +177,14 @@ class Sale(PerHead):
 def select_on_hopper(
     method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads``, comparing in half precision if that is exact.
-
-    Args:
-        method: The merged method of the heads.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads``, comparing in half precision if that is exact."""
     _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, in_half=True)
 
 
 def select_on_portable(
     method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads``, comparing in float32.
-
-    Args:
-        method: The merged method of the heads.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads``, comparing in float32."""
     _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, in_half=False)
 
 
@@ -242,13 +221,6 @@ def _flag_all_blocks(
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which the 4-bit integers are multiplied.
-
-    Args:
-        device: Device of the tensors.
-
-    Returns:
-        e4m3 on Hopper and later, int8 elsewhere.
-    """
+    """Return the dtype in which the 4-bit integers are multiplied."""
     adds_fp8_exactly = capability_of(device) >= HOPPER_CAPABILITY
     return torch.float8_e4m3fn if adds_fp8_exactly else torch.int8

@@ -29,16 +29,7 @@ TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
 def select_sale(
     method: "Sale", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does with kernels.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does with kernels."""
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     for head, i_tile, kept in paper_blocks(method, q, cache, index.rows, heads, scale):
         num_blocks = index.num_causal_blocks(index.rows.tile_list[i_tile])
@@ -50,19 +41,7 @@ def select_sale(
 def paper_blocks(
     method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Compute M_bs of Algorithm 1 for every (head, tile).
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        rows: The rows of a step.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        (head, tile, bool [1 or 2 blocks of 64 queries, causal blocks of 32 keys]).
-    """
+    """Compute M_bs of Algorithm 1 for every (head, tile)."""
     group = q.shape[1] // cache.num_kv_heads
     for row, queries, keys in rows_of(q, cache, rows):
         key_mean = keys.mean(0)  # [num_kv_heads, head_dim]
@@ -89,16 +68,7 @@ def paper_blocks(
 
 
 def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Flag the channels of the estimate: all, or those that affect scores most.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        keys: [n, num_kv_heads, head_dim], less their mean.
-        queries: [m, num_heads, head_dim], less their mean.
-
-    Returns:
-        bool [num_kv_heads, head_dim].
-    """
+    """Flag the channels of the estimate: all, or those that affect scores most."""
     num_kv_heads, head_dim = keys.shape[1:]
     of_queries = queries.square().mean(0).view(num_kv_heads, -1, head_dim).sum(1)
     order = (keys.square().mean(0) * of_queries).argsort(dim=1, descending=True, stable=True)
@@ -111,15 +81,6 @@ def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) ->
     """Flag the blocks of Algorithm 1, lines 9 and 12.
 
     These are sink and local blocks, and blocks between them in which an element passed.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        passed: bool [query blocks, key blocks].
-        starts: Position at which each query block's local region begins.
-        tile: The tile.
-
-    Returns:
-        bool, of ``passed``'s shape.
     """
     num_blocks = tile.last_position // KEY_BLOCK + 1
     kept = torch.zeros(len(starts), num_blocks, dtype=torch.bool, device=passed.device)
@@ -133,14 +94,7 @@ def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) ->
 
 
 def last_positions(tile: Tile) -> list[int]:
-    """Return the position of the last query of each 64-query block of a tile.
-
-    Args:
-        tile: The tile.
-
-    Returns:
-        One or two positions.
-    """
+    """Return the position of the last query of each 64-query block of a tile."""
     return [
         tile.position + min(first + QUERY_BLOCK, tile.length_tokens) - 1
         for first in range(0, tile.length_tokens, QUERY_BLOCK)
@@ -152,13 +106,6 @@ def local_start(method: "Sale", last_position: int) -> int:
 
     Between sink and local region lie whole segments of four 32-key blocks. The remaining blocks at the row's end join
     the local region (appendix C), which therefore has 128 to 224 tokens if the last block counts as a full block.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        last_position: Position of the block's last query.
-
-    Returns:
-        A position.
     """
     end = (last_position // KEY_BLOCK + 1) * KEY_BLOCK
     between = end - method.sink_tokens - method.local_tokens
@@ -166,18 +113,7 @@ def local_start(method: "Sale", last_position: int) -> int:
 
 
 def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
-    """Compute (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, corrected).
-
-    Args:
-        method: The method of the heads, possibly merged.
-        b_q: [queries, head_dim].
-        keys: [seq_len, head_dim].
-        tile: The tile.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        [queries].
-    """
+    """Compute (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, corrected)."""
     starts = [local_start(method, last) for last in last_positions(tile)]
     b_start = torch.tensor(starts, device=b_q.device).repeat_interleave(QUERY_BLOCK)[: len(b_q)]
     o_m = torch.arange(tile.position, tile.last_position + 1, device=b_q.device)
@@ -191,26 +127,12 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
 
 
 def round_queries(x: torch.Tensor) -> torch.Tensor:
-    """Round queries to 4 bits, each with its own scale.
-
-    Args:
-        x: [n, head_dim].
-
-    Returns:
-        [n, head_dim], the represented numbers.
-    """
+    """Round queries to 4 bits, each with its own scale."""
     return _round(x, x.abs().amax(-1, keepdim=True))
 
 
 def round_keys(x: torch.Tensor) -> torch.Tensor:
-    """Round keys to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale.
-
-    Args:
-        x: [n, num_kv_heads, head_dim].
-
-    Returns:
-        [n, num_kv_heads, head_dim], the represented numbers.
-    """
+    """Round keys to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale."""
     n, num_kv_heads, head_dim = x.shape
     groups = pad(x, (0, 0, 0, 0, 0, -n % KEY_BLOCK)).view(-1, 4, 4, 2, num_kv_heads, head_dim)
     return _round(groups, groups.abs().amax((1, 3, 5), keepdim=True)).reshape(-1, num_kv_heads, head_dim)[:n]

@@ -104,18 +104,7 @@ class RoundedKeys(NamedTuple):
 def allocate_keys(
     num_selected: int, num_kv_heads: int, num_keys: int, integers: IntegerFormat, workspace: Workspace
 ) -> RoundedKeys:
-    """Allocate the rounded keys of a slab.
-
-    Args:
-        num_selected: Number of query heads to select.
-        num_kv_heads: Number of kv heads.
-        num_keys: Keys of the slab, a multiple of 128.
-        integers: Channels and dtype.
-        workspace: Memory of temporary tensors.
-
-    Returns:
-        Undefined keys, in the workspace.
-    """
+    """Allocate the rounded keys of a slab."""
     return RoundedKeys(
         integers=workspace.empty(num_kv_heads, num_keys, integers.kept_d, dtype=integers.dtype),
         scales=workspace.empty(num_kv_heads, num_keys // 8),
@@ -128,15 +117,7 @@ def allocate_keys(
 
 
 def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeySlab, rounded: RoundedKeys) -> None:
-    """Fill ``rounded`` with the keys of a slab's rows, in whole steps; keys past a row's end count as zeros.
-
-    Args:
-        inputs: Cache and rows of the step.
-        means: Means of all rows.
-        selected: The heads whose biases are written.
-        slab: The slab, whose rows are rounded.
-        rounded: From ``allocate_keys`` for ``slab.num_keys`` keys; written.
-    """
+    """Fill ``rounded`` with the keys of a slab's rows, in whole steps; keys past a row's end count as zeros."""
     cache, rows, group = inputs.cache, inputs.rows, inputs.group
     shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
     num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
@@ -152,19 +133,7 @@ def round_queries(
     inputs: LayerInputs, means: Means, selected: Selected, regions: Regions, integers: IntegerFormat,
     workspace: Workspace,
 ) -> RoundedQueries:  # fmt: skip
-    """Round the queries of all rows to 4 bits, and compute every query's threshold.
-
-    Args:
-        inputs: Queries, cache and rows of the step.
-        means: Means of the same rows.
-        selected: The selected heads.
-        regions: Sink and local region of every query block; the threshold is relative to their keys.
-        integers: Channels and dtype.
-        workspace: Memory of temporary tensors.
-
-    Returns:
-        Rounded queries, in the workspace.
-    """
+    """Round the queries of all rows to 4 bits, and compute every query's threshold."""
     q, cache, rows, scale = inputs
     count, num_queries = selected.num_selected, rows.num_tiles * TILE_TOKENS
     rounded = RoundedQueries(
@@ -194,20 +163,10 @@ def _round_keys_kernel(
     Grid: (keys of the longest row / BLOCK_N, kv heads, rows of the slab). Bound by memory: it reads each key once.
 
     Args:
-        keys: KeyArgs.
-        rounded: RoundedKeys; written.
-        means: Means.
         heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
-        num_selected: Number of heads to select.
         seq_lens: [num_rows] int32, each row's keys.
-        first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
-        SHAPE: RoundShape.
-        GROUP_2: GROUP rounded up to a power of two.
-        HEADS: n rounded up to a power of two.
-        BLOCK_N: Keys of a program.
-        STEP: Keys of a step, to a multiple of which rows are padded.
     """
     i_kv = tl.program_id(1)
     i_row = first_row + tl.program_id(2)
@@ -284,16 +243,7 @@ def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.con
 
 @triton.jit
 def local_start(end, sink_tokens, local_tokens):
-    """Return the start of the local region of a 64-query block.
-
-    Args:
-        end: Position after the block's last query.
-        sink_tokens: Keys at the beginning of the sequence that are always kept.
-        local_tokens: Minimum number of keys before a query block's end that are always kept.
-
-    Returns:
-        The position from which on all keys are kept.
-    """
+    """Return the start of the local region of a 64-query block."""
     between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
     return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)
 
@@ -308,20 +258,9 @@ def _round_queries_kernel(
     Grid: (query blocks of 64, n). Bound by the matrix units, which multiply queries with keys of sink and local region.
 
     Args:
-        queries: QueryArgs.
-        keys: KeyArgs.
-        rounded: RoundedQueries; written.
-        means: Means.
         heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        regions: Regions.
-        scale: Factor from q·k to scores, usually 1/√head_dim.
-        SHAPE: RoundShape.
-        KV_HEADS: Number of kv heads.
-        TILE: Queries of a tile.
-        BLOCK_N: Keys of a step.
-        PRECISION: ``input_precision`` of ``tl.dot`` for float32.
     """
     i_selected = tl.program_id(1)
     log_tau = tl.load(log_taus + i_selected)

@@ -91,41 +91,18 @@ class Work(NamedTuple):
 
 
 def marks_bytes(num_selected: int, reach: int) -> int:
-    """Return the memory of one tile's marks: a byte for each span, 1 if ``half_kernel`` leaves the span untested.
-
-    Args:
-        num_selected: Number of query heads to select.
-        reach: Keys in the longest causal reach of the tiles.
-
-    Returns:
-        Bytes.
-    """
+    """Return the memory of one tile's marks: a byte for each span, 1 if ``half_kernel`` leaves the span untested."""
     return num_selected * ceil_div(reach, SPAN_TOKENS)
 
 
 def _test_stages(kept_d: int, limit_bytes: int) -> int:
-    """Return the pipeline stages of ``_test_kernel``'s loop over keys.
-
-    Args:
-        kept_d: Channels that are multiplied, in 8 bits.
-        limit_bytes: Shared memory of a program, including its queries.
-
-    Returns:
-        4 for three buffered steps of 64 keys with their biases and scales; 3 or 2 if the GPU has room for fewer.
-    """
+    """Return the pipeline stages of ``_test_kernel``'s loop over keys."""
     query_bytes, step_bytes = TEST_TILES * TILE_TOKENS * kept_d, 64 * (kept_d + 4) + 32
     return max(2, min(4, 1 + (limit_bytes - query_bytes) // step_bytes))
 
 
 def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
-    """Set flags to 1 for sink, local region and all blocks of heads that keep everything, and to 0 for the others.
-
-    Args:
-        kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        index: The index, whose layout of lists is used.
-        selected: The selected heads.
-        regions: Sink and local region of every query block.
-    """
+    """Set flags to 1 for sink, local region and all blocks of heads that keep everything, and to 0 for the others."""
     _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
         kept, index.args, selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
     )
@@ -135,18 +112,7 @@ def flag_blocks(
     queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
     regions: Regions, run: slabs.Run, in_half: bool,
 ) -> None:  # fmt: skip
-    """Set the flags of the blocks in which an element passes, for a run of a slab's tiles.
-
-    Args:
-        queries: Rounded queries of all tiles.
-        keys: Rounded keys of the slab.
-        kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        index: The index, whose layout of lists is used, for all rows.
-        selected: The selected heads.
-        regions: Sink and local region of every query block.
-        run: The tiles.
-        in_half: Whether to compare in half precision, by ``hopper.py``, if that is exact.
-    """
+    """Set the flags of the blocks in which an element passes, for a run of a slab's tiles."""
     num_sets, num_spans, num_heads = len(run.tile_sets), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
     args = (*selected[:2], kept, index.args, run.tile_sets, *regions)
     group = index.num_heads // keys.integers.shape[0]
@@ -175,15 +141,7 @@ def flag_blocks(
 
 
 def half_refusal(spec: SelectSpec) -> str | None:
-    """Check whether ``hopper.half_kernel`` can compare the scores of a layer in half precision.
-
-    Args:
-        spec: Properties of the layer.
-
-    Returns:
-        Why the kernel cannot run it, as the end of a sentence; None on Hopper, which adds e4m3 products without loss if
-        the sums fit.
-    """
+    """Check whether ``hopper.half_kernel`` can compare the scores of a layer in half precision."""
     return gluon_refusal(spec.capability, MISSING_GLUON)
 
 
@@ -209,12 +167,7 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
 
     Args:
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        index: IndexArgs.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
-        sink_tokens: Keys at the beginning of the sequence that are always kept.
-        local_tokens: Minimum number of keys before a query that are always kept.
-        INDEX_N: Keys of an index block.
-        CHUNK: Blocks of a step.
     """
     i_tile, i_selected = tl.program_id(0), tl.program_id(1)
     begin, end = _tested_blocks(index.tiles, i_tile, sink_tokens, local_tokens, INDEX_N)
@@ -238,19 +191,11 @@ def _test_kernel(
     products.
 
     Args:
-        queries: RoundedQueries.
-        keys: RoundedKeys.
         heads: [n] int32 on the device, numbers of the selected query heads.
         log_taus: [n] float32, ln τ; −∞ for heads that keep everything.
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        index: IndexArgs.
         tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, where the row's keys begin in the slab.
-        sink_tokens: Keys at the beginning of the sequence that are always kept.
-        local_tokens: Minimum number of keys before a query that are always kept.
         untested: [n, tile sets, spans] uint8, 1 for spans that ``half_kernel`` has not tested.
-        num_spans: Spans of the furthest tile.
-        SHAPE: ScoreShape.
-        MARKED: Whether to test only the untested spans.
     """
     args = ScoreArgs(queries, keys, heads, log_taus, kept, index, tile_sets, sink_tokens, local_tokens)
     if MARKED:

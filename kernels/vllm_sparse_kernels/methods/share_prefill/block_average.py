@@ -35,14 +35,7 @@ class Spans(NamedTuple):
 
     @staticmethod
     def of(index: SparseIndex) -> "Spans":
-        """Return the spans of an index's rows, copied to the device.
-
-        Args:
-            index: The index, whose rows and block size are used.
-
-        Returns:
-            Spans.
-        """
+        """Return the spans of an index's rows, copied to the device."""
         rows, block_tokens = index.rows, index.block_tokens
         blocks = [ceil_div(seq_len, block_tokens) for seq_len in rows.seq_lens]
         lasts, block_starts = [], [0]
@@ -83,16 +76,7 @@ class TileShape(NamedTuple):
 
 
 def _map_stages(head_dim: int, limit_bytes: int) -> int:
-    """Return the pipeline stages of the loop over mean keys.
-
-    Args:
-        head_dim: Elements of a mean key, which are float32.
-        limit_bytes: Shared memory of a program.
-
-    Returns:
-        3 for two buffers of mean keys; 2 for one buffer if two do not fit or head_dim exceeds 128; 1 for loads without
-        a buffer if even one does not fit.
-    """
+    """Return the pipeline stages of the loop over mean keys."""
     block_d = triton.next_power_of_2(head_dim)
     one_buffer = MEANS_AT_ONCE.value * block_d * 4
     if one_buffer + 1024 > limit_bytes:
@@ -149,12 +133,7 @@ class BlockAverages:
         )  # fmt: skip
 
     def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the estimates of all heads.
-
-        Returns:
-            float32 tensors: the estimate â of each head's last queries, [heads, key blocks of all rows], and d_sparse,
-            its sqrt(JSD) to the uniform distribution, [heads, num_rows].
-        """
+        """Compute the estimates of all heads."""
         num_heads, num_rows = len(self.heads), self.index.rows.num_rows
         out = self.index.workspace.empty(num_heads, self.spans.num_blocks)
         sparsity = self.index.workspace.empty(num_heads, num_rows)
@@ -184,18 +163,12 @@ def _last_queries_kernel(
     Grid: (heads, rows). Bound by latency: one tile of queries with its diagonal blocks.
 
     Args:
-        queries: ScaledQueries.
-        keys: KeyArgs.
         heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
-        num_selected: Number of heads to select.
         last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: Blocks of all rows.
         mean_queries: [heads, num_rows, HEAD_DIM] float32; written.
         scores: [heads, num_blocks] float32, of diagonal blocks; written.
-        SHAPE: TileShape.
-        SELECTED: n rounded up to a power of two.
     """
     i_head, i_row = tl.program_id(0), tl.program_id(1)
     if not _is_clustered(i_head, heads, clusters, num_selected, 1, SELECTED):
@@ -220,20 +193,13 @@ def _mean_keys_kernel(
     Grid: (kv heads, blocks of the longest row, rows). Bound by memory: it reads each key once.
 
     Args:
-        keys: KeyArgs.
         heads: [n] int32 on the device, numbers of the selected query heads.
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
-        num_selected: Number n of heads to select.
         last_tiles: [num_rows, 4] int32, each row's last queries as a tile.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: Blocks of all rows.
         mean_queries: [heads, num_rows, HEAD_DIM] float32.
-        num_rows: Rows of the step.
         mean_keys: [kv heads, num_blocks, HEAD_DIM] float32; written.
         scores: [heads, num_blocks] float32, of blocks before the diagonal; written.
-        SHAPE: TileShape.
-        MEMBERS: GROUP rounded up to a power of two.
-        SELECTED: n rounded up to a power of two.
     """
     # Programs of neighbouring kv heads run together: in vLLM's usual layout, the kv heads of a token are adjacent.
     i_kv, i_row = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -276,10 +242,8 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
         clusters: [n] int32, each head's cluster in the layer; below 0: none.
         scores: [heads, num_blocks] float32.
         block_starts: [num_rows + 1] int64, a row's first block among those of all rows.
-        num_blocks: Blocks of all rows.
         out: [n, num_blocks] float32, â; written.
         sparsity: [n, num_rows] float32, sqrt(JSD) to the uniform distribution; written.
-        CHUNK: Blocks of a step.
     """
     i, i_row, num_rows = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if tl.load(clusters + i) < 0:
@@ -300,16 +264,7 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
 
 @triton.jit
 def softmax_sums(scores, count, CHUNK: tl.constexpr):
-    """Compute the maximum and the sum of a softmax.
-
-    Args:
-        scores: Pointer to [count] float32.
-        count: Number of scores.
-        CHUNK: Scores of a step.
-
-    Returns:
-        (largest score, sum of exp(score − largest)).
-    """
+    """Compute the maximum and the sum of a softmax."""
     peak, total = float("-inf"), 0.0
     for first in range(0, count, CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -322,15 +277,7 @@ def softmax_sums(scores, count, CHUNK: tl.constexpr):
 
 @triton.jit
 def divergence(b_a, b_b):
-    """Compute the terms of JSD(a‖b) in natural logarithms; 0 · log 0 is 0.
-
-    Args:
-        b_a: Shares.
-        b_b: Shares.
-
-    Returns:
-        float32 of the same shape.
-    """
+    """Compute the terms of JSD(a‖b) in natural logarithms; 0 · log 0 is 0."""
     b_m = (b_a + b_b) * 0.5
     b_from_a = tl.where(b_a > 0, b_a * tl.log(b_a / b_m), 0.0)
     b_from_b = tl.where(b_b > 0, b_b * tl.log(b_b / b_m), 0.0)
@@ -345,20 +292,7 @@ def _load_chunk(keys, i_row, i_kv, start, end, SHAPE):
 
 @triton.jit
 def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
-    """Average the queries of a tile, and its scores with its diagonal blocks.
-
-    Args:
-        queries: ScaledQueries.
-        keys: KeyArgs.
-        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        i_tile: Number of the tile.
-        i_head: Number of the query head.
-        out: Pointer to scores by block; those of diagonal blocks are written.
-        SHAPE: TileShape.
-
-    Returns:
-        The scaled mean query [BLOCK_D] float32.
-    """
+    """Average the queries of a tile, and its scores with its diagonal blocks."""
     i_row, token, length, first = load_tile(tiles, i_tile)
     diagonal, num_causal = tile_blocks(tiles, i_tile, SHAPE.BLOCK_N)
     i_kv, o_m = i_head // SHAPE.GROUP, tl.arange(0, SHAPE.BLOCK_M)

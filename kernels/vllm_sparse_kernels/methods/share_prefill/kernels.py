@@ -98,21 +98,9 @@ def decide_kernel(
     Grid: (clusters · tiles + n · rows). Bound by the time of the few maps, each of which reads the mean keys once.
 
     Args:
-        args: ShareArgs.
         stride: Elements between two rows of ``args.estimates``.
         stride_last: Elements between two rows of ``args.last_rows``.
-        num_heads: Number n of heads to select.
-        num_rows: Rows of the step.
-        thresholds: SharingThresholds.
-        queries: ScaledQueries.
-        keys: KeyArgs.
-        index: IndexArgs.
-        num_map_programs: Programs that make maps.
-        num_blocks: Blocks of all rows.
         stride_map: Elements between two rows of ``args.maps``.
-        num_tiles: Tiles of the step.
-        HEADS: n rounded up to a power of two.
-        SHAPE: TileShape.
     """
     i = tl.program_id(0)
     if i >= num_map_programs:
@@ -226,12 +214,7 @@ def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr,
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
 
     Args:
-        args: ShareArgs.
         stride_map: Elements between two rows of ``args.maps``.
-        num_rows: Rows of the step.
-        index: IndexArgs.
-        BLOCK_N: Keys of an index block.
-        HEADS: n rounded up to a power of two.
     """
     i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
     i_row, _, _, _ = load_tile(index.tiles, i_tile)
@@ -260,17 +243,10 @@ def apply_patterns_kernel(
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
 
     Args:
-        args: ShareArgs.
         stride_map: Elements between two rows of ``args.maps``.
-        num_rows: Rows of the step.
         stride_estimate: Elements between two rows of ``args.estimates``.
         stride_last: Elements between two rows of ``args.last_rows``.
         rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
-        index: IndexArgs; lists and counts are written.
-        num_tiles: Tiles of the step.
-        BLOCK_N: Keys of an index block.
-        ROW_FIELDS: Columns of the rows' table.
-        HEADS: n rounded up to a power of two.
     """
     i_tile = tl.program_id(0)
     i_row, _, length, first_query = load_tile(index.tiles, i_tile)

@@ -140,9 +140,6 @@ class SharePrefill(PerHead):
 
         Args:
             methods: The method of each head.
-
-        Returns:
-            A method whose ``settings`` are the methods of the heads.
         """
         merged = replace(super().merged(methods))
         object.__setattr__(merged, "settings", tuple(methods))
@@ -162,9 +159,6 @@ class SharePrefill(PerHead):
 
         Args:
             methods: The method of each head.
-
-        Returns:
-            Why they could share nothing; None if they can share.
         """
         members = Counter(m.sharing for m in methods if m.shares([m]))
         if any(count > 1 for count in members.values()):
@@ -180,9 +174,6 @@ class SharePrefill(PerHead):
 
         Args:
             methods: The method of each head.
-
-        Returns:
-            Fields by name.
         """
         fields = {name: value for name, value in methods[0].group_key.shown_fields.items() if name != "cluster"}
         heads = [head for m in methods for head in m.settings or (m,)]
@@ -202,9 +193,6 @@ class SharePrefill(PerHead):
 
         Args:
             rows: The rows of a step.
-
-        Returns:
-            Offsets of the tiles' lists.
         """
         return self.fallback.stripe_layout(rows)
 
@@ -228,9 +216,6 @@ class SharePrefill(PerHead):
 
         Args:
             heads: The method of each head.
-
-        Returns:
-            True if thresholds are above 0 and a head is in a cluster.
         """
         return self.max_sparsity > 0 and self.max_distance > 0 and any(head.cluster != NOISE for head in heads)
 
@@ -243,9 +228,6 @@ class SharePrefill(PerHead):
             rows: The rows of a step.
             kind: Name of the state.
             make: Creates the value.
-
-        Returns:
-            The state.
         """
         key = (kind, self.group_key)
         if key not in rows.state:
@@ -257,9 +239,6 @@ class SharePrefill(PerHead):
 
         Args:
             head_dim: Elements of a head's query or key.
-
-        Returns:
-            Bytes.
         """
         return least_shared_bytes(self.last_queries, head_dim)
 
@@ -308,18 +287,7 @@ class Pivots:
         self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
 
     def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
-        """Return the slots of clusters, and make room for new clusters. The host does not read from the device.
-
-        Args:
-            clusters: The layer's clusters, ascending.
-            index: The layer's index.
-
-        Returns:
-            A slot for each cluster.
-
-        Raises:
-            ValueError: The index and the indices of earlier layers differ in size.
-        """
+        """Return the slots of clusters, and make room for new clusters. The host does not read from the device."""
         actual, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
         require(actual == expected, "index", actual, f"the capacity and block size of the layers before: {expected}")
         for cluster in clusters:

@@ -30,16 +30,7 @@ class Pivot(NamedTuple):
 def select_share_prefill(
     method: "SharePrefill", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``SharePrefill.select`` does with kernels.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads`` in plain torch, as ``SharePrefill.select`` does with kernels."""
     select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
     if not method.shares(method.of_heads(len(heads))):
         return
@@ -58,30 +49,14 @@ def select_share_prefill(
 
 
 def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: int) -> None:
-    """Write the lists of one row and head.
-
-    Args:
-        kept: Each tile's flags [blocks].
-        index: The index, whose lists of ``heads`` are overwritten.
-        row: Number of the row.
-        head: Number of the query head.
-    """
+    """Write the lists of one row and head."""
     for i_tile, tile_kept in enumerate(kept, index.rows.tile_starts[row]):
         index.set_blocks(head, i_tile, tile_kept)
         index.stripe_counts[head, i_tile] = 0
 
 
 def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | None) -> str:
-    """Decide the pattern of a head: Algorithm 3, and the first lines of Algorithm 4.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        last_row: The head's estimate â.
-        pivot: Its cluster's pivot, or None.
-
-    Returns:
-        "dense" (no pivot yet), "shared" or "vertical_slash".
-    """
+    """Decide the pattern of a head: Algorithm 3, and the first lines of Algorithm 4."""
     uniform = torch.full_like(last_row, 1 / len(last_row))
     if method.cluster == NOISE or js_distance(last_row, uniform) >= method.max_sparsity:
         return "vertical_slash"
@@ -91,44 +66,19 @@ def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | Non
 
 
 def js_distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Compute sqrt(JSD(a‖b)) in natural logarithms.
-
-    Args:
-        a: Shares.
-        b: Shares.
-
-    Returns:
-        0 to √ln 2.
-    """
+    """Compute sqrt(JSD(a‖b)) in natural logarithms."""
     mean = (a + b) / 2
     divergence = (relative_entropy(a, mean) + relative_entropy(b, mean)) / 2
     return float(divergence.clamp(min=0).sqrt())
 
 
 def relative_entropy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Compute KL(a‖b) in natural logarithms; 0 · log 0 is 0.
-
-    Args:
-        a: Shares.
-        b: Shares.
-
-    Returns:
-        The sum over all elements, a scalar.
-    """
+    """Compute KL(a‖b) in natural logarithms; 0 · log 0 is 0."""
     return torch.where(a > 0, a * (a / b).log(), 0).sum()
 
 
 def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) -> torch.Tensor:
-    """Compute pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block.
-
-    Args:
-        queries: [n, head_dim].
-        keys: [seq_len, head_dim], scaled.
-        block_tokens: Keys of an index block.
-
-    Returns:
-        [blocks].
-    """
+    """Compute pool(Q̂Kᵀ): scores of the last queries of ``keys``, averaged over the causal pairs of each block."""
     num_queries, num_keys = len(queries), len(keys)
     scores = (queries @ keys.T).tril_(num_keys - num_queries)
     seen_by = (num_keys - torch.arange(num_keys, device=keys.device)).clamp(max=num_queries)  # queries of each key
@@ -136,17 +86,7 @@ def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) 
 
 
 def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:
-    """Compute Ã, Algorithm 2's softmax of block averages.
-
-    Args:
-        queries: [query_len, head_dim].
-        keys: [seq_len, head_dim], scaled.
-        index: The index, whose tiles and block size are used.
-        row: Number of the row.
-
-    Returns:
-        [blocks] for each tile.
-    """
+    """Compute Ã, Algorithm 2's softmax of block averages."""
     return [
         block_average(b_q, keys[: index.rows.tile_list[i_tile].last_position + 1], index.block_tokens).softmax(-1)
         for b_q, i_tile in zip(queries.split(TILE_TOKENS), index.rows.tiles_of(row), strict=True)
@@ -154,13 +94,5 @@ def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIn
 
 
 def pivotal_pattern(weights: list[torch.Tensor], gamma: float) -> list[torch.Tensor]:
-    """Flag the fewest blocks that hold γ of the whole map (Algorithm 2).
-
-    Args:
-        weights: The map's rows.
-        gamma: γ, in (0, 1].
-
-    Returns:
-        [blocks] bool for each tile.
-    """
+    """Flag the fewest blocks that hold γ of the whole map (Algorithm 2)."""
     return list(fewest_with_mass(torch.cat(weights), gamma).split([len(w) for w in weights]))

@@ -186,15 +186,7 @@ class HeadLimits(NamedTuple):
 
 
 def top_shares(settings: Sequence[SpargeAttn], device: torch.device) -> torch.Tensor | None:
-    """Return ``top_share`` of each head on the device, or None if every head has the cumulative cut.
-
-    Args:
-        settings: The method of each head.
-        device: Device of the result.
-
-    Returns:
-        [n] float32, CUMULATIVE for heads without ``top_share``. With None, the kernel counts nothing.
-    """
+    """Return ``top_share`` of each head on the device, or None if every head has the cumulative cut."""
     shares = tuple(head.top_share or CUMULATIVE for head in settings)
     return None if set(shares) == {CUMULATIVE} else on_device(shares, device)
 
@@ -203,17 +195,7 @@ def keep_top_blocks(
     scores: torch.Tensor, similarity: torch.Tensor | None, index: SparseIndex, first_tile: int, heads: torch.Tensor,
     limits: HeadLimits, keep_sink: bool,
 ) -> None:  # fmt: skip
-    """Write the lists of all tiles after and including ``first_tile``, given S^ in base 2. Overwrites ``scores``.
-
-    Args:
-        scores: [n, tiles, a multiple of 64] float32.
-        similarity: [n, num_tiles] float32, of all tiles.
-        index: The index, whose lists of ``heads`` are overwritten.
-        first_tile: First tile of the run.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        limits: Parameters of these heads.
-        keep_sink: Whether the first block is kept regardless of its score.
-    """
+    """Write the lists of all tiles after and including ``first_tile``, given S^ in base 2. Overwrites ``scores``."""
     num_heads, num_tiles, width = scores.shape
     _keep_top_blocks_kernel[(num_tiles, num_heads)](
         scores, width // ALIGNED.value, similarity, heads, index.args, row_blocks(index.rows), index.rows.num_tiles,
@@ -241,19 +223,9 @@ def _keep_top_blocks_kernel(
     Grid: (tiles of the run, n). Bound by latency: 30 halvings over ranks in registers.
 
     Args:
-        scores: The scores described above; overwritten.
-        width: Columns of ``scores``, in units of 64.
         similarity: [n, num_tiles] float32.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        index: IndexArgs; lists and counts are written.
         row_blocks: [num_rows, 3] int32, each row's keys in the first column.
-        num_tiles: Tiles of the step.
-        first_tile: First tile of the run.
-        limits: HeadLimits.
-        num_sink: 1: the first block is kept; 0: it is not.
-        BLOCK: Keys of a block.
-        HALVES: Blocks of 64 keys in an index block.
-        CHUNK: Ranks that stay in registers.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)

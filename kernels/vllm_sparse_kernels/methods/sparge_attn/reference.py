@@ -17,16 +17,7 @@ from vllm_sparse_kernels.rows import TILE_TOKENS
 def select_sparge_attn(
     method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``SpargeAttn.select`` does with kernels.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads`` in plain torch, as ``SpargeAttn.select`` does with kernels."""
     settings = method.of_heads(len(heads))
     for setting in dict.fromkeys(settings):
         _select_alike(
@@ -50,17 +41,7 @@ def _select_alike(
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute M of one row, in the precision of its input.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        queries: [query_len, heads, head_dim], at the row's last positions.
-        keys: [seq_len, heads, head_dim].
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        bool [heads, tiles, key blocks].
-    """
+    """Compute M of one row, in the precision of its input."""
     scores, always, causal = compressed_scores(method, queries, keys, scale)
     if method.keeps_all:
         return causal.expand_as(scores)
@@ -74,18 +55,7 @@ def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale
 def compressed_scores(
     method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the compressed scores of one row.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        queries: [query_len, heads, head_dim].
-        keys: [seq_len, heads, head_dim].
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        S^ [heads, tiles, key blocks], −∞ where a block is dissimilar or in the future; the blocks that are kept
-        regardless of S^ (bool, same shape); and the causal mask (bool [tiles, key blocks]).
-    """
+    """Compute the compressed scores of one row."""
     query_len, seq_len = len(queries), len(keys)
     if method.smooth_keys:
         keys = keys - keys.mean(0)
@@ -102,14 +72,7 @@ def compressed_scores(
 
 
 def softmax_of(scores: torch.Tensor) -> torch.Tensor:
-    """Compute P^. A tile without similar blocks has no softmax and keeps all blocks.
-
-    Args:
-        scores: S^ [..., key blocks].
-
-    Returns:
-        Of the same shape; 0 in rows without a score.
-    """
+    """Compute P^. A tile without similar blocks has no softmax and keeps all blocks."""
     return scores.softmax(-1).nan_to_num()
 
 
@@ -117,41 +80,18 @@ def num_top_blocks(top_share: float, num_blocks: int) -> int:
     """Return the number of blocks that ``top_share`` keeps.
 
     It is rounded as in the released code: down, in float32, but to at least 1.
-
-    Args:
-        top_share: The share, in (0, 1].
-        num_blocks: Key blocks of the row.
-
-    Returns:
-        A number of at least 1.
     """
     return max(1, int(torch.tensor(top_share, dtype=torch.float32) * num_blocks))
 
 
 def top_blocks(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Flag the ``count`` largest finite scores of each row; ties in order of index.
-
-    Args:
-        scores: S^ [..., key blocks].
-        count: Blocks to flag.
-
-    Returns:
-        bool of the same shape.
-    """
+    """Flag the ``count`` largest finite scores of each row; ties in order of index."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & (scores > -torch.inf)
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compress blocks of tokens to single tokens.
-
-    Args:
-        tokens: [length, heads, head_dim].
-        size: Tokens of a block.
-
-    Returns:
-        Mean [heads, blocks, head_dim] and CosSim [heads, blocks].
-    """
+    """Compress blocks of tokens to single tokens."""
     padded = F.pad(tokens, (0, 0, 0, 0, 0, -len(tokens) % size))
     blocks = padded.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
     counts = (len(tokens) - size * torch.arange(blocks.shape[1], device=tokens.device)).clamp(max=size)
@@ -160,15 +100,7 @@ def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def top_cdf(probabilities: torch.Tensor, kept_mass: float) -> torch.Tensor:
-    """Flag the fewest largest values of each row that reach ``kept_mass`` of its sum; ties in order of index.
-
-    Args:
-        probabilities: [..., n].
-        kept_mass: τ.
-
-    Returns:
-        bool of the same shape.
-    """
+    """Flag the fewest largest values of each row that reach ``kept_mass`` of its sum; ties in order of index."""
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     reached = ordered.cumsum(-1)
     before = F.pad(reached[..., :-1], (1, 0))

@@ -61,27 +61,12 @@ class BlockLists(NamedTuple):
 
 
 def mass_width(reach: int) -> int:
-    """Return the room for one tile's masses: one for each block of 32 keys, in whole steps of 16.
-
-    Args:
-        reach: Keys in the tile's causal reach.
-
-    Returns:
-        A multiple of 16.
-    """
+    """Return the room for one tile's masses: one for each block of 32 keys, in whole steps of 16."""
     return ceil_div(reach, 16 * KEY_BLOCK.value) * 16
 
 
 def mass_bytes(num_selected: int, reach: int) -> int:
-    """Return the memory of one tile's masses and marks.
-
-    Args:
-        num_selected: Number of query heads to select.
-        reach: Keys in the tile's causal reach.
-
-    Returns:
-        Bytes.
-    """
+    """Return the memory of one tile's masses and marks."""
     return (4 + 1) * num_selected * mass_width(reach)
 
 
@@ -92,15 +77,6 @@ def write_block_lists(
     """Write the lists of the tiles from ``first_tile`` on: the fewest blocks that hold the share ``kept_mass``.
 
     Heads whose ``kept_mass`` is at least 1 keep everything, and their masses are not read.
-
-    Args:
-        masses: [n, tiles, width] float32, of blocks of 32 keys.
-        index: The index; its lists and counts are written.
-        first_tile: First tile of ``masses``.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        shares: Shares that each head must keep.
-        sink_tokens: Keys at the beginning of the sequence that are always kept.
-        local_tokens: Minimum number of keys before a query that are always kept.
     """
     _launch_choice(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, None)
 
@@ -109,30 +85,12 @@ def mark_blocks(
     masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
     local_tokens: int, marks: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Mark the blocks that ``write_block_lists`` would list, and write no list.
-
-    Args:
-        masses: [n, tiles, width] float32, of blocks of 32 keys.
-        index: The index; only its rows are read.
-        first_tile: First tile of ``masses``.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        shares: Shares that each head must keep.
-        sink_tokens: Keys at the beginning of the sequence that are always kept.
-        local_tokens: Minimum number of keys before a query that are always kept.
-        marks: [n, tiles, width] uint8, contiguous; receives ``CHOSEN`` or 0 for each causal block of 32 keys.
-    """
+    """Mark the blocks that ``write_block_lists`` would list, and write no list."""
     _launch_choice(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, marks)
 
 
 def write_marked_lists(marks: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor) -> None:
-    """Write the lists of the tiles from ``first_tile`` on: all marked blocks, and the diagonal.
-
-    Args:
-        marks: [n, tiles, width] uint8, contiguous, of blocks of 32 keys; 0 for blocks that are not kept.
-        index: The index; its lists and counts are written.
-        first_tile: First tile of ``marks``.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-    """
+    """Write the lists of the tiles from ``first_tile`` on: all marked blocks, and the diagonal."""
     num_selected, num_tiles, _ = marks.shape
     _list_kernel[(num_tiles, num_selected)](
         marks, *marks.stride()[:2], heads, index.rows.tiles, index.rows.num_tiles, first_tile,
@@ -172,21 +130,11 @@ def _choose_kernel(
     mass decides.
 
     Args:
-        masses: The masses described above.
         stride_head: Elements between two heads of ``masses``.
         stride_tile: Elements between two tiles of ``masses``.
         heads: [n] int32 on the device, numbers of the selected query heads.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        num_tiles: Tiles of the step.
-        first_tile: First tile of the run.
-        shares: Shares.
-        sink: Keys at the beginning of the sequence that are always kept.
-        local: Minimum number of keys before a query that are always kept.
-        lists: BlockLists; written.
         stride_ids: Elements between two heads of ``lists.block_ids``.
-        marks: uint8, laid out as ``masses``, written instead of the list; None to write the list.
-        FINE_BLOCKS: Blocks of 32 keys in an index block.
-        CHUNK: Masses that stay in registers.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
@@ -253,11 +201,7 @@ def _list_kernel(
         stride_tile: Elements between two tiles of ``marks``.
         heads: [n] int32 on the device, numbers of the selected query heads.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        num_tiles: Tiles of the step.
-        first_tile: First tile of the run.
-        lists: BlockLists; written.
         stride_ids: Elements between two heads of ``lists.block_ids``.
-        FINE_BLOCKS: Blocks of 32 keys in an index block.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
@@ -299,20 +243,7 @@ def _find_threshold(b_first, tile_masses, begin, end, num_blocks, kept_mass, max
 
 @triton.jit
 def search_threshold(b_first, tile_masses, begin, end, target, max_blocks, CHUNK: tl.constexpr):
-    """Find the fewest masses of blocks [begin, end), heaviest first, that hold a sum.
-
-    Args:
-        b_first: [CHUNK] float32, absolute masses of the first CHUNK blocks, 0 outside of [begin, end).
-        tile_masses: Pointer to the masses of all blocks.
-        begin: First block.
-        end: End of the blocks.
-        target: The sum.
-        max_blocks: Maximum number of blocks.
-        CHUNK: Masses that stay in registers.
-
-    Returns:
-        (bits, number): masses above these bits are kept, and the first ``number`` of exactly these bits.
-    """
+    """Find the fewest masses of blocks [begin, end), heaviest first, that hold a sum."""
     # Bisection. The masses of at least ``low`` are enough: they reach the target, or there are at least ``max_blocks``.
     # Those of at least ``high`` are not enough.
     # If the other blocks hold the entire target, there is no search: no mass has bits above the bits of 2.

@@ -103,18 +103,7 @@ def add_for_floor(
     stored: StoredShares, marks: torch.Tensor, kept_mass: torch.Tensor, floors: torch.Tensor, tiles: torch.Tensor,
     first_tile: int, sink_tokens: int, local_tokens: int,
 ) -> None:  # fmt: skip
-    """Mark the blocks that are added by queries whose kept share is below their head's floor.
-
-    Args:
-        stored: Shares or scores of the run's tiles.
-        marks: [n, tiles, width] uint8, contiguous, from ``mark_blocks``; ``ADDED`` is written.
-        kept_mass: [n] float32; heads with at least 1 keep everything, and their shares are not read.
-        floors: [n] float32, in [0, 1).
-        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
-        first_tile: First tile of ``marks``.
-        sink_tokens: Keys at the beginning of the sequence that are always kept.
-        local_tokens: Minimum number of keys before a query that are always kept.
-    """
+    """Mark the blocks that are added by queries whose kept share is below their head's floor."""
     num_selected, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
     _floor_kernel[(num_tiles, num_selected, scratch.parts.shape[-1] // QUERIES.value)](
@@ -134,14 +123,6 @@ def count_kept_shares(
     A query keeps all blocks of its tile, including blocks that other queries have added. In each tile, the shares of
     one of ``share_counts.COUNT_EVERY`` heads are counted. Heads without a floor, and heads that keep everything, are
     left out.
-
-    Args:
-        stored: Shares or scores of the run's tiles.
-        marks: [n, tiles, width] uint8, contiguous, from ``add_for_floor``.
-        shares: The heads' shares.
-        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
-        first_tile: First tile of ``marks``.
-        counts: [num_rows, SHARE_FIELDS] int64; shares are added to it.
     """
     num_selected, num_tiles, width = marks.shape
     scratch, codes, span_tokens = stored
@@ -168,21 +149,9 @@ def _floor_kernel(
     heaviest blocks, one query after another.
 
     Args:
-        scratch: Scratch of the engine.
         codes: Stored shares or scores: [n, tiles, rounds, SCORED, 16] uint8, or [n, tiles, blocks, SCORED] float16.
         marks: [n, tiles, width] uint8; written.
-        width: Blocks of a tile in ``marks``, a multiple of 16.
-        shares: FloorShares.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        first_tile: First tile of the run.
-        sink: Keys at the beginning of the sequence that are always kept.
-        local: Minimum number of keys before a query that are always kept.
-        num_spans: Spans of ``scratch.parts``.
-        num_stored: Rounds or blocks of each head and tile in ``codes``.
-        SCORED: Scored queries of a whole tile.
-        STEP: Rounds or blocks that are summed at a time.
-        SPAN: Keys of a span.
-        CHUNK: Codes that stay in registers.
     """
     AS_BYTES: tl.constexpr = codes.dtype.element_ty == tl.uint8
     i_tile, i_selected, first_query = tl.program_id(0), tl.program_id(1), tl.program_id(2) * QUERIES
@@ -422,21 +391,8 @@ def _count_kernel(
     Grid: (tiles of the run, ⌈n / EVERY⌉, SCORED / QUERIES). Bound by memory: it reads the stored shares of all blocks.
 
     Args:
-        scratch: Scratch of the engine.
         marks: [n, tiles, width] uint8.
-        width: Blocks of a tile in ``marks``, a multiple of 16.
-        shares: FloorShares.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        first_tile: First tile of the run.
-        num_selected: n, the selected heads.
-        num_spans: Spans of ``scratch.parts``.
-        num_stored: Rounds of each head and tile in ``scratch.bytes``, or blocks in ``scratch.scores``.
-        histogram: Histogram; its counts are increased.
-        AS_BYTES: Whether the scratch has bytes, not scores.
-        SCORED: Scored queries of a whole tile.
-        STEP: Rounds or blocks that are summed at a time.
-        SPAN: Keys of a span.
-        EVERY: In each tile, one of this many heads is counted.
     """
     i_tile, first_query = tl.program_id(0), tl.program_id(2) * QUERIES
     i_row, _, length, position = load_tile(tiles, first_tile + i_tile)

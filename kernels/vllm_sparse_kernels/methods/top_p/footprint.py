@@ -14,18 +14,7 @@ from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 
 def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, storage: Storage, engines: Sequence[TileBytes]) -> int:
-    """Return an upper bound of the memory of selection. The bound never decreases as tiles or keys are added.
-
-    Args:
-        rows: The rows that are selected together.
-        shape: Sizes of the layer.
-        num_selected: Heads that are selected together.
-        storage: Sizes of rounded queries and keys. Elements of e4m3 count as two bytes: some cards store them in fp16.
-        engines: For each engine that may run, the function that returns the bytes of a tile.
-
-    Returns:
-        Bytes.
-    """
+    """Return an upper bound of the memory of selection. The bound never decreases as tiles or keys are added."""
     dim, kept_d = next_power_of_2(shape.head_dim), storage.kept_d
     queries = num_selected * rows.num_tiles * storage.num_scored * (2 * kept_d + 4)
     if storage.low_rank:

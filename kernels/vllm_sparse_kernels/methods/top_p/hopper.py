@@ -103,14 +103,7 @@ class Scratch(NamedTuple):
 
 @cache
 def tile_bytes(num_scored: int) -> slabs.TileBytes:
-    """Return the function that computes the memory of one tile's scratch and masses, always the same object.
-
-    Args:
-        num_scored: Queries of a whole tile that are scored.
-
-    Returns:
-        A function from the number of query heads to select and the keys in the tile's causal reach to bytes.
-    """
+    """Return the function that computes the memory of one tile's scratch and masses, always the same object."""
 
     def bytes_of_tile(num_selected: int, reach: int) -> int:
         rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
@@ -120,30 +113,12 @@ def tile_bytes(num_scored: int) -> slabs.TileBytes:
 
 
 def set_tiles(num_scored: int) -> int:
-    """Return the maximum number of tiles of a tile set, which one program scores.
-
-    Args:
-        num_scored: Queries of a whole tile that are scored.
-
-    Returns:
-        The tiles of two consumer groups.
-    """
+    """Return the maximum number of tiles of a tile set, which one program scores."""
     return 2 * TILES_OF_GROUP[num_scored]
 
 
 def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
-    """Allocate the scratch of a run.
-
-    Args:
-        num_selected: Number of query heads to select.
-        num_tiles: Tiles of the run.
-        num_scored: Queries of a whole tile that are scored.
-        reach: Keys in the longest causal reach of these tiles.
-        workspace: Memory of temporary tensors.
-
-    Returns:
-        Undefined tensors, in the workspace.
-    """
+    """Allocate the scratch of a run."""
     rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
         workspace.empty(num_selected, num_tiles, num_scored), workspace.empty(num_selected, num_tiles, num_scored),
@@ -153,14 +128,7 @@ def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: 
 
 
 def stored_shares(scratch: Scratch) -> StoredShares:
-    """Describe the shares that ``compute_masses`` leaves in the scratch, for the floor.
-
-    Args:
-        scratch: Scratch that ``allocate_scratch`` allocated for a run.
-
-    Returns:
-        A byte for each query and block.
-    """
+    """Describe the shares that ``compute_masses`` leaves in the scratch, for the floor."""
     return StoredShares(scratch, scratch.bytes.view(torch.uint8), SPAN_TOKENS)
 
 
@@ -170,14 +138,6 @@ def compute_masses(
     """Compute the masses of a run: see ``portable.compute_masses``.
 
     The mass of all of the tile's own keys is stored at the first of their blocks; their other blocks have 0.
-
-    Args:
-        rounded: Queries of all tiles and keys of the slab.
-        selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
-        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
-        run: The tiles to measure.
-        scratch: Scratch that ``allocate_scratch`` allocated for this run.
-        target: [num_selected, tiles of the run, width] float32; written.
     """
     heads, kept_mass, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
     num_selected, num_sets, kept_d = heads.shape[0], run.tile_sets.shape[0], rounded.keys.shape[2]
@@ -347,19 +307,9 @@ def _scores_kernel(
     Args:
         rounded: ``Rounded``: queries [num_selected, num_queries, KEPT_D] and keys [num_kv_heads, num_keys, KEPT_D],
             both e4m3, and the scales of their products.
-        bulk_queries: ``bulk_steps`` of the queries.
-        bulk_keys: ``bulk_steps`` of the keys.
         heads: [num_selected] int32.
         kept_mass: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not scored.
-        tiles: ``Rows.tiles``.
-        first_tile: The launch's first tile.
         tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
-        scratch: ``Scratch``: ``tops`` is read, ``parts`` and ``bytes`` are written.
-        num_tiles: Tiles of the launch.
-        num_spans: Spans of ``scratch.parts``.
-        num_rounds: Rounds of ``scratch.bytes``.
-        SCORED: Scored queries of a whole tile.
-        GROUP: Query heads of a kv head.
     """
     i_span, i_selected = gl.program_id(1), gl.program_id(2)
     tile_set = tile_sets + gl.program_id(0) * SET_FIELDS
@@ -515,18 +465,9 @@ def _masses_kernel(
 
     Args:
         kept_mass: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not written.
-        peak: Share of a single query from which its block's mass is stored negative.
-        tiles: ``Rows.tiles``.
-        first_tile: The launch's first tile.
-        scratch: ``Scratch``, all of it written by the previous launches.
-        num_tiles: Tiles of the launch.
-        num_spans: Spans of ``scratch.parts``.
-        num_rounds: Rounds of ``scratch.bytes``.
         target: [num_selected, num_tiles, width] float32.
         stride_head: Elements between two heads of ``target``.
         stride_tile: Elements between two tiles of ``target``.
-        SCORED: Scored queries of a whole tile.
-        ROUNDS: Rounds of one program.
     """
     i_run_tile = gl.program_id(1)
     i_selected = gl.num_programs(2) - 1 - gl.program_id(2)  # the bytes that were written last are still in the cache

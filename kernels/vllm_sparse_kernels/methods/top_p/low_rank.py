@@ -86,30 +86,13 @@ class SampleSums(NamedTuple):
 
 
 def rank_of(head_dim: int) -> int:
-    """Return r, the number of channels that ``low_rank`` multiplies.
-
-    Args:
-        head_dim: Elements of a head's query or key.
-
-    Returns:
-        A quarter of head_dim, rounded up to a power of two. For a head_dim of at most 64, all channels, because
-        fewer channels saved no time there, and reduced the accuracy of a trained model.
-    """
+    """Return r, the number of channels that ``low_rank`` multiplies."""
     block_d = padded_dim(head_dim)
     return block_d // 4 if block_d > 64 else block_d
 
 
 def sums_bytes(num_rows: int, num_kv_heads: int, block_d: int) -> int:
-    """Return the memory for the sums of rows that are processed together.
-
-    Args:
-        num_rows: Rows of the step.
-        num_kv_heads: Key-value heads.
-        block_d: head_dim, rounded up to a power of two.
-
-    Returns:
-        Bytes.
-    """
+    """Return the memory for the sums of rows that are processed together."""
     return _rows_at_once(num_rows, num_kv_heads, block_d) * _row_bytes(num_kv_heads, block_d)
 
 
@@ -125,17 +108,7 @@ def fill_maps(
     inputs: LayerInputs, means: torch.Tensor, maps: torch.Tensor, workspace: Workspace,
     variance_shares: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Compute the maps of each row and kv head, and the mean of its mapped keys.
-
-    Args:
-        inputs: Queries, cache and rows of the step.
-        means: [num_rows, num_kv_heads, rank] float32, of mapped keys; written.
-        maps: [num_rows, num_kv_heads, 2, BLOCK_D, rank] in the dtype in which vectors are multiplied: of queries, then
-            of keys; written.
-        workspace: Memory of temporary tensors.
-        variance_shares: [num_rows, SHARE_FIELDS] int64, to which the share of the score variance that the maps of each
-            row and kv head hold is added; None to leave it uncomputed.
-    """
+    """Compute the maps of each row and kv head, and the mean of its mapped keys."""
     q, cache, rows, _ = inputs
     num_kv_heads, block_d, rank = cache.num_kv_heads, maps.shape[3], maps.shape[4]
     width = min(block_d, COLUMNS.value)
@@ -171,12 +144,7 @@ def fill_maps(
 
 @triton.jit
 def sampling_period(seq_len, MOST_KEYS: tl.constexpr):
-    """Return the sampling period: every n-th group of keys belongs to the sample, where n is a power of two.
-
-    Args:
-        seq_len: Keys of the row.
-        MOST_KEYS: Maximum number of keys in the sample.
-    """
+    """Return the sampling period: every n-th group of keys belongs to the sample, where n is a power of two."""
     period = 1
     while period * MOST_KEYS < seq_len:
         period *= 2
@@ -201,19 +169,9 @@ def _products_kernel(
     by memory: it reads the sample once for each square.
 
     Args:
-        queries: QueryArgs.
-        keys: KeyArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         tile_starts: [num_rows + 1] int32, each row's first tile.
         seq_lens: [num_rows] int32, each row's keys.
-        first_row: First row of this launch.
-        sums: SampleSums; ``key_sums``, ``key_products`` and ``query_products`` are written.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        GROUP: Query heads of a kv head.
-        WIDTH: Rows and columns of a square.
-        MOST_KEYS: Maximum number of keys in the sample.
-        PARTS: Programs for one row's keys, and for its queries.
     """
     SIDE: tl.constexpr = BLOCK_D // WIDTH
     i_part, i_kv, i_launch_row = tl.program_id(0) % PARTS, tl.program_id(1) // (SIDE * SIDE), tl.program_id(2)
@@ -288,12 +246,6 @@ def _second_moments_kernel(
 
     Args:
         seq_lens: [num_rows] int32, each row's keys.
-        first_row: First row of this launch.
-        sums: SampleSums; ``moments`` and ``means`` are written. Moments of queries are not divided by the number of
-            queries, which would only scale them.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        MOST_KEYS: Maximum number of keys in the sample.
-        PARTS: Programs that added up a row's keys.
     """
     i_kv, takes_keys, i_launch_row = tl.program_id(1) // 2, tl.program_id(1) % 2, tl.program_id(2)
     num_kv_heads = tl.num_programs(1) // 2
@@ -332,16 +284,10 @@ def _maps_kernel(
     Grid: (kv heads, rows). Bound by latency: RANK dependent steps for each Cholesky factor.
 
     Args:
-        first_row: First row of this launch.
-        sums: SampleSums; ``moments`` and ``means`` are read, ``iterates`` is written.
         means: [num_rows, kv heads, RANK] float32, of mapped keys; written.
         maps: [num_rows, kv heads, 2, BLOCK_D, RANK]; written.
         edges: [NUM_EDGES] float32, ``share_counts.EDGES``; None without ``variance_shares``.
         variance_shares: [num_rows, SHARE_FIELDS] int64, to which the share of the score variance is added; or None.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        RANK: r.
-        ITERATIONS: Steps of the iteration.
     """
     i_kv, i_launch_row = tl.program_id(0), tl.program_id(1)
     num_kv_heads = tl.num_programs(0)

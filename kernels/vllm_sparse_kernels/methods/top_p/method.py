@@ -182,9 +182,6 @@ class TopP(PerHead):
 
         Args:
             share: p, in (0, 1].
-
-        Returns:
-            The method for one head or, of a merger, for all of its heads.
         """
         heads = self.settings or (self,)
         return self.merged([replace(head, kept_mass=share, most_share=1.0) for head in heads])
@@ -214,9 +211,6 @@ class TopP(PerHead):
 
         Args:
             head_dim: Elements of a head's query or key.
-
-        Returns:
-            A power of two.
         """
         if self.channels == "low_rank":
             return rank_of(head_dim)
@@ -227,9 +221,6 @@ class TopP(PerHead):
 
         Args:
             head_dim: Elements of a head's query or key.
-
-        Returns:
-            True if it does; False if it multiplies channels as they are.
         """
         return self.channels == "low_rank" and rank_of(head_dim) < padded_dim(head_dim)
 
@@ -239,9 +230,6 @@ class TopP(PerHead):
         Args:
             head_dim: Elements of a head's query or key.
             dtype: Type in which e4m3 numbers are stored.
-
-        Returns:
-            The storage of all heads.
         """
         return Storage(self.kept_channels(head_dim), self.is_low_rank(head_dim), self.num_scored, dtype)
 
@@ -258,9 +246,6 @@ class TopP(PerHead):
             shape: Sizes of the layer.
             num_selected: Number of heads that are selected together.
             stripe_capacity: Unused: the method keeps no stripes.
-
-        Returns:
-            Bytes.
         """
         tile_bytes = [kernels.tile_bytes(self.num_scored) for kernels in (hopper, portable) if kernels is not None]
         storage = self.storage(shape.head_dim, torch.float16)  # the wider of the two types
@@ -279,9 +264,6 @@ class TopP(PerHead):
 
         Args:
             head_dim: Elements of a head's query or key.
-
-        Returns:
-            Bytes of the kernels that round to ``channels``.
         """
         return rounding_bytes(padded_dim(head_dim), self.kept_channels(head_dim))
 
@@ -302,14 +284,7 @@ class TopP(PerHead):
 
 
 def hopper_refusal(spec: SelectSpec) -> str | None:
-    """Check whether the Hopper kernels can select for a layer.
-
-    Args:
-        spec: Properties of the layer.
-
-    Returns:
-        Why they cannot, as the end of a sentence; None if they can.
-    """
+    """Check whether the Hopper kernels can select for a layer."""
     reason = gluon_refusal(spec.capability, MISSING_GLUON)
     if reason is not None:
         return reason
@@ -323,16 +298,7 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
 def select_on_hopper(
     method: TopP, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` by the kernels of ``hopper``.
-
-    Args:
-        method: The merged method of the heads.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads`` by the kernels of ``hopper``."""
     assert hopper is not None
     _select(hopper, method, LayerInputs(q, cache, index.rows, scale), index, heads)
 
@@ -340,16 +306,7 @@ def select_on_hopper(
 def select_on_portable(
     method: TopP, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the lists of ``heads`` by the kernels of ``portable``.
-
-    Args:
-        method: The merged method of the heads.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the lists of ``heads`` by the kernels of ``portable``."""
     _select(portable, method, LayerInputs(q, cache, index.rows, scale), index, heads)
 
 
@@ -408,12 +365,5 @@ def _select_run(
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which e4m3 numbers are stored and multiplied.
-
-    Args:
-        device: Device of the tensors.
-
-    Returns:
-        A dtype.
-    """
+    """Return the dtype in which e4m3 numbers are stored and multiplied."""
     return torch.float8_e4m3fn if capability_of(device) >= (8, 9) else torch.float16

@@ -56,14 +56,7 @@ class Scratch(NamedTuple):
 
 @cache
 def tile_bytes(num_scored: int) -> slabs.TileBytes:
-    """Return the function that computes the memory of one tile's scratch and masses, always the same object.
-
-    Args:
-        num_scored: Queries of a whole tile that are scored.
-
-    Returns:
-        A function from the number of query heads to select and the keys in the tile's causal reach to bytes.
-    """
+    """Return the function that computes the memory of one tile's scratch and masses, always the same object."""
 
     def bytes_of_tile(num_selected: int, reach: int) -> int:
         scores, parts = 2 * blocks_of(reach), 2 * 4 * ceil_div(reach, SPAN_TOKENS)
@@ -73,42 +66,17 @@ def tile_bytes(num_scored: int) -> slabs.TileBytes:
 
 
 def set_tiles(num_scored: int) -> int:
-    """Return the maximum number of tiles of a tile set; each program scores one of them.
-
-    Args:
-        num_scored: Queries of a whole tile that are scored.
-
-    Returns:
-        As many as on Hopper, so that both engines cut runs alike.
-    """
+    """Return the maximum number of tiles of a tile set; each program scores one of them."""
     return 2 * TILES_OF_GROUP[num_scored]
 
 
 def blocks_of(reach: int) -> int:
-    """Return the number of a tile's blocks of 32 keys, in whole steps of 128 keys.
-
-    Args:
-        reach: Keys in the tile's causal reach.
-
-    Returns:
-        A multiple of 4.
-    """
+    """Return the number of a tile's blocks of 32 keys, in whole steps of 128 keys."""
     return ceil_div(reach, STEP.value) * STEP_BLOCKS.value
 
 
 def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
-    """Allocate the scratch of a run.
-
-    Args:
-        num_selected: Number of query heads to select.
-        num_tiles: Tiles of the run.
-        num_scored: Queries of a whole tile that are scored.
-        reach: Keys in the longest causal reach of these tiles.
-        workspace: Memory of temporary tensors.
-
-    Returns:
-        Undefined tensors, in the workspace.
-    """
+    """Allocate the scratch of a run."""
     blocks, spans = blocks_of(reach), ceil_div(reach, SPAN_TOKENS)
     return Scratch(
         workspace.empty(num_selected, num_tiles, blocks, num_scored, dtype=torch.float16),
@@ -117,31 +85,14 @@ def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: 
 
 
 def stored_shares(scratch: Scratch) -> StoredShares:
-    """Describe the scores that ``compute_masses`` leaves in the scratch, for the floor.
-
-    Args:
-        scratch: Scratch that ``allocate_scratch`` allocated for a run.
-
-    Returns:
-        Scores of each query and block, in half precision.
-    """
+    """Describe the scores that ``compute_masses`` leaves in the scratch, for the floor."""
     return StoredShares(scratch, scratch.scores, SPAN_TOKENS)
 
 
 def compute_masses(
     rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
 ) -> None:
-    """Compute, for each tile and block, the mean share of the tile's scored queries in the block.
-
-    Args:
-        rounded: Queries of all tiles and keys of the slab.
-        selected: The heads. Masses of heads whose ``kept_mass`` is at least 1 are not written.
-        tiles: [num_tiles, 4] int32, ``Rows.tiles`` of all tiles.
-        run: The tiles to measure.
-        scratch: Scratch that ``allocate_scratch`` allocated for this run.
-        target: [num_selected, tiles of the run, width] float32; receives the masses, negative where the share of some
-            query is at least ``selected.peak``. Undefined past a tile's causal blocks.
-    """
+    """Compute, for each tile and block, the mean share of the tile's scored queries in the block."""
     num_selected, num_tiles, num_spans, _, scored = scratch.parts.shape
     num_blocks = scratch.scores.shape[2]
     _scores_kernel[(len(run.tile_sets) * set_tiles(scored), num_spans, num_selected)](
@@ -166,16 +117,7 @@ def _must_widen(keys: torch.Tensor) -> bool:
 
 
 def _num_stages(num_scored: int, key_bytes: int, limit_bytes: int) -> int:
-    """Return the pipeline stages of the loop over keys in ``_scores_kernel``.
-
-    Args:
-        num_scored: Queries of a program.
-        key_bytes: Size of a rounded key, which is also the size of a rounded query.
-        limit_bytes: Shared memory of a program.
-
-    Returns:
-        3 if two buffers of a step's keys fit the GPU next to the tile's queries, otherwise 2, for one buffer.
-    """
+    """Return the pipeline stages of the loop over keys in ``_scores_kernel``."""
     return 3 if (num_scored + 2 * STEP.value) * key_bytes <= limit_bytes else 2
 
 
@@ -189,21 +131,10 @@ def _scores_kernel(
     Grid: (tile sets · ``set_tiles``, spans, n). Bound by the matrix units, and by the maxima of the products.
 
     Args:
-        rounded: Rounded.
         heads: [n] int32 on the device, numbers of the selected query heads.
         kept_mass: [n] float32, p; heads with 1 or more are left out.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        first_tile: First tile of the run.
         tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, where the row's keys begin in the slab.
-        scratch: Scratch, tensors that the launches pass to each other.
-        num_tiles: Tiles of the run.
-        num_spans: Spans of keys.
-        num_blocks: Blocks of 32 keys of the furthest tile.
-        SCORED: Scored queries of a whole tile.
-        GROUP: Query heads of a kv head.
-        KEPT_D: Number of channels that the estimate multiplies.
-        BLOCK: Keys of a block.
-        WIDEN: Whether to multiply in float32, as the interpreter does.
     """
     SET_TILES: tl.constexpr = 2 * (TILE // SCORED)
     i_span, i_selected = tl.program_id(1), tl.program_id(2)
@@ -260,17 +191,10 @@ def _masses_kernel(
 
     Args:
         kept_mass: [n] float32, p; heads with 1 or more are left out.
-        peak: Share of a query's attention from which a block is kept.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        first_tile: First tile of the run.
-        scratch: Scratch, tensors that the launches pass to each other.
-        num_spans: Spans of keys.
-        num_blocks: Blocks of 32 keys of the furthest tile.
         target: [n, tiles, width] float32; written.
         stride_head: Elements between two heads of ``target``.
         stride_tile: Elements between two tiles of ``target``.
-        SCORED: Scored queries of a whole tile.
-        BLOCKS: Blocks of a program.
     """
     i_tile, i_selected = tl.program_id(1), tl.program_id(2).to(tl.int64)
     _, _, length, position = load_tile(tiles, first_tile + i_tile)

@@ -32,16 +32,7 @@ SAMPLED_KEYS, ITERATIONS, RIDGE, JITTER, TOO_LARGE = 8192, 2, 1e-3, 1e-6, 1e15
 def select_top_p(
     method: "TopP", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
 ) -> None:
-    """Fill the index; an index block is kept if any of its 32-key blocks is.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        index: The index, whose lists of ``heads`` are overwritten.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-    """
+    """Fill the index; an index block is kept if any of its 32-key blocks is."""
     index.stripe_counts.index_fill_(0, heads.long(), 0)
     settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
     parts = index.block_tokens // KEY_BLOCK
@@ -63,16 +54,7 @@ def select_top_p(
 
 
 def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
-    """Flag sink, local region and diagonal, and the fewest blocks between them that hold the share p of all mass.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        masses: [..., blocks], of any number of heads.
-        position: Position of the tile's first query.
-
-    Returns:
-        [..., blocks] bool.
-    """
+    """Flag sink, local region and diagonal, and the fewest blocks between them that hold the share p of all mass."""
     if method.kept_mass == 1:
         return torch.ones_like(masses, dtype=torch.bool)
     num_blocks = masses.shape[-1]
@@ -90,15 +72,7 @@ def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
-    """Flag blocks in which some query has a share of at least ``peak_share``.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        shares: [..., queries, blocks], of any number of heads.
-
-    Returns:
-        [..., blocks] bool.
-    """
+    """Flag blocks in which some query has a share of at least ``peak_share``."""
     return (shares >= method.least_peak).any(-2)
 
 
@@ -107,14 +81,6 @@ def below_floor(method: "TopP", shares: torch.Tensor, kept: torch.Tensor) -> tor
 
     Each of these queries adds the fewest of its heaviest blocks that reach the floor, ties by position. Blocks that
     other queries add do not count for it.
-
-    Args:
-        method: The method of the head.
-        shares: [queries, blocks].
-        kept: [blocks] bool, blocks that are kept for the whole tile.
-
-    Returns:
-        [blocks] bool, without blocks of ``kept``.
     """
     others = shares.masked_fill(kept, 0.0)
     lack = method.floor * shares.sum(1) - shares[:, kept].sum(1)
@@ -127,15 +93,7 @@ def below_floor(method: "TopP", shares: torch.Tensor, kept: torch.Tensor) -> tor
 def count_kept_shares(
     method: "TopP", shares: torch.Tensor, chosen: torch.Tensor, kept: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """Count the shares of their own attention that a tile's queries keep, unless the head has no floor or keeps all.
-
-    Args:
-        method: The method of the head.
-        shares: [queries, blocks].
-        chosen: [blocks] bool, blocks that are kept for the whole tile.
-        kept: [blocks] bool, blocks that are kept for the whole tile or for a query.
-        counts: [SHARE_FIELDS] int64; increased.
-    """
+    """Count the shares of their own attention that a tile's queries keep, unless the head has no floor or keeps all."""
     if method.floor > 0 and method.kept_mass < 1:
         whole = shares.sum(1)
         is_lifted = shares[:, chosen].sum(1) < method.floor * whole
@@ -145,19 +103,7 @@ def count_kept_shares(
 def tile_shares(
     method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Compute the share of each scored query in each causal block of 32 keys.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-        cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-        rows: The rows of a step.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-
-    Returns:
-        (head, tile, [scored queries, blocks]).
-    """
+    """Compute the share of each scored query in each causal block of 32 keys."""
     group = q.shape[1] // cache.num_kv_heads
     for row, queries, keys in rows_of(q, cache, rows):
         estimated_queries, estimated_keys = estimated_vectors(method, queries, keys, wide_dtype(q.dtype))
@@ -177,29 +123,13 @@ def scored_queries(method: "TopP", num_queries: int) -> torch.Tensor:
     """Return the places in their tile of the queries that are scored: all, or the second of each two neighbours.
 
     The last query of a tile with an odd number of queries has no second neighbour, and is scored itself.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        num_queries: Queries of the tile.
-
-    Returns:
-        Ascending places, int64.
     """
     period = 1 if method.queries == "all" else 2
     return torch.arange(period - 1, num_queries + period - 1, period).clamp_max(num_queries - 1)
 
 
 def causal_scores(products: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
-    """Turn products of a tile's queries with all keys up to its last query into scores of whole blocks.
-
-    Args:
-        products: [..., queries, keys] float32.
-        positions: [queries] int64, positions of the queries.
-        scale: Factor from q·k to scores.
-
-    Returns:
-        [..., queries, keys rounded up to whole blocks] float32, -inf for keys after the query and for missing keys.
-    """
+    """Turn products of a tile's queries with all keys up to its last query into scores of whole blocks."""
     num_keys = products.shape[-1]
     future = torch.arange(num_keys, device=products.device) > positions[:, None]
     scores = (products * scale).masked_fill_(future, -torch.inf)
@@ -209,17 +139,7 @@ def causal_scores(products: torch.Tensor, positions: torch.Tensor, scale: float)
 def estimated_vectors(
     method: "TopP", queries: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the vectors of one row whose products estimate scores, up to a constant of each query.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        queries: [query_len, num_heads, head_dim] float32.
-        keys: [seq_len, num_kv_heads, head_dim] float32.
-        dtype: The dtype in which kernels multiply vectors by maps.
-
-    Returns:
-        [query_len, num_heads, channels] and [seq_len, num_kv_heads, channels], float32.
-    """
+    """Compute the vectors of one row whose products estimate scores, up to a constant of each query."""
     num_kv_heads, head_dim = keys.shape[1:]
     if not method.is_low_rank(head_dim):
         sample = keys[torch.arange(len(keys), device=keys.device) // GROUP_TOKENS % GROUP_PERIOD == 0]
@@ -253,14 +173,6 @@ def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:
 
     The score's variance about the mean key is tr(C_q C_k). Products of mapped vectors keep tr(Wᵀ C_k W) of it, where
     W = C_q X.
-
-    Args:
-        queries: [query_len, num_heads, head_dim] of one row.
-        keys: [seq_len, num_kv_heads, head_dim] of the same row.
-        rank: Number of channels of the result.
-
-    Returns:
-        The maps.
     """
     num_kv_heads, head_dim = keys.shape[1:]
     block_d = 1 << (head_dim - 1).bit_length()
@@ -293,28 +205,12 @@ def low_rank_maps(queries: torch.Tensor, keys: torch.Tensor, rank: int) -> Maps:
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """Convert to float64, and replace elements that are not below ``TOO_LARGE`` in magnitude by 0.
-
-    Args:
-        x: Any tensor.
-
-    Returns:
-        A float64 tensor of the same shape.
-    """
+    """Convert to float64, and replace elements that are not below ``TOO_LARGE`` in magnitude by 0."""
     return torch.where(x.abs() < TOO_LARGE, x, 0).double()
 
 
 def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Flag the channels of the estimate: all, or those that affect scores most.
-
-    Args:
-        method: The method of the heads, possibly merged.
-        sample: Keys [n, num_kv_heads, head_dim].
-        queries: [m, num_heads, head_dim].
-
-    Returns:
-        bool [num_kv_heads, head_dim].
-    """
+    """Flag the channels of the estimate: all, or those that affect scores most."""
     num_kv_heads, head_dim = sample.shape[1:]
     count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS) if method.channels == "half" else head_dim
     squares = sum(part[: GROUP_TOKENS // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
@@ -324,15 +220,7 @@ def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -
 
 
 def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Round to e4m3 with a scale for each head and ``count`` vectors.
-
-    Args:
-        x: [n, heads, head_dim].
-        count: Vectors that share a scale.
-
-    Returns:
-        The represented numbers, of the same shape.
-    """
+    """Round to e4m3 with a scale for each head and ``count`` vectors."""
     groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
     scale = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
     return ((groups * (1 / scale)).to(torch.float8_e4m3fn).float() * scale).flatten(0, 1)[: len(x)]

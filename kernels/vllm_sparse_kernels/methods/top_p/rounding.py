@@ -104,18 +104,7 @@ class Rounded(NamedTuple):
 def row_moments(
     inputs: LayerInputs, storage: Storage, workspace: Workspace, variance_shares: torch.Tensor | None = None
 ) -> Moments:
-    """Compute the mean key of each row and kv head, and the channels that the estimate multiplies.
-
-    Args:
-        inputs: Queries, cache and rows of the step.
-        storage: Number of channels, and whether they are combinations or the channels that affect scores most.
-        workspace: Memory of temporary tensors.
-        variance_shares: [num_rows, SHARE_FIELDS] int64, to which the shares of the score variance that maps hold are
-            added; None to leave them uncounted.
-
-    Returns:
-        Mean keys, and channels or maps, in the workspace.
-    """
+    """Compute the mean key of each row and kv head, and the channels that the estimate multiplies."""
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d, kept_d = padded_dim(head_dim), storage.kept_d
@@ -149,19 +138,7 @@ def row_moments(
 def round_queries(
     inputs: LayerInputs, moments: Moments, heads: torch.Tensor, storage: Storage, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round the scored queries of all rows.
-
-    Args:
-        inputs: Queries and rows of the step.
-        moments: Moments of the same rows.
-        heads: [num_selected] int32, query heads.
-        storage: Channels and type of the result, and its queries per tile.
-        workspace: Memory of both results.
-
-    Returns:
-        Values [num_selected, num_tiles · num_scored, kept_d] of ``storage.dtype``, and their scales
-        [num_selected, num_tiles · num_scored] float32, times the softmax's scale; 0 past a row's end.
-    """
+    """Round the scored queries of all rows."""
     q, rows = inputs.q, inputs.rows
     num_scored = storage.num_scored
     num_queries = rows.num_tiles * num_scored
@@ -181,19 +158,7 @@ def round_queries(
 def round_keys(
     inputs: LayerInputs, slab: KeySlab, moments: Moments, storage: Storage, permuted: bool, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round the keys of a slab's rows. The keys of row i begin at ``slab.key_starts[i]``.
-
-    Args:
-        inputs: Cache and rows of the step.
-        slab: The rows whose keys are rounded.
-        moments: Moments of all rows.
-        storage: Channels and type of the result.
-        permuted: Put key 32 t + w of each 128 keys at place 8 (w // 2) + 2 t + w % 2 among them.
-        workspace: Memory of both results.
-
-    Returns:
-        Values [num_kv_heads, num_keys, kept_d] of ``storage.dtype``, and scales [num_kv_heads, num_keys / 32] float32.
-    """
+    """Round the keys of a slab's rows. The keys of row i begin at ``slab.key_starts[i]``."""
     cache, rows = inputs.cache, inputs.rows
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
     scales = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
@@ -210,16 +175,7 @@ def round_keys(
 
 
 def vectors_at_once(block_d: int, kept_d: int, limit_bytes: int) -> int:
-    """Return the queries or keys that one program rounds.
-
-    Args:
-        block_d: Channels of a head, rounded up to a power of two.
-        kept_d: Channels that are kept.
-        limit_bytes: Shared memory of a program.
-
-    Returns:
-        128, or as many as fit: 64 or 32.
-    """
+    """Return the queries or keys that one program rounds."""
     num_vectors = 128
     while num_vectors > KEY_BLOCK.value and rounding_bytes(block_d, kept_d, num_vectors) > limit_bytes:
         num_vectors //= 2
@@ -227,17 +183,7 @@ def vectors_at_once(block_d: int, kept_d: int, limit_bytes: int) -> int:
 
 
 def rounding_bytes(block_d: int, kept_d: int, num_vectors: int = KEY_BLOCK.value) -> int:
-    """Return the shared memory of a program that rounds.
-
-    Args:
-        block_d: Channels of a head, rounded up to a power of two.
-        kept_d: Channels that are kept.
-        num_vectors: Queries or keys of the program; the fewest by default.
-
-    Returns:
-        Bytes. Channels are chosen or mapped by a product (``kept_of``, ``mapped``). It holds the vectors, and a column
-        for each channel of the result, at least 64.
-    """
+    """Return the shared memory of a program that rounds."""
     return 2 * block_d * (num_vectors + max(kept_d, 64)) if kept_d < block_d else 0
 
 
@@ -248,12 +194,8 @@ def _key_sums_kernel(keys, seq_lens, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
     Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key of the sample once.
 
     Args:
-        keys: KeyArgs.
         seq_lens: [num_rows] int32, each row's keys.
         sums: [num_rows, kv heads, splits, 2, BLOCK_D] float32; written.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        SPLIT_GROUPS: Groups of the sample that one program adds up.
     """
     i_split, i_kv, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + i_row)
@@ -278,11 +220,8 @@ def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK
     Grid: (tiles, heads). Bound by memory: it reads each query of the sample once.
 
     Args:
-        queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         squares: [num_tiles, heads, BLOCK_D] float32; written.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
@@ -306,17 +245,11 @@ def _moments_kernel(
 
     Args:
         sums: [num_rows, kv heads, num_splits, 2, BLOCK_D] float32.
-        num_splits: Splits of the longest row.
         squares: [num_tiles, heads, BLOCK_D] float32, or None.
         tile_starts: [num_rows + 1] int32, each row's first tile.
         seq_lens: [num_rows] int32, each row's keys.
         means: [num_rows, kv heads, BLOCK_D] float32; written.
         channels: [num_rows, kv heads, KEPT_D] int32, ascending; written.
-        GROUP: Query heads of a kv head.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: Number of channels that the estimate multiplies.
-        SPLIT_GROUPS: Groups of the sample that one program adds up.
     """
     i_row, num_kv_heads = tl.program_id(0), tl.num_programs(1)
     i_kv = i_row * num_kv_heads + tl.program_id(1)
@@ -356,16 +289,7 @@ def _mean_square(squares, tile_starts, first_head, num_heads, GROUP: tl.constexp
 
 @triton.jit
 def mapped(b_x, map_ptr, KEPT_D: tl.constexpr):
-    """Multiply vectors by a map to fewer channels.
-
-    Args:
-        b_x: [n, BLOCK_D].
-        map_ptr: Pointer to [BLOCK_D, KEPT_D].
-        KEPT_D: Number of channels of the result.
-
-    Returns:
-        [n, KEPT_D] float32.
-    """
+    """Multiply vectors by a map to fewer channels."""
     BLOCK_D: tl.constexpr = b_x.shape[1]
     # ptxas of Triton 3.6 assembles products of 32 columns with a wrong descriptor, so products have at least 64.
     COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
@@ -378,15 +302,7 @@ def mapped(b_x, map_ptr, KEPT_D: tl.constexpr):
 
 @triton.jit
 def in_e4m3(b_x, dtype: tl.constexpr):
-    """Round to e4m3, ties to even.
-
-    Args:
-        b_x: float32.
-        dtype: Type of the result.
-
-    Returns:
-        Numbers of e4m3, stored in ``dtype``.
-    """
+    """Round to e4m3, ties to even."""
     if dtype == tl.float8e4nv:
         return b_x.to(dtype)
     else:
@@ -409,21 +325,10 @@ def _round_queries_kernel(
     Grid: (tiles · SCORED / ROUNDED, n). Bound by memory: it reads each scored query once and writes half as much.
 
     Args:
-        queries: QueryArgs.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        row_moments: Moments.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        softmax_scale: The softmax's scale, in base 2.
         values: [n, num_tiles · SCORED, KEPT_D]; written.
         scales: [n, num_tiles · SCORED] float32, times ``softmax_scale``; 0 past the row's end; written.
-        num_queries: num_tiles · SCORED.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: Number of channels that the estimate multiplies.
-        GROUP: Query heads of a kv head.
-        KV_HEADS: Number of kv heads.
-        SCORED: Scored queries of a whole tile.
-        ROUNDED: Queries of a program.
     """
     i_selected = tl.program_id(1)
     i_head = tl.load(heads + i_selected)
@@ -458,19 +363,10 @@ def _round_keys_kernel(
     each key once and writes half as much.
 
     Args:
-        keys: KeyArgs.
         seq_lens: [num_rows] int32, each row's keys.
-        first_row: First row of the slab.
         key_starts: [rows of the slab] int32, where a row's keys begin: multiples of 128.
-        row_moments: Moments.
         values: [kv heads, num_keys, KEPT_D]; written.
         scales: [kv heads, num_keys / 32] float32; written.
-        num_keys: Keys of the slab.
-        HEAD_DIM: Channels of a head.
-        BLOCK_D: HEAD_DIM rounded up to a power of two.
-        KEPT_D: Number of channels that the estimate multiplies.
-        PERMUTED: Whether keys are permuted for Hopper's products, within steps of 128.
-        ROUNDED: Keys of a program, a multiple of 32.
     """
     i_part, i_kv, i_slab_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_row = first_row + i_slab_row

@@ -22,24 +22,13 @@ TILES_OF_GROUP = {ALL_SCORED: 1, HALF_SCORED: 2}
 
 @triton.jit
 def num_scored(length, SCORED: tl.constexpr):
-    """Return the number of scored queries of a tile.
-
-    Args:
-        length: Queries of the tile.
-        SCORED: Scored queries of a whole tile.
-    """
+    """Return the number of scored queries of a tile."""
     PERIOD: tl.constexpr = TILE // SCORED
     return (length + PERIOD - 1) // PERIOD
 
 
 @triton.jit
 def scored_offsets(o_s, length, SCORED: tl.constexpr):
-    """Return the places in their tile of scored queries; queries past the last one get the last one's place.
-
-    Args:
-        o_s: Numbers of scored queries.
-        length: Queries of the tile.
-        SCORED: Scored queries of a whole tile.
-    """
+    """Return the places in their tile of scored queries; queries past the last one get the last one's place."""
     PERIOD: tl.constexpr = TILE // SCORED
     return tl.minimum(o_s * PERIOD + PERIOD - 1, length - 1)
