@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count the project's syntax nodes and docstring lines: `python -m benchmarks.size [ROOT]`.
+
+Annotations, docstrings and Load, Store and Del contexts do not count.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PARTS = {
+    "product": ("vllm_sparse_backend", "kernels"),
+    "product, benchmarks and deploy": ("vllm_sparse_backend", "kernels", "benchmarks", "deploy"),
+    "tests": ("tests",),
+    "benchmarks": ("benchmarks",),
+}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def docstring(node: ast.AST) -> ast.stmt | None:
+    """Return the docstring's statement."""
+    is_documented = isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node) is not None
+    return node.body[0] if is_documented else None
+
+
+def nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that count."""
+    yield node
+    skipped = docstring(node)
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and child is not skipped and not isinstance(child, ast.expr_context):
+                yield from nodes(child)
+
+
+def summary(root: Path, folders: tuple[str, ...]) -> str:
+    """Return one line with the counts of some folders."""
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
+    every = [node for tree in trees.values() for node in nodes(tree)]
+    functions = [node for node in every if isinstance(node, FUNCTIONS)]
+    long = [f for f in functions if (f.end_lineno or 0) - f.lineno + 1 > 60]
+    documented = (
+        docstring(node)
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if not (isinstance(node, ast.Module) and "methods" in path.parts)
+    )
+    lines = sum((doc.end_lineno or 0) - doc.lineno + 1 for doc in documented if doc is not None)
+    large = sum(len(path.read_text().splitlines()) > 600 for path in paths)
+    classes = sum(isinstance(node, ast.ClassDef) for node in every)
+    return (
+        f"{len(every):,} nodes, {lines:,} docstring lines, {len(paths)} modules ({large} over 600 lines), "
+        f"{len(functions)} functions ({len(long)} over 60 lines), {classes} classes"
+    )
+
+
+if __name__ == "__main__":
+    for part, folders in PARTS.items():
+        print(f"{part}: {summary(Path(sys.argv[1] if len(sys.argv) > 1 else '.'), folders)}")
