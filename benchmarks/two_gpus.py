@@ -341,7 +341,7 @@ def samples_by_rank(server: Server) -> dict[int, MetricsReport]:
     for worker in workers:
         report = MetricsReport()
         for name, labels, value in worker["samples"]:
-            report.samples[name, tuple(zip(METRICS[name].worker_labels, labels))] += int(value)
+            report.samples[name, tuple(zip(METRICS[name].labels, labels))] += int(value)
         reports[worker["rank"]] = report
     return reports
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, to_device
-from vllm_sparse_kernels.share_counts import SHARE_FIELDS
 from vllm_sparse_kernels.workspace import Workspace, padded_bytes
 
 
@@ -86,8 +85,6 @@ class IndexLayout:
     block_offsets: torch.Tensor
     stripe_offsets: torch.Tensor
     zero_counts: torch.Tensor | None
-    counts_shares: bool = False
-    counts_variance: bool = False
 
     @staticmethod
     def build(
@@ -95,8 +92,6 @@ class IndexLayout:
         num_heads: int,
         block_tokens: int,
         stripes: Mapping[int, StripeLayout] | None = None,
-        counts_shares: bool = False,
-        counts_variance: bool = False,
     ) -> "IndexLayout":
         """Compute the layout."""
         stripes = stripes or {}
@@ -120,8 +115,6 @@ class IndexLayout:
             block_offsets=to_device(block_offsets, torch.int64, rows.device),
             stripe_offsets=host_to_device(stripe_offsets, rows.device),
             zero_counts=zero_counts,
-            counts_shares=counts_shares,
-            counts_variance=counts_variance,
         )
 
     def allocate(self, workspace: Workspace) -> "SparseIndex":
@@ -132,10 +125,6 @@ class IndexLayout:
         stripe_counts = self.zero_counts
         if stripe_counts is None:
             stripe_counts = empty(self.num_heads, self.rows.num_tiles).zero_()
-        kept_shares, variance_shares = (
-            workspace.empty(self.rows.num_rows, SHARE_FIELDS.value, dtype=torch.int64).zero_() if is_counted else None
-            for is_counted in (self.counts_shares, self.counts_variance)
-        )
         return SparseIndex(
             rows=self.rows,
             num_heads=self.num_heads,
@@ -148,8 +137,6 @@ class IndexLayout:
             stripe_offsets=self.stripe_offsets,
             longest_stripes=self.longest_stripes,
             workspace=workspace,
-            kept_shares=kept_shares,
-            variance_shares=variance_shares,
         )
 
 
@@ -193,10 +180,6 @@ class SparseIndex:
         stripe_offsets: [num_heads, num_tiles] int64, offset of a list in ``stripe_positions``.
         longest_stripes: Capacity of the longest list of stripes, in positions, known on the host.
         workspace: Memory for selection and attention with this index.
-        kept_shares: [num_rows, SHARE_FIELDS] int64, counts of the shares that queries keep (``share_counts.py``), to
-            which selection adds; None if no method of a head counts them.
-        variance_shares: [num_rows, SHARE_FIELDS] int64, the same for the shares of the score variance that maps of
-            queries and keys to few channels hold, one for each row and kv head.
     """
 
     rows: Rows
@@ -210,8 +193,6 @@ class SparseIndex:
     stripe_offsets: torch.Tensor
     longest_stripes: int
     workspace: Workspace
-    kept_shares: torch.Tensor | None = None
-    variance_shares: torch.Tensor | None = None
 
     @staticmethod
     def allocate(
@@ -220,8 +201,6 @@ class SparseIndex:
         block_tokens: int,
         stripes: Mapping[int, StripeLayout] | None = None,
         workspace: Workspace | None = None,
-        counts_shares: bool = False,
-        counts_variance: bool = False,
     ) -> "SparseIndex":
         """Allocate an index with room for every causal block of every tile.
 
@@ -231,21 +210,11 @@ class SparseIndex:
             block_tokens: Keys of a block.
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
             workspace: Memory of the index; None for a separate workspace without a buffer.
-            counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
-            counts_variance: Whether one counts shares of the score variance (``Method.counts_variance_shares``).
         """
-        layout = IndexLayout.build(rows, num_heads, block_tokens, stripes, counts_shares, counts_variance)
-        return layout.allocate(workspace or Workspace(rows.device))
+        return IndexLayout.build(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
 
     @staticmethod
-    def bytes_for(
-        rows: Rows,
-        num_heads: int,
-        block_tokens: int,
-        stripe_capacity: int,
-        counts_shares: bool = False,
-        counts_variance: bool = False,
-    ) -> int:
+    def bytes_for(rows: Rows, num_heads: int, block_tokens: int, stripe_capacity: int) -> int:
         """Return the workspace memory that ``allocate`` needs.
 
         Args:
@@ -253,14 +222,11 @@ class SparseIndex:
             num_heads: Query heads of this rank.
             block_tokens: Keys of a block.
             stripe_capacity: Positions of all lists of all heads.
-            counts_shares: Whether a method of a head counts kept shares (``Method.counts_kept_shares``).
-            counts_variance: Whether one counts shares of the score variance (``Method.counts_variance_shares``).
         """
         int32_bytes = partial(padded_bytes, dtype=torch.int32)
         block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
         counts = (2 if stripe_capacity else 1) * int32_bytes(num_heads, rows.num_tiles)
-        shares = (counts_shares + counts_variance) * padded_bytes(rows.num_rows, SHARE_FIELDS.value, dtype=torch.int64)
-        return counts + int32_bytes(num_heads, block_capacity) + int32_bytes(stripe_capacity) + shares
+        return counts + int32_bytes(num_heads, block_capacity) + int32_bytes(stripe_capacity)
 
     @property
     def args(self) -> IndexArgs:

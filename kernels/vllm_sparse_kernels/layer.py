@@ -187,11 +187,7 @@ class Layer:
 
     def _layout(self, rows: Rows) -> IndexLayout:
         stripes = {head: stripes_of(method, rows) for head, method in enumerate(methods_by_head(self.groups))}
-        counts_shares = any(group.method.counts_kept_shares for group in self.groups)
-        counts_variance = any(group.method.counts_variance_shares for group in self.groups)
-        return IndexLayout.build(
-            rows, self.num_heads, self.block_tokens, stripes, counts_shares, counts_variance=counts_variance
-        )
+        return IndexLayout.build(rows, self.num_heads, self.block_tokens, stripes)
 
     def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:
         """Fill the index of all heads, without synchronising with a GPU.

@@ -81,7 +81,7 @@ class Workspace:
 
 
 class Frame:
-    """Context of ``Workspace.frame``. Each layer enters several frames, and a class takes half of a generator's time."""
+    """Context of ``Workspace.frame``. Each layer enters several frames; a class takes half of a generator's time."""
 
     __slots__ = ("_used_bytes", "_workspace")
 

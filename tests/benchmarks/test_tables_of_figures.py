@@ -113,7 +113,7 @@ def test_streaming_heads() -> None:
 def test_settings_of_top_p_with_streaming_heads() -> None:
     values = values_of("floor.json")
     rows = table("docs/quality.md", "setting, with streaming heads", "answers ÷ stock's")
-    assert len(rows) == 6
+    assert len(rows) == 5
     for setting, *cells in rows:
         name = "SmolLM2, " + ("default" if setting == "default" else re.sub(r"[`{}\":]", "", setting))
         name += "" if setting in ("default", "`engine: portable`") else ", streaming heads"

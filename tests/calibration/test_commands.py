@@ -6,12 +6,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_sparse_backend.calibration.candidates import FLOOR
 from vllm_sparse_backend.calibration.capture import prompt_tokens
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
-from vllm_sparse_backend.evaluation.prompt_texts import prose
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.dense.method import Dense
 
@@ -57,24 +55,6 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     assert json.loads((tmp_path / "out.work" / "job.json").read_text())["min_tokens"] == 64
     assert command("check", out, NEEDLE)[0] == 0
     assert "already exists" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
-
-
-@pytest.mark.full
-def test_some_heads_of_the_demos_model_get_a_floor(tmp_path):
-    """With a tight bound, some heads keep fewer pairs with a floor than without. A server accepts the profile."""
-    text, out = tmp_path / "text.txt", tmp_path / "out.yaml"
-    text.write_text(prose(60_000, 0))
-    options = ("--tokens", 4096, "--count", 1, "--chunk", 2048, "--min-tokens", 2048, "--device", "cpu")
-    code, said = command("best", NEEDLE, "--out", out, "--text", text, *options, "--method", "top_p", "--high", 1.01)
-    assert code == 0, said
-    assert 'top_p queries="all" floor=0.5' in said
-    profile = load_profile(str(out))
-    model = profile.model
-    methods = [profile.methods_of(layer, model.num_heads) for layer in range(model.num_layers)]
-    floors = {method.floor for heads in methods for method in heads if method != Dense()}
-    assert floors == {0.0, FLOOR}
-    checked, described = command("check", out, NEEDLE)
-    assert checked == 0, described
 
 
 LEVEL = ("calibrate", "--method", "sale", "--level")

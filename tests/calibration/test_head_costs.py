@@ -11,7 +11,6 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
-from vllm_sparse_kernels.methods.top_p.method import TopP
 
 
 class SayingCard:
@@ -60,20 +59,6 @@ def test_measured_costs_are_split_by_heads_and_pairs(batches, tmp_path):
     assert costs.of(AShape(64, 128)).full_ms == 2.0  # nothing is faster per pair than dense attention
 
 
-def test_kernels_that_only_some_settings_run_are_measured_apart(batches, tmp_path):
-    costs = MeasuredCosts(SayingCard(**TIMES), tmp_path / "costs.json", lambda: batches)
-    plain = costs.of(TopP())
-    costs.card.ms["select"], costs.card.ms["alone"] = 8.0, 2.0
-    floored = costs.of(TopP(kept_mass=0.7, floor=0.5))
-    assert (plain.head_ms, floored.head_ms) == (1.0, 2.0)
-    num_measured = len(costs.card.asked)
-    assert costs.of(TopP(kept_mass=0.7)) == plain
-    assert costs.of(TopP(floor=0.5)) == floored
-    assert len(costs.card.asked) == num_measured
-    assert costs.of(TopP(channels="low_rank")).head_ms == 2.0
-    assert len(costs.card.asked) > num_measured
-
-
 def test_costs_are_read_from_their_file(batches, tmp_path):
     path = tmp_path / "costs.json"
     first = MeasuredCosts(SayingCard(**TIMES), path, lambda: batches)
@@ -90,8 +75,5 @@ def test_estimates_go_by_pairs_and_known_shares():
         # A third of a selection's cost is independent of the number of heads.
         assert (cost.group_ms, cost.head_ms) == (pytest.approx(8 * share), pytest.approx(2 * share))
         assert head_ms(costs, method, 0.5) == pytest.approx(1.5 + 2 * share)
-    half, low_rank = (costs.of(TopP(channels=channels)) for channels in ("half", "low_rank"))
-    assert low_rank.head_ms == pytest.approx(0.82 * half.head_ms)
-    assert low_rank.group_ms == pytest.approx(0.82 * half.group_ms)
     pairs = EstimatedCosts(num_heads=8, selects=False)
     assert head_ms(pairs, Sale(), 0.5) == 0.5

@@ -110,7 +110,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         "(did you mean 'num_layers'?)",
         "model.head_dim: given True, expected a valid integer",
         "min_tokens: given 1000.0, expected an integer",
-        "default: foo: unknown parameter of dense",
+        "default: foo: unknown parameter of dense: given, but dense has no parameters; leave it out",
         "layers.0-x: given '0-x', expected numbers and ranges",
         "layers.3.heds: unknown field: given 'heds', expected one of default, heads",
         "layers.4.heads.0-3: method: given 'denze', expected one of",

@@ -19,7 +19,7 @@ from vllm_sparse_backend.config.settings import load_config
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
-SAMPLES = {sample: metric for metric in METRICS.values() for sample in metric.samples}
+SAMPLES = {metric.sample: metric for metric in METRICS.values()}
 OF_PROMETHEUS = {"instance", "job", "le"}
 QUERIES = {f"docs: {name}": query for name, query in promql.documented_queries().items()}
 QUERIES |= {f"dashboard: {name}": query for name, query in promql.dashboard_queries().items()}

@@ -67,34 +67,6 @@ class TopicCapturer(StructuredCapturer):
         return LayerTensors(q, k, v), 1.0
 
 
-class LookupCapturer(StructuredCapturer):
-    """In every tile, one query of heads 0 and 2 attends to six blocks of its own, and no other query does.
-
-    All other queries attend to the first block, and to fifteen heavy blocks. These sixteen blocks have the same values
-    as all keys but those of the six blocks, so omitted heavy blocks cause no error. From 3,072 tokens on, a fifth of
-    the blocks of a tile includes lookups, and a tenth does not.
-    """
-
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(left_out=(1,))
-        self.head_dim = head_dim
-
-    def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
-        first, heavy, looked_up = torch.eye(self.head_dim)[:3]
-        blocks = torch.randperm(60, generator=torch.Generator().manual_seed(seed)) + 8
-        q, k, v = (torch.zeros(num_tokens, n, self.head_dim) for n in (HEADS, KV_HEADS, KV_HEADS))
-        q += first + heavy
-        v += 1.0
-        k[:32] += 5.8 * first
-        for block in blocks[:15].tolist():
-            k[32 * block : 32 * block + 32] += 2.5 * heavy
-        for block in blocks[15:21].tolist():
-            k[32 * block : 32 * block + 32] += 4.6 * looked_up
-            v[32 * block : 32 * block + 32, :, ::2] = -1.0
-        q[65::128, ::2] = looked_up  # a query that is scored, as every second one is
-        return LayerTensors(q, k, v), 1.0
-
-
 def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
     rng = random.Random(seed)
     return PromptSet(tuple(tuple(rng.randrange(1000) for _ in range(num_tokens)) for _ in range(count)))

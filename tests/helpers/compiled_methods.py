@@ -45,7 +45,6 @@ HEAD_DIMS = (64, 128, 256, 512)
 MAX_REGISTERS, MAX_PROGRAM_REGISTERS = 255, 1 << 16
 """Registers that a thread and a program can have, on every card (CUDA C++ Programming Guide)."""
 
-MORE: dict[str, list[dict[str, Any]]] = {"top_p": [{"floor": 0.5}, {"channels": "low_rank"}]}
 """Settings of a method that launch kernels which neither its defaults nor its ladder launch."""
 
 
@@ -78,7 +77,7 @@ def problems(table: dict[str, dict[str, Usage]], limit_bytes: int) -> dict[str, 
 
 
 def compiled_kernels(capability: int, head_dim: int, names: Sequence[str]) -> dict[str, dict[str, Usage]]:
-    """Compile the kernels of each method: at its defaults, with everything kept, along its ladder, and at ``MORE``.
+    """Compile the kernels of each method: at its defaults, with everything kept, and along its ladder.
 
     Each setting runs on the engine ``portable``, and on ``flash`` if its kernels support the layer. FlashAttention's
     own kernels belong to vLLM, and separate tests compile hopper's.
@@ -145,8 +144,7 @@ def launch_all(batch: Batch, capability: int, name: str) -> None:
 def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
     spec, device = METHODS[name], torch.device("cpu")
     settings = (spec.parameters(), spec.full, *(spec.parameters(**step).group_key for step in spec.ladder))
-    more = (spec.parameters(**values) for values in MORE.get(name, []))
-    for method in dict.fromkeys((*settings, *more)):
+    for method in dict.fromkeys(settings):
         plan = layer_plan([method] * 8)
         if all(portable_refusal(SelectSpec(group.method, device, head_dim)) is None for group in plan):
             yield replace(Layer.of(plan, head_dim, device), by_kernels=True)

@@ -26,7 +26,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0}],
-    "top_p": [{}, {"channels": "all"}, {"channels": "low_rank"}, {"floor": 0.5}],
+    "top_p": [{}, {"channels": "all"}],
 }
 """Settings of a method that use other kernels, or another amount of memory, than its defaults."""
 
@@ -50,10 +50,7 @@ def select(
     rows = rows or batch.rows
     heads = list(range(batch.num_heads)) if heads is None else heads
     layout = method.stripe_layout(rows)
-    index = SparseIndex.allocate(
-        rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout), counts_shares=method.counts_kept_shares,
-        counts_variance=method.counts_variance_shares,
-    )  # fmt: skip
+    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout))
     poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
     for tensor in [*poisoned, index.stripe_counts] if layout.capacity else poisoned:
         tensor.fill_(POISON)

@@ -10,12 +10,10 @@ import triton.language as tl
 from vllm_sparse_kernels import gluon_compat
 from vllm_sparse_kernels.attention.hopper import consumer, item, prepare, producer
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.methods.top_p import choice, floor, hopper, low_rank, portable, rounding
+from vllm_sparse_kernels.methods.top_p import choice, hopper, portable, rounding
 from vllm_sparse_kernels.selection import lists
 
-DEFAULT_PATH = (
-    gluon_compat, consumer, item, prepare, producer, choice, floor, hopper, low_rank, portable, rounding, lists
-)  # fmt: skip
+DEFAULT_PATH = (gluon_compat, consumer, item, prepare, producer, choice, hopper, portable, rounding, lists)
 """Modules whose kernels a server's default method launches."""
 
 

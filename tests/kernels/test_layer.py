@@ -21,7 +21,6 @@ from vllm_sparse_kernels.layer import HeadGroup, Layer, run, stripes_of
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.share_counts import SHARE_FIELDS
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 CPU = torch.device("cpu")
@@ -32,8 +31,6 @@ LINES = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 10
 MORE_LINES = make_method("vertical_slash", {"vertical_tokens": 41, "slash_tokens": 104})
 WIDER = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 180})
 MASS = make_method("flex_vertical_slash", {"gamma": 0.4})
-FLOOR, NO_FLOOR = (make_method("top_p", {"floor": floor}) for floor in (0.5, 0.0))
-LOW_RANK = make_method("top_p", {"channels": "low_rank"})
 ANCHORS = make_method("anchor_attention", {"theta": 3.0, "step_tiles": 2})
 
 
@@ -79,31 +76,6 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     assert arena.peak_bytes == max(needed)
     wider = dataclasses.replace(layers[0], block_tokens=128).allocate_index(rows)
     assert wider.block_ids.shape[1] < index.block_ids.shape[1]
-
-
-@pytest.mark.parametrize(
-    ("methods", "counted"),
-    [
-        ((SHAPE, FLOOR), (True, False)),
-        ((SHAPE, NO_FLOOR), (False, False)),
-        ((SHAPE, LOW_RANK), (False, True)),
-        ((FLOOR, LOW_RANK), (True, True)),
-    ],
-)
-def test_an_index_has_room_for_the_shares_that_a_head_counts(
-    methods: tuple[Method, ...], counted: tuple[bool, bool]
-) -> None:
-    """Kept shares if a head has a floor, and shares of the score variance. Counts begin at 0, whatever memory holds."""
-    layer, rows = layer_of(*methods), batch().rows
-    needed = SparseIndex.bytes_for(rows, NUM_HEADS, 64, 0, *counted)
-    arena = Workspace(CPU, torch.full((needed,), 255, dtype=torch.uint8))
-    index = layer.allocate_index(rows, arena)
-    assert arena.peak_bytes == needed
-    for counts, is_counted in zip((index.kept_shares, index.variance_shares), counted, strict=True):
-        assert (counts is not None) is is_counted
-        if counts is not None:
-            assert counts.shape == (2, SHARE_FIELDS.value)
-            assert not counts.any()
 
 
 @pytest.mark.parametrize("lengths", [pytest.param(((130, 70), (0, 131)), marks=pytest.mark.full), ((70, 40),)], ids=str)

@@ -223,7 +223,7 @@ METRIC_TEXTS = [ROOT / name for name in NAMES] + MONITORING
 SELECTOR = re.compile(r"\b(sparse_prefill_\w+)\{([^}]*)\}")
 MENTION = re.compile(r"(?<![\w./])sparse_prefill_\w+")
 GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([\w, ]+)\)")
-SAMPLES = {name: metric for metric in METRICS.values() for name in (metric.sample, *metric.samples)}
+SAMPLES = {metric.sample: metric for metric in METRICS.values()}
 
 
 def unescaped(path: Path) -> str:

@@ -109,8 +109,6 @@ PLACE = "--additional-config sparse_prefill"
             "given 'minference', expected one of a_shape, top_p, default, streaming",
         ),
         (mla_config({"profile": "auto"}), f"{PLACE}.profile: given 'auto', but profiles describe"),
-        (mla_config({"params": {"floor": 0.5}}), f"{PLACE}.params.floor: given 0.5, but top_p has only .*kept_mass"),
-        (mla_config({"params": {"channels": "low_rank"}}), "params.channels: given 'low_rank', expected half or all"),
         (mla_config({"params": {"queries": "third"}}), r"params: queries: .*third"),
         (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', expected 'auto'"),
         (mla_config({"guard": {}}), f"{PLACE}.guard: given, but the guard does not check"),

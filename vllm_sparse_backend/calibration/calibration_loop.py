@@ -15,7 +15,6 @@ from itertools import count
 from typing import Any
 
 from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.candidates import candidates_of
 from vllm_sparse_backend.calibration.cheapest_method import CheapestSearch
 from vllm_sparse_backend.calibration.head_clusters import require_scipy
 from vllm_sparse_backend.calibration.head_costs import EstimatedCosts
@@ -177,7 +176,7 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
             raise ConfigurationError(f"--method: {not_one_of(name, independent_methods())}")
 
     def search(job: Job, bound: Bound) -> Search:
-        settings = candidates_of(methods, job.shape.head_dim)
+        settings = [setting for name in methods for setting in ladder_of(name)]
         require_long_prompts(job, settings)
         return CheapestSearch(job, bound, settings, job.costs)
 

@@ -5,8 +5,8 @@ No paper describes this search.
 
 For each kind of method, bisection finds the sparsest setting that meets the bound. Each kind in a layer also costs a
 fixed time for its selection (``head_costs.py``), so the choice is made for the whole layer: the set of up to
-``MOST_KINDS`` kinds, plus dense attention, in which the heads' cheapest settings take the least time in total.
-``candidates.py`` lists the settings.
+``MOST_KINDS`` kinds, plus dense attention, in which the heads' cheapest settings take the least time in total. The
+settings are the ladders of all methods (``MethodSpec.ladder``).
 
 A bound of the mean over all heads (``Bound.mean``) becomes a price of error: heads minimise time plus price · error. If
 all heads of the model have the same price, no other choice with the same mean error costs less (Lagrange: all slopes
@@ -21,8 +21,7 @@ from operator import itemgetter
 from statistics import fmean
 
 from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.candidates import can_be_cheapest, kinds_in_order
-from vllm_sparse_backend.calibration.head_costs import Costs, head_ms, includes, kind_of
+from vllm_sparse_backend.calibration.head_costs import Costs, head_ms, kind_of
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.calibration.layer_walk import walk_layers
 from vllm_sparse_backend.calibration.search import IsAllowed, Search, sparsest
@@ -68,7 +67,7 @@ class CheapestSearch(Search):
     def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
         """Choose the layer's cheapest methods among those that meet the bound and are allowed."""
         if not self.bound.has_mean:
-            held = sparsest_of_kinds(judge, self.bound, self.among, is_allowed, self.costs)
+            held = sparsest_of_kinds(judge, self.bound, self.among, is_allowed)
             return cheapest_methods(held, self.costs)
         held = methods_within_bound(judge_uniformly(judge, self.among), self.bound)
         allowed = [
@@ -90,25 +89,12 @@ class CheapestSearch(Search):
         return True
 
 
-def sparsest_of_kinds(
-    judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed, costs: Costs
-) -> Held:
-    """Find, for each head and kind, the sparsest setting that meets the bound. It is the cheapest at price 0.
-
-    Settings that cannot be the cheapest are not judged (``can_be_cheapest``).
-    """
-    num_heads = judge.num_heads
-    held: Held = [{} for _ in range(num_heads)]
-    for kind in kinds_in_order(among, costs, num_heads):
+def sparsest_of_kinds(judge: LayerJudge, bound: Bound, among: Sequence[Method], is_allowed: IsAllowed) -> Held:
+    """Find, for each head and kind, the sparsest setting that meets the bound. It is the cheapest at price 0."""
+    held: Held = [{} for _ in range(judge.num_heads)]
+    for kind in dict.fromkeys(map(kind_of, among)):
         ladder = [method for method in among if kind_of(method) == kind]
-        ladders = {
-            head: [
-                method
-                for method in ladder
-                if is_allowed(head, method) and can_be_cheapest(method, held[head], costs, num_heads)
-            ]
-            for head in range(num_heads)
-        }
+        ladders = {head: [method for method in ladder if is_allowed(head, method)] for head in range(judge.num_heads)}
         for head, result in sparsest(judge, bound, ladders).items():
             if result.holds:
                 held[head][result.method] = result.figures
@@ -154,7 +140,7 @@ def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Cost
     dense: Method = Dense()
     dense_ms = head_ms(costs, dense, 1.0)
     kinds = list(dict.fromkeys(kind_of(method) for results in holding for method in results))
-    cheapest = [_cheapest_of_kinds(results, kinds, costs, price) for results in holding]
+    cheapest = [_cheapest_of_kinds(results, costs, price) for results in holding]
     group_ms = {kind: costs.of(kind).group_ms for kind in kinds}
     base_ms = costs.layer.base_ms
     best_ms, best = costs.layer.dense_ms, [dense] * len(holding)
@@ -173,16 +159,13 @@ def cheapest_methods(holding: Sequence[Mapping[Method, HeadResult]], costs: Cost
 
 
 def _cheapest_of_kinds(
-    results: Mapping[Method, HeadResult], kinds: Sequence[Method], costs: Costs, price: float
+    results: Mapping[Method, HeadResult], costs: Costs, price: float
 ) -> dict[Method, tuple[float, Method]]:
-    """Return, for each kind, (cost, setting) of the cheapest setting that its selection can include.
-
-    The cost in ms includes a price for the error.
-    """
+    """Return (cost in ms, setting) of each kind's cheapest setting. The cost includes a price for the error."""
     cheapest: dict[Method, tuple[float, Method]] = {}
     for method, figures in results.items():
         timed = head_ms(costs, method, figures.density) + price * figures.error, method
-        for kind in kinds:
-            if includes(kind, method) and (kind not in cheapest or timed[0] < cheapest[kind][0]):
-                cheapest[kind] = timed
+        kind = kind_of(method)
+        if kind not in cheapest or timed[0] < cheapest[kind][0]:
+            cheapest[kind] = timed
     return cheapest

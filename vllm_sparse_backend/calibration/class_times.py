@@ -5,7 +5,7 @@
 in all layers that can run sparse.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -65,16 +65,13 @@ def head_times(methods: Sequence[Method], densities: Sequence[float], costs: Cos
     dense_ms = costs.layer.dense_ms / num_heads
     if all(isinstance(method, Dense) for method in methods):
         return [HeadTime(method, 1.0, dense_ms, dense_ms) for method in methods]
-    groups: dict[Method, list[Method]] = defaultdict(list)
-    for method in methods:
-        groups[method.group_key].append(method)
     shared_ms = {
-        key: 0.0 if isinstance(key, Dense) else costs.of(kind_of(key.merged(members))).group_ms / len(members)
-        for key, members in groups.items()
+        kind: 0.0 if isinstance(kind, Dense) else costs.of(kind).group_ms / count
+        for kind, count in Counter(map(kind_of, methods)).items()
     }
     base_ms = costs.layer.base_ms / num_heads
     return [
-        HeadTime(method, density, dense_ms, base_ms + shared_ms[method.group_key] + head_ms(costs, method, density))
+        HeadTime(method, density, dense_ms, base_ms + shared_ms[kind_of(method)] + head_ms(costs, method, density))
         for method, density in zip(methods, densities, strict=True)
     ]
 

@@ -6,9 +6,6 @@ selection. A kind therefore has three costs: a fixed cost of its selection, its 
 to all pairs. Of the last cost, a head pays the share of pairs that it keeps. The costs are measured once, on the first
 layer that can run sparse, and saved: searches that read the same file of costs make the same decisions.
 
-Heads of ``top_p`` with and without a floor are selected together (``Method.group_key``), but a floor runs additional
-kernels. They are two kinds, and the kind with the floor can include heads without it (``includes``).
-
 Without a CUDA device, the references select and attend. Their times do not represent a server, so costs are then
 estimated from kept pairs and the relative cost in each method's description (``MethodSpec.cost``).
 """
@@ -33,15 +30,10 @@ from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 
 PAIR_MS = 7.6e-10 / 128
 """Time in ms of attention to one pair, per channel of a head, with FlashAttention-3 on an H200."""
-
-LOW_RANK_SHARE = 0.82
-"""Estimated time of ``top_p``'s selection with ``channels`` "low_rank", relative to "half": the sums of the kernels'
-times in docs/performance.md, for a head_dim of 128."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +71,8 @@ class Costs(Protocol):
 
 @lru_cache(maxsize=4096)
 def kind_of(method: Method) -> Method:
-    """Return the key of a method's kind: methods with equal keys are selected together, by the same kernels."""
-    return method.size_key if isinstance(method, TopP) else method.group_key
-
-
-@lru_cache(maxsize=4096)
-def includes(kind: Method, method: Method) -> bool:
-    """Return whether a kind's kernels can also select heads of this method."""
-    if kind.group_key != method.group_key:
-        return False
-    return kind_of(kind.merged([kind, method])) == kind
+    """Return the key of a method's kind: methods with equal keys are selected together."""
+    return method.group_key
 
 
 @lru_cache(maxsize=4096)
@@ -100,12 +84,6 @@ def head_ms(costs: Costs, method: Method, density: float) -> float:
     """Return the time that one more head of a method's kind takes."""
     cost = costs.of(method)
     return cost.head_ms + density * cost.full_ms
-
-
-def selection_ms(costs: Costs, method: Method, num_heads: int) -> float:
-    """Return the time of selection for a layer whose heads all have methods of one kind."""
-    cost = costs.of(method)
-    return cost.group_ms + num_heads * cost.head_ms
 
 
 @dataclass(frozen=True)
@@ -121,8 +99,6 @@ class EstimatedCosts:
     def of(self, method: Method) -> Cost:
         """Estimate the times of a method's kind."""
         selection = METHODS[name_of(method)].cost * self.full_ms * self.selects
-        if isinstance(method, TopP) and method.channels == "low_rank":
-            selection *= LOW_RANK_SHARE
         # A third of a selection's time does not depend on the number of heads.
         return Cost(self.num_heads * selection / 3, selection * 2 / 3, self.full_ms)
 

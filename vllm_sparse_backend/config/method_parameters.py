@@ -47,7 +47,7 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
     for field, value in {**preset, **params}.items():
         if field not in adapters:
             fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"
-            problems.append(f"{field}: unknown parameter of {name}: {fields}")
+            problems.append(f"{field}: unknown parameter of {name}: {fields}; leave it out")
             continue
         try:
             # Validation of JSON accepts a list for a tuple even with strict types.

@@ -26,10 +26,6 @@ FRESH_QUERY = "sparse_prefill=fresh"
 FRESH_METRICS_PATH = f"/metrics?{FRESH_QUERY}"
 
 MODEL, ENGINE, RANK = "model_name", "engine", "rank"
-BUCKET_END = "le"
-"""Label: the upper end of a histogram's bucket, which counts all smaller and equal values."""
-HISTOGRAM_SUM = "sum"
-"""Value of ``BUCKET_END`` in a worker's sample with the sum of a histogram's values."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class Metric:
     """Definition of one metric."""
 
     name: str
-    type: Literal["counter", "gauge", "histogram"]
+    type: Literal["counter", "gauge"]
     help: str
     labels: tuple[str, ...] = ()
     per_rank: bool = False
@@ -45,29 +41,13 @@ class Metric:
 
     @property
     def sample(self) -> str:
-        """Name of the samples, as queries use it; for a histogram, the common prefix of its samples' names."""
+        """Name of the samples, as queries use it."""
         return PREFIX + self.name + ("_total" if self.type == "counter" else "")
 
     @property
-    def samples(self) -> tuple[str, ...]:
-        """Names of all samples, as queries use them: a histogram has three."""
-        if self.type == "histogram":
-            return tuple(f"{self.sample}_{part}" for part in ("bucket", "sum", "count"))
-        return (self.sample,)
-
-    @property
     def all_labels(self) -> tuple[str, ...]:
-        """Labels of every sample, in order, without the ``le`` of a histogram's buckets."""
+        """Labels of every sample, in order."""
         return (MODEL, ENGINE, *((RANK,) if self.per_rank else ()), *self.labels)
-
-    @property
-    def worker_labels(self) -> tuple[str, ...]:
-        """Labels of the samples that a worker sends.
-
-        A worker sends a sample for each bucket of a histogram, and one whose ``le`` is ``HISTOGRAM_SUM``. The last
-        bucket, whose ``le`` is ``+Inf``, is also the count.
-        """
-        return (*self.labels, BUCKET_END) if self.type == "histogram" else self.labels
 
 
 LAYER = ("layer",)
@@ -82,17 +62,6 @@ _TABLE = (
     Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, all heads.", LAYER_LEVEL),
     Metric("causal_pairs", "counter", "(query, key) pairs of dense attention in sparse tiles, all heads.",
            LAYER_LEVEL),
-    Metric("kept_share", "histogram",
-           "Shares of their own estimated attention that queries keep, for methods with a floor; a sample of queries.",
-           (LEVEL,)),
-    Metric("kept_share_least", "gauge", "Least of these shares since the worker started.", (LEVEL,), per_rank=True),
-    Metric("lifted_queries", "counter",
-           "Queries in that histogram that were below the floor and added blocks.", (LEVEL,)),
-    Metric("score_variance_share", "histogram",
-           "Shares of the score variance that the maps of low_rank hold, by row, layer and kv head of a step.",
-           (LEVEL,)),
-    Metric("score_variance_share_least", "gauge", "Least of these shares since the worker started.", (LEVEL,),
-           per_rank=True),
     Metric("prefill_pairs", "counter",
            "(query, key) pairs of dense attention in all prefills, all heads of all attention layers."),
     Metric("compilations", "counter", "Kernels compiled or loaded from the disk cache, by phase: warmup or serving.",

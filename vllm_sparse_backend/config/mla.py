@@ -92,8 +92,3 @@ def _parameter_problems(config: SparsePrefillConfig) -> Iterator[str]:
                 f"{OPTION} {KEY}.params.{field}: given {value!r}, but {name} has only the parameters "
                 f"{', '.join(known)} for multi-head latent attention; leave it out"
             )
-        elif field == "channels" and value not in CHANNELS:
-            yield (
-                f"{OPTION} {KEY}.params.{field}: given {value!r}, expected {' or '.join(CHANNELS)}: others do not "
-                "exist for multi-head latent attention"
-            )

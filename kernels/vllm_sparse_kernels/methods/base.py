@@ -115,19 +115,6 @@ class Method(ABC):
         return 0
 
     @property
-    def counts_kept_shares(self) -> bool:
-        """Whether selection counts the shares that queries keep, in ``SparseIndex.kept_shares`` if the index has it."""
-        return False
-
-    @property
-    def counts_variance_shares(self) -> bool:
-        """Whether selection counts the shares of the score variance that its maps to few channels hold.
-
-        It counts them in ``SparseIndex.variance_shares``, if the index has it.
-        """
-        return False
-
-    @property
     def share_kept(self) -> float | None:
         """p, the share of attention mass that is kept, in (0, 1]; None if the method does not let requests set it."""
         return None

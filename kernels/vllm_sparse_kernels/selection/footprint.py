@@ -39,7 +39,7 @@ def line_bytes(rows: Rows, num_selected: int, num_columns: int) -> int:
 
 
 def rounded_bytes(rows: Rows, shape: LayerShape, num_selected: int) -> int:
-    """Bound the memory of SALE: 8-bit queries and a slab of keys with their scales, flags, and float32 sums of queries."""
+    """Bound the memory of SALE: 8-bit queries, a slab of keys with scales, flags, and float32 sums of queries."""
     dim = next_power_of_2(shape.head_dim)
     num_keys = max(sum(map(padded, rows.seq_lens[first:end])) for first, end in rows_of_slabs(rows))
     keys = num_keys * (shape.num_kv_heads * (dim + 1) + 7 * num_selected)

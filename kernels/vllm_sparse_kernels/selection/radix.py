@@ -60,7 +60,7 @@ class Digits(NamedTuple):
 
 
 def num_chunks(length: int) -> int:
-    """Return the number of chunks of an array. A chunk has 4,096 values, or more if there would be more than 16 chunks."""
+    """Return the number of chunks of an array. A chunk has 4,096 values, or more to have at most 16 chunks."""
     blocks = ceil_div(length, CHUNK)
     return ceil_div(blocks, ceil_div(blocks, MOST_CHUNKS.value))
 

@@ -42,7 +42,6 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "top_p": [
         {"kept_mass": 0.6, "sink_tokens": 32, "local_tokens": 128, "channels": "all"},
         {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
-        {"kept_mass": 0.3, "sink_tokens": 0, "local_tokens": 128, "floor": 0.5},
     ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
 }
@@ -161,7 +160,7 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     "top_p": {
         "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most",),
         "most_share": (0.0, 1.01, NAN), "peak_share": (0.0, 1.01, NAN),
-        "floor": (-0.1, 1.0, NAN), "queries": ("most", 2),
+        "queries": ("most", 2),
     },
     "vertical_slash": {
         "vertical_tokens": (-1,), "slash_tokens": (-1,), "forced_verticals": (-1,), "forced_slashes": (-1,),

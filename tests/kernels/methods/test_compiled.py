@@ -51,7 +51,7 @@ def test_every_kernel_that_selects_compiles() -> None:
     assert report.keys() == METHODS.keys()
     assert all("attend_kernel" in kernels for kernels in report.values())
     assert len(report["share_prefill"]) > len(report["flex_vertical_slash"])  # kernels for heads that share
-    assert report["top_p"].keys() >= {"_choose_kernel", "_floor_kernel", "_list_kernel", "_maps_kernel"}
+    assert report["top_p"].keys() >= {"_choose_kernel", "_masses_kernel"}
 
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -183,113 +183,6 @@ def test_two_tiles_of_a_group_have_separate_sums(
 def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top_p: dict[str, dict[str, int]]) -> None:
     assert {name: figures["variants"] for name, figures in of_top_p.items()} == dict.fromkeys(of_top_p, 1)
     assert all(figures["spills"] == figures["barriers_in_data"] == 0 for figures in of_top_p.values())
-
-
-COMPILE_FLOOR = """
-import json
-import torch
-from vllm_sparse_kernels import share_counts
-from vllm_sparse_kernels.methods.top_p import floor, hopper, portable
-from vllm_sparse_kernels.methods.top_p.choice import mass_width
-from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.share_counts import SHARE_FIELDS
-from tests.helpers.offline_compiler import Code, Recorder, compiling_for
-from vllm_sparse_kernels.workspace import Workspace
-
-adds = floor._floor_kernel = Recorder(floor._floor_kernel)
-counts = floor._count_kernel = Recorder(floor._count_kernel)
-sums = share_counts._add_share_counts_kernel = Recorder(share_counts._add_share_counts_kernel)
-with compiling_for():
-    for context_len, query_len in ((4000, 300), (0, 129), (20000, 1)):
-        rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
-        reach = context_len + query_len
-        scratch = hopper.allocate_scratch(8, rows.num_tiles, 64, reach, Workspace(torch.device("cpu")))
-        marks = torch.zeros(8, rows.num_tiles, mass_width(reach), dtype=torch.uint8)
-        numbers = torch.zeros(8)
-        stored = hopper.stored_shares(scratch)
-        floor.add_for_floor(stored, marks, numbers, numbers, rows.tiles, 0, 128, 160)
-        shares, by_row = floor.FloorShares(numbers, numbers), torch.zeros(1, SHARE_FIELDS.value, dtype=torch.int64)
-        floor.count_kept_shares(stored, marks, shares, rows.tiles, 0, by_row)
-        share_counts.add_share_counts(by_row, by_row.clone(), 0)
-    num_by_bytes = len(counts.compiled)
-    scratch = portable.allocate_scratch(8, rows.num_tiles, 64, reach, Workspace(torch.device("cpu")))
-    floor.count_kept_shares(portable.stored_shares(scratch), marks, shares, rows.tiles, 0, by_row)
-    share_counts.add_share_counts(by_row.expand(5, -1), by_row, 3)
-assert len(counts.compiled) == num_by_bytes + 1
-counts.compiled.pop()  # the variant for half-precision scores
-figures = {}
-for name, recorder in (("adds", adds), ("counts", counts), ("sums", sums)):
-    code = Code.of(recorder.compiled[0])
-    figures[name] = {
-        "registers": code.registers, "spills": code.count("STL|LDL"), "shared_bytes": code.shared_bytes,
-        "variants": len({id(compiled) for compiled in recorder.compiled}),
-    }
-print(json.dumps(figures))
-"""
-
-
-def test_the_floor_over_bytes_compiles_once_and_five_programs_fit() -> None:
-    """The kernels wait for memory, so other programs of the multiprocessor must have loads in flight."""
-    by_kernel = json.loads(printed_by("-c", COMPILE_FLOOR))
-    for kernel, programs in (("adds", 5), ("counts", 5), ("sums", 6)):
-        figures = by_kernel[kernel]
-        assert figures["variants"] == 1, kernel
-        assert figures["spills"] == 0, kernel
-        assert programs * 128 * figures["registers"] <= REGISTERS, kernel
-        assert programs * (figures["shared_bytes"] + 1024) <= SHARED_BYTES, kernel
-
-
-COMPILE_LOW_RANK = """
-import json
-import torch
-from vllm_sparse_kernels.layer_inputs import LayerInputs
-from vllm_sparse_kernels.methods.top_p import low_rank, rounding
-from vllm_sparse_kernels.rows import Rows
-from vllm_sparse_kernels.selection.slabs import KeySlab
-from tests.helpers.batches import random_batch
-from tests.helpers.offline_compiler import Code, Recorder, compiling_for
-from vllm_sparse_kernels.workspace import Workspace
-
-kernels = {
-    low_rank: ("_products_kernel", "_second_moments_kernel", "_maps_kernel"),
-    rounding: ("_round_queries_kernel", "_round_keys_kernel"),
-}
-recorders = {name: Recorder(getattr(module, name)) for module, names in kernels.items() for name in names}
-for module, names in kernels.items():
-    for name in names:
-        setattr(module, name, recorders[name])
-with compiling_for():
-    for lengths in ([(4000, 300)], [(20000, 1), (0, 129)]):
-        batch = random_batch(lengths, 8, 2, 128, 16, torch.bfloat16)
-        inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-        workspace = Workspace(torch.device("cpu"))
-        storage = rounding.Storage(low_rank.rank_of(128), True, 128, torch.float8_e4m3fn)
-        shares = torch.zeros(len(lengths), 16, dtype=torch.int64)
-        moments = rounding.row_moments(inputs, storage, workspace, shares)
-        rounding.round_queries(inputs, moments, torch.arange(8, dtype=torch.int32), storage, workspace)
-        starts = torch.zeros(len(lengths), dtype=torch.int32)
-        slab = KeySlab(0, starts, 32768, 20001, [])
-        rounding.round_keys(inputs, slab, moments, storage, True, workspace)
-figures = {}
-for name, recorder in recorders.items():
-    code = Code.of(recorder.compiled[0])
-    figures[name] = {
-        "registers": code.registers, "spills": code.count("STL|LDL"), "shared_bytes": code.shared_bytes,
-        "variants": len({id(compiled) for compiled in recorder.compiled}),
-    }
-print(json.dumps(figures))
-"""
-
-
-def test_kernels_of_low_rank_compile_once_and_leave_room_for_others() -> None:
-    """Registers and shared memory allow several programs per multiprocessor, which take turns waiting for memory."""
-    figures = json.loads(printed_by("-c", COMPILE_LOW_RANK))
-    assert {name: kernel["variants"] for name, kernel in figures.items()} == dict.fromkeys(figures, 1)
-    assert all(kernel["spills"] == 0 for kernel in figures.values())
-    for name, programs in {"_products_kernel": 2, "_round_queries_kernel": 4, "_round_keys_kernel": 4}.items():
-        assert programs * 256 * figures[name]["registers"] <= REGISTERS, name
-        assert programs * (figures[name]["shared_bytes"] + 1024) <= SHARED_BYTES, name
-    assert figures["_maps_kernel"]["shared_bytes"] <= 99 << 10, "cards of less shared memory run the same program"
 
 
 COMPILE_ANCHORS = """

@@ -43,10 +43,9 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     merged, rows = method.merged(methods), batch.rows
     layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
     layouts = dict.fromkeys(range(num_heads), layout)
-    counted = merged.counts_kept_shares, merged.counts_variance_shares
-    index = SparseIndex.allocate(rows, num_heads, block_tokens, layouts, workspace, *counted)
+    index = SparseIndex.allocate(rows, num_heads, block_tokens, layouts, workspace)
     shape = LayerShape(num_heads, num_kv_heads, batch.cache.head_dim, block_tokens, batch.q.element_size())
-    index_bytes = SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity, *counted)
+    index_bytes = SparseIndex.bytes_for(rows, num_heads, block_tokens, num_heads * layout.capacity)
     peaks_and_bounds = [(workspace.peak_bytes, index_bytes)]
 
     def taken() -> int:
@@ -149,47 +148,24 @@ OTHER_SHAPES = [
 @settings(max_examples=100)
 @given(
     shape=st.sampled_from(OTHER_SHAPES),
-    channels=st.sampled_from(["half", "low_rank"]),
     lengths=st.lists(st.tuples(st.integers(0, 120_000), st.integers(1, 8192)), min_size=1, max_size=3),
 )
 def test_nor_does_top_p_on_any_engine_for_other_heads(
-    shape: tuple[int, int, int], channels: str, lengths: list[tuple[int, int]]
+    shape: tuple[int, int, int], lengths: list[tuple[int, int]]
 ) -> None:
     """Hopper's tiles take half the memory of portable's, and are divided into other runs."""
-    for taken, announced in peaks("top_p", {"channels": channels}, without_data(lengths, shape), 32):
+    for taken, announced in peaks("top_p", {}, without_data(lengths, shape), 32):
         assert taken <= announced
 
 
-@pytest.mark.usefixtures("no_kernels")
-@pytest.mark.parametrize("shape", [(32, 8, 128), (16, 8, 256)])
-def test_nor_do_maps_of_many_short_rows(shape: tuple[int, int, int]) -> None:
-    """Sums are computed for a few rows at a time, so they need less memory than the rest of selection."""
-    for taken, announced in peaks("top_p", {"channels": "low_rank"}, without_data([(200, 40)] * 60, shape), 32):
-        assert taken <= announced
-
-
-@pytest.mark.parametrize("lengths", [[(122_880, 8192)], [(24_576, 8192)], [(0, 8192)], [(4000, 500)] * 16])
-def test_maps_take_hardly_more_memory_than_picked_channels(lengths: list[tuple[int, int]]) -> None:
-    """The shape is that of an 8B model, with one long row or several rows."""
-    rows, shape = without_data(lengths, (32, 8, 128)).rows, LayerShape(32, 8, 128, 32, 2)
-    low_rank, half = (
-        METHODS["top_p"].parameters(channels=channels).workspace_bytes(rows, shape, 32, 0)
-        for channels in ("low_rank", "half")
-    )
-    assert low_rank <= 1.05 * half
-
-
-@pytest.mark.parametrize("channels", ["half", "low_rank"])
 @pytest.mark.parametrize("num_heads", [5, 10, 16, 32])
 @settings(max_examples=80)
 @given(
     rows=st.tuples(st.integers(1, 260), st.integers(0, 900), st.integers(0, 200), st.integers(0, 900)),
 )
-def test_what_top_p_announces_never_falls_as_a_row_gets_longer(
-    num_heads: int, channels: str, rows: tuple[int, ...]
-) -> None:
+def test_what_top_p_announces_never_falls_as_a_row_gets_longer(num_heads: int, rows: tuple[int, ...]) -> None:
     num_tiles, context_tiles, more_tiles, more_context = rows
-    shape, method = LayerShape(num_heads, 1, 128, 32, 2), METHODS["top_p"].parameters(channels=channels)
+    shape, method = LayerShape(num_heads, 1, 128, 32, 2), METHODS["top_p"].parameters()
     announced = []
     for tiles, context in ((num_tiles, context_tiles), (num_tiles + more_tiles, context_tiles + more_context)):
         row = Rows((0,), (128 * tiles,), (128 * context,), torch.zeros(1, 0, dtype=torch.int32))

@@ -28,7 +28,6 @@ METHOD = TopP(
     kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", queries="all", peak_share=1.0
 )  # fmt: skip
 HALF = replace(METHOD, channels="half")
-LOW_RANK = replace(METHOD, channels="low_rank")
 FEW_QUERIES = replace(METHOD, queries="half")
 FEWEST = replace(HALF, queries="half")
 MASS_ERROR = 5e-3
@@ -88,13 +87,6 @@ LONG = [(8100, 150), (0, 2049), (0, 1)]
         ),
         pytest.param(METHOD, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
         pytest.param(FEW_QUERIES, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
-        (replace(LOW_RANK, queries="half"), (4, 2, 128), torch.float16, 48, [(300, 63), (130, 1), (0, 2)]),
-        (LOW_RANK, (4, 2, 128), torch.float16, 48, [(300, 63), (130, 1)]),
-        (LOW_RANK, (2, 1, 80), torch.float32, 16, [(0, 1), (170, 140)]),
-        (LOW_RANK, (2, 1, 64), torch.float32, 128, [(321, 1)]),
-        pytest.param(LOW_RANK, (3, 3, 128), torch.float32, 128, LENGTHS, marks=pytest.mark.full),
-        pytest.param(LOW_RANK, (2, 1, 256), torch.float16, 16, LENGTHS, marks=pytest.mark.full),
-        pytest.param(LOW_RANK, (2, 1, 128), torch.float16, 16, LONG, marks=pytest.mark.full),
     ],
 )
 def test_masses_are_those_of_the_reference(method, heads, dtype, page_size, lengths, monkeypatch) -> None:
@@ -356,7 +348,7 @@ def test_random_cases(lengths, kept_mass, half, page_size, heads, seed) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("method", "head_dim"),
-    [(METHOD, 64), (METHOD, 128), (HALF, 128), (LOW_RANK, 128), (LOW_RANK, 256), (METHOD, 256), (METHOD, 32)],
+    [(METHOD, 64), (METHOD, 128), (HALF, 128), (METHOD, 256), (METHOD, 32)],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.engine_client import Client
 from tests.helpers.full_disk import full_disk
 from tests.helpers.virtual_time import VirtualTime
-from vllm_sparse_backend.config.metrics import FRESH_QUERY, HISTOGRAM_SUM, METRICS
+from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend import engine_counts, metrics_endpoint
 from vllm_sparse_backend.serving.frontend.engine_counts import EngineCounts, SiblingCounts
@@ -389,11 +389,7 @@ class TestSeveralProcesses:
 
 def test_every_metric_can_be_exported_and_is_documented() -> None:
     """Each metric has all of its labels, and the name and type from docs/metrics.md."""
-    samples: Samples = []
-    for name, metric in METRICS.items():
-        ends = ["+Inf", "0.5", HISTOGRAM_SUM] if metric.type == "histogram" else [None]
-        labels = ["x"] * len(metric.labels)
-        samples += [(name, labels if end is None else [*labels, end], 1) for end in ends if name != "up"]
+    samples: Samples = [(name, ["x"] * len(metric.labels), 1) for name, metric in METRICS.items() if name != "up"]
     text = CLOCK.run(open_page(Client({0: [worker(0, samples)]})).fresh_text()).decode()
     documented = DOCS.read_text()
     for metric in METRICS.values():
@@ -403,41 +399,6 @@ def test_every_metric_can_be_exported_and_is_documented() -> None:
     for line in documented.splitlines():
         if line.startswith("| `sparse_prefill_"):
             assert line.split("`")[1] in {metric.sample for metric in METRICS.values()}
-
-
-def test_a_histogram_adds_up_the_workers_of_each_engine() -> None:
-    """Buckets are in the order of their ends, whatever the order of samples."""
-
-    def samples(level: str, first: int, count: int, total: float) -> Samples:
-        return [
-            ("kept_share", [level, "+Inf"], count),
-            ("kept_share", [level, HISTOGRAM_SUM], total),
-            ("kept_share", [level, "0.5"], first),
-            ("kept_share_least", [level], first / 10),
-        ]
-
-    engines = {
-        0: [
-            worker(0, samples("default", 1, 3, 2.25) + samples("fast", 0, 1, 1)),
-            worker(1, samples("default", 2, 4, 2)),
-        ],
-        1: [worker(0, samples("default", 5, 6, 3))],
-    }
-    text = CLOCK.run(open_page(Client(engines)).fresh_text()).decode()
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    histogram, least = (families[f"sparse_prefill_{name}"] for name in ("kept_share", "kept_share_least"))
-    assert histogram.type == "histogram"
-    of_default = [
-        (sample.name.removeprefix("sparse_prefill_kept_share_"), sample.labels.get("le"), sample.value)
-        for sample in histogram.samples
-        if (sample.labels["engine"], sample.labels["level"]) == ("0", "default")
-    ]
-    assert of_default == [("bucket", "0.5", 3), ("bucket", "+Inf", 7), ("count", None, 7), ("sum", None, 4.25)]
-    assert len(histogram.samples) == 3 * len(of_default)
-    assert {tuple(sample.labels[label] for label in ("engine", "rank", "level")): sample.value
-            for sample in least.samples} == {
-        ("0", "0", "default"): 0.1, ("0", "1", "default"): 0.2, ("0", "0", "fast"): 0, ("1", "0", "default"): 0.5,
-    }  # fmt: skip
 
 
 class TestMiddleware:

@@ -4,7 +4,6 @@
 import asyncio
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,6 @@ from vllm_sparse_backend.serving.worker.request_tallies import (
 )
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
-from vllm_sparse_kernels import share_counts
 
 MIN_TOKENS = 120
 
@@ -66,59 +64,10 @@ class TestTally:
         assert {name: tally[name] for name in counted} == counted
         assert 0 < tally["kept_pairs"] < tally["causal_pairs"]
 
-    def test_the_least_kept_share_is_the_requests_own(
-        self, built: Callable[..., Any], at_step: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """It covers all layers, and no rows of other requests; /metrics has the least of all."""
-        monkeypatch.setattr(share_counts, "COUNT_EVERY", 1)
-        caplog.set_level("INFO")
-        params = {"kept_mass": 0.2, "most_share": 0.05, "peak_share": 1.0, "local_tokens": 128, "floor": 0.5}
-        layers, builder = built(0, 1, method="top_p", params=params, min_tokens=MIN_TOKENS)
-        at_step([DEFAULT] * 2)
-        step, tallies = make_step(layers[0], [(0, 700), (0, 1500)]), layers[0].impl.worker.requests.tallies
-        by_row: list[list[float | None]] = [[], []]
-
-        def keep_shares(spans: Any, index: Any) -> None:
-            for line, shares in zip(index.kept_shares.tolist(), by_row, strict=True):
-                shares.append(share_counts.least_share(line))
-            add_pairs(spans, index)
-
-        monkeypatch.setattr("vllm_sparse_backend.serving.worker.impl.add_pairs", keep_shares)
-        for row in range(2):
-            tallies.begin(str(row), DEFAULT, f"ticket {row}")
-        metadata = builder.build(0, step.common)
-        for layer in layers:
-            step.forward(layer, metadata)
-        reports = [tallies.with_ticket(f"ticket {row}")[0] for row in range(2)]
-        least = [min(shares) for shares in by_row]  # type: ignore[type-var]
-        assert [len(shares) for shares in by_row] == [2, 2]
-        assert [report["least_kept_share"] for report in reports] == least
-        assert 0.49 < min(least) < max(least) < 1
-        samples = {name: value for name, _, value in recorder_of(builder).samples()[0]}
-        assert samples["kept_share_least"] == min(least)
-        tallies.end("0")
-        tallies.log_ended()
-        assert f"pairs kept, least kept share of a query {least[0]:.3f}" in caplog.text
-
-    def test_the_next_layer_reuses_the_memory_of_kept_shares(self) -> None:
-        index = random_index(random_batch([(0, 200)], 4, 2, 16, 16), 64, 1.0)
-        counts = torch.zeros(1, share_counts.SHARE_FIELDS.value, dtype=torch.int64)
-        index, tally = replace(index, kept_shares=counts), Tally(DEFAULT)
-        for share in (0.5, 0.75, 0.875):
-            counts.zero_()
-            share_counts.count_shares(counts[0], torch.tensor([share]), lifted=0)
-            add_pairs([(0, 200, tally)], index)
-        counts.fill_(-1)
-        assert tally.least_kept_share == 0.5
-        assert tally.share_counts is not None
-        assert int(tally.share_counts[: len(share_counts.EDGES) + 1].sum()) == 3
-
-    @pytest.mark.parametrize(("counts_shares", "launches_per_report"), [(False, 2), (True, 4)])
-    def test_another_report_in_a_step_costs_few_launches(self, counts_shares: bool, launches_per_report: int) -> None:
+    def test_another_report_in_a_step_costs_few_launches(self) -> None:
         """The pairs of all lists are computed once, and each report adds its sums."""
         batch = random_batch([(0, 200), (50, 300), (0, 70), (130, 129)], 4, 2, 16, 16)
-        shares = torch.arange(4 * share_counts.SHARE_FIELDS.value).view(4, -1)
-        index = replace(random_index(batch, 64, 0.5), kept_shares=shares if counts_shares else None)
+        index = random_index(batch, 64, 0.5)
         launches_by_reports = []
         for num_reports in (1, 4):
             tallies = [Tally(DEFAULT) for _ in range(num_reports)]
@@ -131,10 +80,8 @@ class TestTally:
                 in_row = torch.tensor([tile.row == row for tile in batch.rows.tile_list])
                 assert tally.listed_pairs is not None
                 assert int(tally.listed_pairs) == 2 * int(index.listed_pairs()[:, in_row].sum())
-                twice = share_counts.merge_counts(shares[row], shares[row]) if counts_shares else None
-                assert twice is None or torch.equal(tally.share_counts, twice)
-        assert launches_by_reports[0] <= 2 + launches_per_report
-        assert launches_by_reports[1] <= 2 + 4 * launches_per_report
+        assert launches_by_reports[0] <= 4
+        assert launches_by_reports[1] <= 10
 
     def test_they_are_found_by_their_ticket_and_the_oldest_go(self) -> None:
         """Clients choose the ids, which may be equal to, or begin with, the id of another request."""
@@ -245,15 +192,10 @@ def test_a_ticket_is_never_a_clients_own(value: Any) -> None:
 
 def test_ranks_and_stages_make_one_report() -> None:
     tally: dict[str, Any] = {"level": "fast", "dense_tokens": 100, "sparse_tokens": 300, "kept_pairs": 10}
-    tally |= {"causal_pairs": 80, "least_kept_share": None}
-    silent = {**tally, "dense_tokens": 0, "sparse_tokens": 0, "kept_pairs": 30, "least_kept_share": 0.75}
+    tally |= {"causal_pairs": 80}
+    silent = {**tally, "dense_tokens": 0, "sparse_tokens": 0, "kept_pairs": 30}
     report = prefill_reports.merged([[tally, tally], [silent, silent], []])
-    expected = {"level": "fast", "dense_tokens": 200, "sparse_tokens": 600, "share_kept": 0.25}
-    assert report == {**expected, "least_kept_share": 0.75}
-    least = prefill_reports.merged([[silent, {**tally, "least_kept_share": 0.5}]])
-    assert least is not None
-    assert least["least_kept_share"] == 0.5
-    assert prefill_reports.merged([[tally]])["least_kept_share"] is None  # type: ignore[index]
+    assert report == {"level": "fast", "dense_tokens": 200, "sparse_tokens": 600, "share_kept": 0.25}
     assert prefill_reports.merged([[{**tally, "causal_pairs": 0}]])["share_kept"] is None  # type: ignore[index]
     assert prefill_reports.merged([[], []]) is None
 

@@ -38,9 +38,6 @@ from vllm_sparse_backend.serving.worker.step import Slab
 from vllm_sparse_kernels.layer import HeadGroup
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
-from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.share_counts import SHARE_FIELDS
-from vllm_sparse_kernels.workspace import padded_bytes
 
 MIN_TOKENS = 100
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -108,20 +105,6 @@ class TestSlabs:
         groups = ((HeadGroup((0, 1, 2), merged),), (HeadGroup((0, 1, 2), VerticalSlash(4000)),))
         of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0).needed(slab) for g in groups)
         assert of_merged == of_most
-
-    def test_kept_shares_need_a_line_for_each_row(self) -> None:
-        rows = kernel_rows(in_turn([(5000, 500), (0, 300), (0, 20)]))
-        with_floor, without = (needs("top_p", floor=floor)[0].num_bytes(rows) for floor in (0.5, 0.0))
-        assert with_floor - without == padded_bytes(3, SHARE_FIELDS.value, dtype=torch.int64) > 0
-
-    def test_shares_of_the_score_variance_need_a_line_for_each_row(self) -> None:
-        """Beside the memory of selection, which is the same where low_rank multiplies all channels (head dim 64)."""
-        rows = kernel_rows(in_turn([(5000, 500), (0, 300), (0, 20)]))
-        low_rank, without = (
-            LayerNeed.of((HeadGroup((0, 1), TopP(channels=channels)),), 1, 64, 2, CPU).num_bytes(rows)
-            for channels in ("low_rank", "all")
-        )
-        assert low_rank - without == padded_bytes(3, SHARE_FIELDS.value, dtype=torch.int64)
 
 
 class TestEveryStep:

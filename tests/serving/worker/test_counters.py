@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's counts: each row and pair once, all from the same moment, without waiting for the device."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +11,6 @@ from tests.helpers.masks import mask_of
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving.worker import counters
 from vllm_sparse_backend.serving.worker.counters import Recorder, not_counting
-from vllm_sparse_kernels.layer import Layer, layer_plan, run
-from vllm_sparse_kernels.layer_inputs import LayerInputs
-from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.share_counts import SHARE_FIELDS, SUM, UNIT, count_shares
 
 CPU = torch.device("cpu")
 SPARSE, DECODE, PADDING = ("sparse", None, "default"), ("decode", None, ""), ("padding", None, "default")
@@ -80,61 +75,6 @@ def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
     assert totals == {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": 4 * CAUSAL, "kept_pairs 1": 4 * CAUSAL}
 
 
-def with_shares(*shares_of_rows: list[float]) -> Any:
-    """Return an index whose rows have counted these shares."""
-    index = full_index()
-    counts = torch.zeros(len(shares_of_rows), SHARE_FIELDS.value, dtype=torch.int64)
-    for line, shares in zip(counts, shares_of_rows, strict=True):
-        count_shares(line, torch.tensor(shares), lifted=sum(share < 0.55 for share in shares))
-    return replace(index, kept_shares=counts)
-
-
-def test_kept_shares_by_level() -> None:
-    """Buckets are cumulative, and count shares of all layers and rows."""
-    recorder = make()
-    recorder.count_pairs(1, full_index())
-    assert not any("share" in key or "lifted" in key for key in found(recorder))
-    recorder.count_pairs(1, with_shares([0.5, 0.75], [], [1.0]))
-    recorder.count_pairs(5, with_shares([0.875]))
-    recorder.count_pairs(5, with_shares([0.25]), level="fast")
-    counts = {key: value for key, value in found(recorder).items() if "share" in key or "lifted" in key}
-    at_most = {"0.25": 0, "0.5": 1, "0.6": 1, "0.7": 1, "0.8": 2, "0.9": 3, "0.95": 3, "+Inf": 4}
-    expected = {f"kept_share default {end}": count for end, count in at_most.items()}
-    expected |= {"kept_share default sum": 3.125, "kept_share_least": 0.5, "lifted_queries": 1}
-    expected |= {f"kept_share fast {end}": 1 for end in at_most}
-    expected |= {"kept_share fast sum": 0.25, "kept_share_least fast": 0.25, "lifted_queries fast": 1}
-    assert counts == expected
-
-
-def test_shares_of_the_score_variance_by_level() -> None:
-    """Kept shares and these shares are counted apart."""
-    recorder = make()
-    recorder.count_pairs(1, replace(with_shares([0.5], [1.0]), variance_shares=with_shares([0.75, 0.875]).kept_shares))
-    recorder.count_pairs(5, replace(full_index(), variance_shares=with_shares([0.97], [0.25]).kept_shares))
-    recorder.count_pairs(5, replace(full_index(), variance_shares=with_shares([0.625]).kept_shares), level="fast")
-    counts = {key: value for key, value in found(recorder).items() if "variance" in key}
-    at_most = {"0.25": 1, "0.5": 1, "0.6": 1, "0.7": 1, "0.8": 2, "0.9": 3, "0.95": 3, "+Inf": 4}
-    expected = {f"score_variance_share default {end}": count for end, count in at_most.items()}
-    expected |= {"score_variance_share default sum": pytest.approx(2.845, abs=1e-4), "score_variance_share_least": 0.25}
-    expected |= {f"score_variance_share fast {end}": float(float(end) >= 0.625) for end in [*at_most][:-1]}
-    expected |= {"score_variance_share fast +Inf": 1, "score_variance_share fast sum": 0.625}
-    assert counts == expected | {"score_variance_share_least fast": 0.625}
-    assert found(recorder)["kept_share default +Inf"] == 2
-    assert "kept_share fast +Inf" not in found(recorder)
-
-
-def test_a_layer_of_low_rank_counts_its_shares() -> None:
-    """One for each row and kv head; heads of 64 channels keep all of them, and have none."""
-    for head_dim, expected in ((128, 2 * 2.0), (64, None)):
-        batch, recorder = random_batch([(300, 200), (0, 130)], 4, 2, head_dim, 16), make()
-        layer = Layer.of(layer_plan([TopP(channels="low_rank")] * 4), head_dim, CPU)
-        inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-        recorder.count_pairs(1, run(layer, inputs, batch.empty_out()))
-        samples = found(recorder)
-        assert samples.get("score_variance_share default +Inf") == expected
-        assert samples.get("score_variance_share_least", 0.5) < 1
-
-
 class TestPendingCounts:
     """A copy that takes time, as from a device."""
 
@@ -170,15 +110,6 @@ class TestPendingCounts:
         assert recorder.samples(start=False)[1] is False
         assert found(recorder) == {name: 2 * value for name, value in once.items()}
 
-    def test_kept_shares_arrive_with_the_rest(self, event: Event) -> None:
-        recorder = make()
-        recorder.count_pairs(1, with_shares([0.5]))
-        assert recorder.samples() == ([], True)
-        recorder.count_pairs(1, with_shares([0.25]))
-        event.arrived = True
-        assert found(recorder, start=False)["kept_share_least"] == 0.5
-        assert found(recorder)["kept_share_least"] == 0.25
-
     def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
         recorder = make()
         recorder.count_rows(DECODE)
@@ -213,22 +144,12 @@ class TestCountsPastSixtyFourBits:
         ((_, _, kept),) = (sample for sample in sent(recorder.samples())[0] if sample[0] == "kept_pairs")
         assert kept == counted[-1]
 
-    def test_the_devices_sum_of_shares(self) -> None:
-        recorder = make()
-        recorder.count_pairs(1, with_shares([0.5]))
-        for n in range(1, 9):
-            recorder._shares[0, SUM.value] += self.MANY  # wraps around
-            assert found(recorder)["kept_share default sum"] == 0.5 + n * self.MANY / UNIT.value
-        assert found(recorder)["kept_share_least"] == 0.5
-
     def test_layers_that_come_later(self) -> None:
         recorder = make()
         recorder.count_pairs(1, full_index())
         assert found(recorder)["kept_pairs 1"] == CAUSAL
         recorder.add_layers((7,), ("default", "later"))
         recorder.count_pairs(7, full_index())
-        recorder.count_pairs(7, with_shares([0.5]), level="later")
-        assert found(recorder)["kept_share_least later"] == 0.5
         assert (found(recorder)["kept_pairs 1"], found(recorder)["kept_pairs 7"]) == (CAUSAL, CAUSAL)
 
 

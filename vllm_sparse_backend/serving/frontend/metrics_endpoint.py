@@ -13,16 +13,16 @@ import asyncio
 import logging
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qsl
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from vllm_sparse_backend.config.metrics import FRESH_QUERY, HISTOGRAM_SUM, METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
+from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend.engine_counts import TIMEOUT_S, EngineReader, SiblingCounts
 from vllm_sparse_backend.serving.frontend.engine_rpc import engine_calls, path_of, send_with_body
@@ -132,28 +132,11 @@ class MetricsPage:
             samples = dict(self._samples(name))
             if not samples:
                 continue
-            if metric.type == "histogram":
-                yield self._histogram(PREFIX + name, metric.help, metric.all_labels, samples)
-                continue
             new = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
             family = new(PREFIX + name, metric.help, labels=metric.all_labels)
             for labels, value in samples.items():
                 family.add_metric((self._model_name, *labels), value)
             yield family
-
-    def _histogram(
-        self, name: str, description: str, labels: Sequence[str], samples: Mapping[tuple[str, ...], float]
-    ) -> Metric:
-        """Return a histogram from samples by their labels, whose last label is ``le`` (``Metric.worker_labels``)."""
-        family = HistogramMetricFamily(name, description, labels=labels)
-        values_by_labels: dict[tuple[str, ...], dict[str, float]] = {}
-        for sample_labels, value in samples.items():
-            values_by_labels.setdefault(sample_labels[:-1], {})[sample_labels[-1]] = value
-        for common_labels, values in values_by_labels.items():
-            total = values.pop(HISTOGRAM_SUM)
-            buckets = sorted(values.items(), key=lambda bucket: float(bucket[0]))
-            family.add_metric((self._model_name, *common_labels), buckets, total)
-        return family
 
     def _samples(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield a metric's values by its labels, without the model's."""

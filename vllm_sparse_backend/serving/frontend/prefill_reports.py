@@ -53,12 +53,10 @@ def merged(workers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | N
         for name in ("dense_tokens", "sparse_tokens")
     }
     kept, causal = (sum(tally[name] for tally in tallies) for name in ("kept_pairs", "causal_pairs"))
-    shares = [tally["least_kept_share"] for tally in tallies if tally["least_kept_share"] is not None]
     return {
         "level": tallies[0]["level"],
         **tokens,
         "share_kept": kept / causal if causal else None,
-        "least_kept_share": min(shares, default=None),
     }
 
 

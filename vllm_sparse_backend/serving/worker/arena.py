@@ -112,11 +112,7 @@ class LayerNeed:
         stripes = [(stripes_of(method, rows), num_heads) for method, num_heads in self.heads_of_methods]
         stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
         longest_stripes = max(layout.longest for layout, _ in stripes)
-        counts_shares = any(method.counts_kept_shares for method, _ in self.heads_of_methods)
-        counts_variance = any(method.counts_variance_shares for method, _ in self.heads_of_methods)
-        index = SparseIndex.bytes_for(
-            rows, shape.num_heads, shape.block_tokens, stripe_capacity, counts_shares, counts_variance
-        )
+        index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
         select = max(self._select_bytes(rows, method, num_heads) for method, num_heads in self.heads_of_methods)
         attend = workspace_bytes(rows, shape, stripe_capacity, longest_stripes, self.int8_scores)
         return index + max(select, attend)

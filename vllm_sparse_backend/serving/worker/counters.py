@@ -7,27 +7,17 @@ Nothing here waits for the device, and counting sends nothing. The server calls 
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import accumulate, product
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.metrics import HISTOGRAM_SUM, METRICS
+from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
-from vllm_sparse_kernels.share_counts import (
-    EDGES,
-    LIFTED,
-    SHARE_FIELDS,
-    SUM,
-    UNIT,
-    add_share_counts,
-    least_share,
-    merge_counts,
-)
 
 Sample = tuple[str, list[str], float]
 """A metric's name, the values of its labels, and its value: a float, because messages between processes cannot contain
@@ -92,14 +82,6 @@ class PendingCounts(NamedTuple):
     """Counted on the host, as integers of any size."""
     listed: HostCopy
     """Listed pairs, counted on the device."""
-    shares: HostCopy
-    """Kept shares, counted on the device: [levels, SHARE_FIELDS]."""
-    variance_shares: HostCopy
-    """Shares of the score variance, counted on the device: [levels, SHARE_FIELDS]."""
-
-    def arrived(self) -> bool:
-        """Return whether all copies are complete. Does not wait."""
-        return all(copy.arrived() for copy in (self.listed, self.shares, self.variance_shares))
 
 
 class DeviceTotals:
@@ -128,28 +110,15 @@ class Recorder:
         self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._total_listed = DeviceTotals()
-        self._levels: dict[str, int] = {}
-        self._shares = torch.zeros(0, SHARE_FIELDS.value, dtype=torch.int64, device=device)
-        """[levels, SHARE_FIELDS], kept shares; see ``share_counts``."""
-        self._variance_shares = torch.zeros_like(self._shares)
-        """[levels, SHARE_FIELDS], shares of the score variance."""
-        self._total_shares = DeviceTotals()
-        self._total_variance_shares = DeviceTotals()
         self._counts: dict[Key, float] = {}
         self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
 
     def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (DEFAULT,)) -> None:
         """Add counters for layers, before the first step. Layers that already have counters keep their counts."""
-        levels = tuple(levels)
         for place in product(layers, levels):
             self._places.setdefault(place, len(self._places))
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
-        for level in levels:
-            self._levels.setdefault(level, len(self._levels))
-        new_lines = self._shares.new_zeros(len(self._levels) - len(self._shares), SHARE_FIELDS.value)
-        self._shares = torch.cat([self._shares, new_lines])
-        self._variance_shares = torch.cat([self._variance_shares, new_lines])
 
     def count_rows(self, labels: RowLabels, rows: int = 1) -> None:
         """Count rows that ran in the same way. Padding rows are not counted."""
@@ -158,11 +127,7 @@ class Recorder:
             self._add("rows", (path, reason.value if reason else "", level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = DEFAULT) -> None:
-        """Count the pairs and the shares of one layer in a step. Does not wait for the device."""
-        if index.kept_shares is not None:
-            self._count_shares(index.kept_shares, self._shares, level)
-        if index.variance_shares is not None:
-            self._count_shares(index.variance_shares, self._variance_shares, level)
+        """Count the pairs of one layer in a step. Does not wait for the device."""
         if self.device.type == "cpu":
             self._listed[self._places[layer, level]] += index.listed_pairs().sum()
         else:
@@ -181,18 +146,6 @@ class Recorder:
                 self._add(name, (layer, level), amount)
         place = self._places[layer, level]
         return self._listed[place : place + 1]
-
-    def _count_shares(self, row_counts: torch.Tensor, totals: torch.Tensor, level: str) -> None:
-        """Add the counts of all rows to the line of a level.
-
-        ``row_counts`` is [num_rows, SHARE_FIELDS], and ``totals`` [levels, SHARE_FIELDS].
-        """
-        i_level = self._levels[level]
-        if self.device.type != "cpu":
-            add_share_counts(row_counts, totals, i_level)
-            return
-        for counts in row_counts:
-            totals[i_level] = merge_counts(totals[i_level], counts)
 
     def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
         """Add to a counter."""
@@ -215,47 +168,21 @@ class Recorder:
         return self._arrived, self._pending is not None
 
     def _start_copy(self) -> None:
-        tensors = self._listed, self._shares, self._variance_shares
-        self._pending = PendingCounts(dict(self._counts), *map(HostCopy, tensors))
+        self._pending = PendingCounts(dict(self._counts), HostCopy(self._listed))
 
     def _take_arrived(self) -> None:
         """Turn pending counts into samples, if they have arrived."""
         if self._pending is None:
             return
-        if self._pending.arrived():
-            counts, listed, shares, variance_shares = self._pending
+        if self._pending.listed.arrived():
+            counts, listed = self._pending
             self._total_listed.update(listed.host.tolist())
-            self._total_shares.update(shares.host.flatten().tolist())
-            self._total_variance_shares.update(variance_shares.host.flatten().tolist())
             for (layer, level), place in self._places.items():
                 key = "kept_pairs", (str(layer), level)
                 if key in counts and place < len(self._total_listed.totals):
                     counts[key] += self._total_listed.totals[place]
             self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
-            for level, i_level in self._levels.items():
-                line = slice(i_level * SHARE_FIELDS.value, (i_level + 1) * SHARE_FIELDS.value)
-                self._arrived += kept_share_samples(level, self._total_shares.totals[line])
-                variance_counts = self._total_variance_shares.totals[line]
-                self._arrived += share_samples("score_variance_share", level, variance_counts)
             self._pending = None
-
-
-def kept_share_samples(level: str, counts: list[int]) -> list[Sample]:
-    """Return the samples of a level's kept shares."""
-    samples = share_samples("kept_share", level, counts)
-    return [*samples, ("lifted_queries", [level], float(counts[LIFTED.value]))] if samples else []
-
-
-def share_samples(name: str, level: str, counts: list[int]) -> list[Sample]:
-    """Return the samples of a level's shares."""
-    least = least_share(counts) if counts else None
-    if least is None:
-        return []
-    ends = [*map(str, EDGES), "+Inf"]
-    cumulative = accumulate(counts[: len(ends)])
-    buckets: list[Sample] = [(name, [level, end], float(count)) for end, count in zip(ends, cumulative, strict=True)]
-    total = counts[SUM.value] / UNIT.value
-    return [*buckets, (name, [level, HISTOGRAM_SUM], total), (f"{name}_least", [level], least)]
 
 
 def _key(name: str, kind: str, labels: Mapping[str, object]) -> Key:

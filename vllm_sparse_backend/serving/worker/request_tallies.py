@@ -19,7 +19,6 @@ from vllm_sparse_backend.serving.worker.batch_rows import BatchRow
 from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, HostCopy
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.share_counts import least_share, merge_counts
 
 logger = logging.getLogger(LOGGER)
 
@@ -39,8 +38,6 @@ class Tally:
     masked_pairs: int = 0
     listed_pairs: torch.Tensor | None = None
     copied_pairs: HostCopy | None = None
-    share_counts: torch.Tensor | None = None
-    copied_shares: HostCopy | None = None
 
     def add_tokens(self, row: BatchRow) -> None:
         """Add the tokens of a row that prefills."""
@@ -50,7 +47,7 @@ class Tally:
             self.sparse_tokens += row.query_len - dense
 
     def add_pairs(self, index: SparseIndex, row: int, listed_pairs: torch.Tensor) -> None:
-        """Add the pairs and the kept shares of one row of an index. Does not wait for the device."""
+        """Add the pairs of one row of an index. Does not wait for the device."""
         rows = index.rows
         table = rows.block_table[row : row + 1]
         single_row = Rows((0,), rows.query_lens[row : row + 1], rows.context_lens[row : row + 1], table)
@@ -58,10 +55,6 @@ class Tally:
         self.listed_pairs = listed if self.listed_pairs is None else self.listed_pairs + listed
         self.masked_pairs += index.num_heads * single_row.masked_pairs(index.block_tokens)
         self.causal_pairs += index.num_heads * causal_pairs(single_row)
-        if index.kept_shares is not None:
-            counts = index.kept_shares[row]
-            # The index is in memory that the next layer reuses.
-            self.share_counts = counts.clone() if self.share_counts is None else merge_counts(self.share_counts, counts)
 
     def add_counted_pairs(self, kept: torch.Tensor, causal: int) -> None:
         """Add pairs that a kernel has counted. Does not wait for the device."""
@@ -69,18 +62,14 @@ class Tally:
         self.causal_pairs += causal
 
     def begin_copy(self) -> None:
-        """Begin to copy the pairs and shares to the host. Does not wait for the device."""
+        """Begin to copy the pairs to the host. Does not wait for the device."""
         if self.listed_pairs is not None:
             self.copied_pairs = HostCopy(self.listed_pairs)
-        if self.share_counts is not None:
-            self.copied_shares = HostCopy(self.share_counts)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether ``kept_pairs`` and ``least_kept_share`` can be read without waiting for the device."""
-        has_pairs = self.listed_pairs is None or (self.copied_pairs is not None and self.copied_pairs.arrived())
-        has_shares = self.share_counts is None or (self.copied_shares is not None and self.copied_shares.arrived())
-        return has_pairs and has_shares
+        """Whether ``kept_pairs`` can be read without waiting for the device."""
+        return self.listed_pairs is None or (self.copied_pairs is not None and self.copied_pairs.arrived())
 
     @property
     def kept_pairs(self) -> int:
@@ -90,18 +79,6 @@ class Tally:
         copy = self.copied_pairs
         listed = copy.host if copy is not None and copy.arrived() else self.listed_pairs
         return int(listed) - self.masked_pairs
-
-    @property
-    def least_kept_share(self) -> float | None:
-        """Least share of its attention that a counted query keeps; None if none was counted.
-
-        Waits for the device unless ``is_on_host``.
-        """
-        if self.share_counts is None:
-            return None
-        copy = self.copied_shares
-        counts = copy.host if copy is not None and copy.arrived() else self.share_counts
-        return least_share(counts.tolist())
 
 
 Spans = Sequence[tuple[int, int, Tally]]
@@ -149,8 +126,6 @@ class RequestTallies:
         while self._ended and self._ended[0][1].is_on_host:
             req_id, tally = self._ended.popleft()
             kept = f", {tally.kept_pairs / tally.causal_pairs:.3f} of their pairs kept" if tally.causal_pairs else ""
-            if tally.least_kept_share is not None:
-                kept += f", least kept share of a query {tally.least_kept_share:.3f}"
             logger.info(
                 "sparse-prefill: request %s, level %s: %d tokens prefilled dense, %d sparse%s",
                 req_id, tally.level, tally.dense_tokens, tally.sparse_tokens, kept,
@@ -180,13 +155,12 @@ class RequestTallies:
             {
                 "level": tally.level, "dense_tokens": tally.dense_tokens, "sparse_tokens": tally.sparse_tokens,
                 "kept_pairs": tally.kept_pairs, "causal_pairs": tally.causal_pairs,
-                "least_kept_share": tally.least_kept_share,
             } for tally in tallies
         ]  # fmt: skip
 
 
 def add_pairs(spans: Spans, index: SparseIndex) -> None:
-    """Add the pairs and kept shares of an index to the tallies of its rows. Does not wait for the device."""
+    """Add the pairs of an index to the tallies of its rows. Does not wait for the device."""
     listed_pairs = index.listed_pairs()
     for row, token in enumerate(index.rows.query_starts):
         for first, stop, tally in spans:

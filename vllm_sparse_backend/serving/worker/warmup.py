@@ -30,7 +30,6 @@ from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.share_counts import add_share_counts
 
 logger = logging.getLogger(LOGGER)
 
@@ -178,9 +177,6 @@ class WarmUp:
                 if not compat.IS_CPU:
                     pairs = torch.zeros(1, dtype=torch.int64, device=batch.q.device)
                     add_listed_pairs(index, pairs, 0)
-                    for shares in (index.kept_shares, index.variance_shares):
-                        if shares is not None:
-                            add_share_counts(shares, torch.zeros_like(shares), 0)
 
 
 def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[SparseRow]:

@@ -68,14 +68,14 @@ def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) 
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
-    """Flag the argtopk of Algorithm 2. The first ``forced`` sums count as infinite; sums are equal if ten bits agree."""
+    """Flag the argtopk of Algorithm 2. The first ``forced`` sums are infinite; sums of equal ten bits are equal."""
     sums = sums.clone()
     sums[:forced] = torch.inf
     return top(ten_bits(sums), k)
 
 
 def ten_bits(sums: torch.Tensor) -> torch.Tensor:
-    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are below 2⁻⁵⁷."""
+    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are < 2⁻⁵⁷."""
     return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
 
 

@@ -23,6 +23,6 @@ SPECS = (
         paper="this project",
         summary="the fewest blocks that hold a share of the queries' attention, by 8-bit scores of every key",
         control="share",
-        main_parameters=("kept_mass", "most_share", "peak_share", "floor"),
+        main_parameters=("kept_mass", "most_share", "peak_share"),
     ),
 )

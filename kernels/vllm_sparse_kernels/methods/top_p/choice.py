@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of the fewest blocks of a tile that hold p of its mass.
 
-A program handles one tile and head, on an array that fits into registers. It writes its choice as the list, or as marks
-from which a list is made after ``floor.py`` has added others.
+A program handles one tile and head, on an array that fits into registers.
 
 A negative mass marks a block that is kept regardless of its mass. Nothing is sorted: bisection over bit patterns finds
 the smallest kept mass, and ties go to the first blocks. Bits of floats >= 0 sort as the floats do.
@@ -37,13 +36,6 @@ MAX_REGISTERS = 128
 TWO_BITS = Constant(0x40000000)
 """The bits of 2.0. Masses are at most 1, except for rounding."""
 
-CHOSEN = Constant(1)
-"""Mark of a block that is kept for the whole tile. Unmarked blocks have 0."""
-
-ADDED = Constant(2)
-"""Mark of a block that a single query adds (``floor.py``). Other queries do not count it as kept, so that the result
-does not depend on the order of queries."""
-
 
 class Shares(NamedTuple):
     """Shares that each selected head keeps, as arguments of kernels."""
@@ -66,8 +58,8 @@ def mass_width(reach: int) -> int:
 
 
 def mass_bytes(num_selected: int, reach: int) -> int:
-    """Return the memory of one tile's masses and marks."""
-    return (4 + 1) * num_selected * mass_width(reach)
+    """Return the memory of one tile's masses."""
+    return 4 * num_selected * mass_width(reach)
 
 
 def write_block_lists(
@@ -78,37 +70,11 @@ def write_block_lists(
 
     Heads whose ``kept_mass`` is at least 1 keep everything, and their masses are not read.
     """
-    _launch_choice(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, None)
-
-
-def mark_blocks(
-    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
-    local_tokens: int, marks: torch.Tensor,
-) -> None:  # fmt: skip
-    """Mark the blocks that ``write_block_lists`` would list, and write no list."""
-    _launch_choice(masses, index, first_tile, heads, shares, sink_tokens, local_tokens, marks)
-
-
-def write_marked_lists(marks: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor) -> None:
-    """Write the lists of the tiles from ``first_tile`` on: all marked blocks, and the diagonal."""
-    num_selected, num_tiles, _ = marks.shape
-    _list_kernel[(num_tiles, num_selected)](
-        marks, *marks.stride()[:2], heads, index.rows.tiles, index.rows.num_tiles, first_tile,
-        BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
-        FINE_BLOCKS=index.block_tokens // KEY_BLOCK.value, num_warps=4,
-    )  # fmt: skip
-
-
-def _launch_choice(
-    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
-    local_tokens: int, marks: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Write ``marks``, or the lists if ``marks`` is None."""
     num_selected, num_tiles, _ = masses.shape
     _choose_kernel[(num_tiles, num_selected)](
         masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
         shares, sink_tokens, local_tokens,
-        BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0), marks,
+        BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
         FINE_BLOCKS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
         num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
@@ -117,9 +83,9 @@ def _launch_choice(
 @triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "stride_ids"])
 def _choose_kernel(
     masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, shares, sink, local,
-    lists, stride_ids, marks, FINE_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+    lists, stride_ids, FINE_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write one (tile, head)'s list or marks: the fewest blocks between sink and local region that hold ``kept_mass``.
+    """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold ``kept_mass``.
 
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
@@ -166,13 +132,8 @@ def _choose_kernel(
         b_chosen = b_above | b_is_first | (b_masses < 0)
         num_seen += tl.sum(b_equal, 0)
         b_kept = (b_chosen | (o_n < begin) | (o_n >= end)).to(tl.int32)
-        if marks is None:
-            count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS)
-        else:
-            tile_marks = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
-            tl.store(tile_marks + o_n, tl.where(b_kept != 0, CHOSEN, 0).to(tl.uint8), mask=o_n < num_blocks)
-    if marks is None:
-        tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
+        count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS)
+    tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
 
 
 @triton.jit
@@ -185,36 +146,6 @@ def _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS:
     b_kept = tl.max(tl.reshape(b_kept, [WIDTH, FINE_BLOCKS]), 1) != 0
     o_p = first // FINE_BLOCKS + tl.arange(0, WIDTH)
     return append(ids, count, o_p, (o_p < num_causal) & (b_kept | (o_p >= diagonal)))
-
-
-@triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "stride_ids"])
-def _list_kernel(
-    marks, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, lists, stride_ids, FINE_BLOCKS: tl.constexpr
-):  # fmt: skip
-    """Write one (tile, head)'s list of the index blocks with a mark, and of the diagonal.
-
-    Grid: (tiles of the run, n). Bound by memory: it reads a byte for each block of 32 keys.
-
-    Args:
-        marks: [n, tiles, width] uint8.
-        stride_head: Elements between two heads of ``marks``.
-        stride_tile: Elements between two tiles of ``marks``.
-        heads: [n] int32 on the device, numbers of the selected query heads.
-        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        stride_ids: Elements between two heads of ``lists.block_ids``.
-    """
-    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_selected).to(tl.int64)
-    tile_marks = marks + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
-    _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
-    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * FINE_BLOCKS)
-    ids = lists.block_ids + i_head * stride_ids + tl.load(lists.block_offsets + i_tile)
-    count = 0
-    for first in range(0, num_blocks, LISTED_BLOCKS):
-        o_n = first + tl.arange(0, LISTED_BLOCKS)
-        b_kept = (tl.load(tile_marks + o_n, mask=o_n < num_blocks, other=0) != 0).to(tl.int32)
-        count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS)
-    tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from triton import next_power_of_2
 
 from vllm_sparse_kernels.index import LayerShape
-from vllm_sparse_kernels.methods.top_p.low_rank import sums_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import SPLIT_TOKENS, Storage
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection.slabs import TileBytes, most_run_bytes, padded, rows_of_slabs
@@ -17,13 +16,9 @@ def most_bytes(rows: Rows, shape: LayerShape, num_selected: int, storage: Storag
     """Return an upper bound of the memory of selection. The bound never decreases as tiles or keys are added."""
     dim, kept_d = next_power_of_2(shape.head_dim), storage.kept_d
     queries = num_selected * rows.num_tiles * storage.num_scored * (2 * kept_d + 4)
-    if storage.low_rank:
-        moments = rows.num_rows * shape.num_kv_heads * kept_d * (4 + 2 * dim * max(shape.element_bytes, 2))
-        sums = sums_bytes(rows.num_rows, shape.num_kv_heads, dim)
-    else:
-        splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
-        moments = 4 * rows.num_rows * shape.num_kv_heads * (dim + kept_d)
-        sums = 4 * dim * (2 * rows.num_rows * shape.num_kv_heads * splits + rows.num_tiles * shape.num_heads)
+    splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
+    moments = 4 * rows.num_rows * shape.num_kv_heads * (dim + kept_d)
+    sums = 4 * dim * (2 * rows.num_rows * shape.num_kv_heads * splits + rows.num_tiles * shape.num_heads)
     slab_bytes = []
     for first_row, end_row in rows_of_slabs(rows):
         seq_lens = rows.seq_lens[first_row:end_row]

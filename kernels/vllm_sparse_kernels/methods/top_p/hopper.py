@@ -49,7 +49,6 @@ from vllm_sparse_kernels.gluon_compat import (
     warpgroup_mma_wait,
 )
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
-from vllm_sparse_kernels.methods.top_p.floor import BYTE_BITS, UNIT, StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, scored_offsets
 from vllm_sparse_kernels.rows import ceil_div
@@ -88,6 +87,14 @@ LEAST_EXPONENT, EXPONENT_RANGE = Constant(-24.0), Constant(63.75)
 """Least exponent of a byte, and the range of exponents above it. The largest exponent rounds to the last byte,
 1.75 · 2^39."""
 
+UNIT = Constant(2.0**103)
+"""Factor that turns a byte into an exponential. The byte becomes the middle bits of a float32: the lowest bits of the
+exponent and the highest bits of the mantissa."""
+
+BYTE_BITS = Constant(0x1FE00000)
+"""The bits of that float32 that hold the byte: 21 to 28. Byte ``slot`` of a word of four moves there by a shift of
+21 - 8 slot bits to the left, which is 3 bits to the right for the last byte."""
+
 MASS_ROUNDS = 32
 """Rounds of one program of ``_masses_kernel``."""
 
@@ -125,11 +132,6 @@ def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: 
         workspace.empty(num_selected, num_tiles, spans, num_scored),
         workspace.empty(num_selected, num_tiles, rounds, num_scored, 4, dtype=torch.int32),
     )  # fmt: skip
-
-
-def stored_shares(scratch: Scratch) -> StoredShares:
-    """Describe the shares that ``compute_masses`` leaves in the scratch, for the floor."""
-    return StoredShares(scratch, scratch.bytes.view(torch.uint8), SPAN_TOKENS)
 
 
 def compute_masses(

@@ -18,29 +18,21 @@ scale s:
    of the tile's blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
-5. With a ``floor`` above 0, each scored query whose kept blocks hold less than this share of its own estimated
-   attention adds the fewest of its heaviest blocks that reach it (``floor.py``). Blocks that other queries add do not
-   count for it. Ties go to the first blocks. Then no scored query keeps less than ``floor`` of Σ_b a[q, b].
 
 docs/quality.md has densities and losses on trained models, also for other rules.
 
 * ``queries`` "half" scores the second of each two neighbouring queries (``scored.py``). That halves the product, and
-  the work on its scores. Neighbours look at similar blocks, so the means hardly change. Steps 4 and 5 then hold for
-  scored queries. A quarter of the queries is too few: answers are lost.
+  the work on its scores. Neighbours look at similar blocks, so the means hardly change. Step 4 then holds for scored
+  queries. A quarter of the queries is too few: answers are lost.
 * ``channels`` "half" multiplies only the half of each kv head's channels that affects scores most in this step, by
   variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
   takes most of the method's time.
-* ``channels`` "low_rank" multiplies a quarter of head_dim: combinations of channels, q̂ = Xᵀ q and k̂ = Xᵀ C_q (k - mean
-  key), which approximate the scores of this step best in mean square among all combinations of that number
-  (``low_rank.py``). A head_dim of at most 64 keeps all channels.
-* Mean key, channel weights and C_q come from samples of keys and queries by position. They depend on the tokens of this
+* Mean key and channel weights come from samples of keys and queries by position. They depend on the tokens of this
   step, so selection depends on the chunking and on later queries of the same chunk, but never on other rows.
 * An index with wider blocks keeps the union of their 32-key blocks (``block_width.py``).
 * On Hopper (``hopper.py``), products are computed in e4m3, and a share is stored as one byte between its two uses.
   Elsewhere (``portable.py``), a score is stored in half precision. Rounding is unbiased, and its errors average out
   over 128 queries.
-* The errors of a single query do not average out: the floor holds for the estimate as it is stored, on Hopper in bytes
-  that are off by up to a ninth.
 """
 
 from collections.abc import Sequence
@@ -57,14 +49,10 @@ from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import (
     KEY_BLOCK,
     Shares,
-    mark_blocks,
     mass_width,
     write_block_lists,
-    write_marked_lists,
 )
-from vllm_sparse_kernels.methods.top_p.floor import FloorShares, StoredShares, add_for_floor, count_kept_shares
 from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
-from vllm_sparse_kernels.methods.top_p.low_rank import rank_of
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
     Rounded,
@@ -105,7 +93,6 @@ class _MassKernels(Protocol):
     def compute_masses(
         self, rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Any, target: torch.Tensor
     ) -> None: ...
-    def stored_shares(self, scratch: Any) -> StoredShares: ...
 
 
 hopper: _MassKernels | None
@@ -120,7 +107,7 @@ else:
 HOPPER_CHANNELS = 256
 """Maximum number of channels for which the queries and keys of a program fit into Hopper's shared memory."""
 
-CHANNELS = Literal["low_rank", "half", "all"]
+CHANNELS = Literal["half", "all"]
 QUERIES = Literal["half", "all"]
 
 
@@ -128,7 +115,7 @@ QUERIES = Literal["half", "all"]
 class TopP(PerHead):
     """Parameters of ``top_p``; the module's docstring describes the algorithm."""
 
-    differing = ("kept_mass", "most_share", "floor")
+    differing = ("kept_mass", "most_share")
     finest_block_tokens = KEY_BLOCK.value
 
     kept_mass: float = 0.9
@@ -144,9 +131,8 @@ class TopP(PerHead):
     """Maximum share, in (0, 1], of a tile's blocks that are kept for their mass. With 1, only p limits their number."""
 
     channels: CHANNELS = "half"
-    """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss;
-    ``low_rank`` combines the channels into a quarter as many in each step, and multiplies these. The minimum is 64
-    channels, so all three are the same for a head_dim of 64."""
+    """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss.
+    The minimum is 64 channels, so both are the same for a head_dim of 64."""
 
     queries: QUERIES = "half"
     """Queries of a tile that are scored: ``all``, or with ``half`` the second of each two neighbours, which nearly
@@ -155,10 +141,6 @@ class TopP(PerHead):
     peak_share: float = 0.2
     """Blocks with at least this share, in (0, 1], of a single scored query's attention are kept. 1 turns this off."""
 
-    floor: float = 0.0
-    """Share, in [0, 1), of its own estimated attention that every scored query keeps. A query below it adds its own
-    heaviest blocks. With 0, no query adds blocks."""
-
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
         for name, value, least in (("sink_tokens", self.sink_tokens, 0), ("local_tokens", self.local_tokens, 128)):
@@ -166,7 +148,6 @@ class TopP(PerHead):
             require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
         require(0 < self.most_share <= 1, "most_share", self.most_share, "a number in (0, 1]")
         require(0 < self.peak_share <= 1, "peak_share", self.peak_share, "a number in (0, 1]")
-        require(0 <= self.floor < 1, "floor", self.floor, "a number in [0, 1)")
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
         require(self.queries in get_args(QUERIES), "queries", self.queries, f"one of {get_args(QUERIES)}")
 
@@ -178,28 +159,11 @@ class TopP(PerHead):
     def with_kept_mass(self, share: float) -> "TopP":
         """Return the method with another p and without an upper bound on kept blocks (``most_share`` 1).
 
-        Each head keeps its ``floor``.
-
         Args:
             share: p, in (0, 1].
         """
         heads = self.settings or (self,)
         return self.merged([replace(head, kept_mass=share, most_share=1.0) for head in heads])
-
-    @property
-    def size_key(self) -> "TopP":
-        """The ``group_key``, with the highest floor of its heads: a floor needs additional kernels."""
-        return replace(self.group_key, floor=max(head.floor for head in self.settings or (self,)))
-
-    @property
-    def counts_kept_shares(self) -> bool:
-        """Whether any head has a floor."""
-        return any(head.floor > 0 for head in self.settings or (self,))
-
-    @property
-    def counts_variance_shares(self) -> bool:
-        """Whether ``channels`` is "low_rank". For a head_dim that keeps all channels, nothing is counted."""
-        return self.channels == "low_rank"
 
     @property
     def num_scored(self) -> int:
@@ -212,17 +176,7 @@ class TopP(PerHead):
         Args:
             head_dim: Elements of a head's query or key.
         """
-        if self.channels == "low_rank":
-            return rank_of(head_dim)
         return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
-
-    def is_low_rank(self, head_dim: int) -> bool:
-        """Check whether the estimate multiplies combinations of channels.
-
-        Args:
-            head_dim: Elements of a head's query or key.
-        """
-        return self.channels == "low_rank" and rank_of(head_dim) < padded_dim(head_dim)
 
     def storage(self, head_dim: int, dtype: torch.dtype) -> Storage:
         """Return sizes and format of the rounded queries and keys.
@@ -231,7 +185,7 @@ class TopP(PerHead):
             head_dim: Elements of a head's query or key.
             dtype: Type in which e4m3 numbers are stored.
         """
-        return Storage(self.kept_channels(head_dim), self.is_low_rank(head_dim), self.num_scored, dtype)
+        return Storage(self.kept_channels(head_dim), self.num_scored, dtype)
 
     @property
     def least_peak(self) -> float:
@@ -320,14 +274,12 @@ def _select(kernels: _MassKernels, method: TopP, inputs: LayerInputs, index: Spa
         compact_blocks(None, index, heads)
         return
     device, workspace = inputs.q.device, index.workspace
-    floors = tuple(head.floor for head in methods)
-    floors_on_device = on_device(floors, device) if any(floors) else None
     selected = Selected(heads, on_device(kept_mass, device), method.least_peak, inputs.group)
     shares = Shares(selected.kept_mass, on_device(tuple(head.most_share for head in methods), device))
     storage = method.storage(inputs.cache.head_dim, stored_dtype(device))
     tile_bytes, set_tiles = kernels.tile_bytes(storage.num_scored), kernels.set_tiles(storage.num_scored)
     with workspace.frame():
-        moments = row_moments(inputs, storage, workspace, index.variance_shares)
+        moments = row_moments(inputs, storage, workspace)
         queries, query_scales = round_queries(inputs, moments, heads, storage, workspace)
         for slab in slabs_of(index.rows, num_selected, tile_bytes, set_tiles):
             with workspace.frame():
@@ -335,33 +287,19 @@ def _select(kernels: _MassKernels, method: TopP, inputs: LayerInputs, index: Spa
                 rounded = Rounded(queries, query_scales, queries.shape[1], keys, key_scales, keys.shape[1])
                 for run in slab.runs:
                     with workspace.frame():
-                        _select_run(kernels, method, rounded, selected, shares, floors_on_device, index, run)
+                        _select_run(kernels, method, rounded, selected, shares, index, run)
 
 
 def _select_run(
-    kernels: _MassKernels, method: TopP, rounded: Rounded, selected: Selected, shares: Shares,
-    floors: torch.Tensor | None, index: SparseIndex, run: Run,
+    kernels: _MassKernels, method: TopP, rounded: Rounded, selected: Selected, shares: Shares, index: SparseIndex,
+    run: Run,
 ) -> None:  # fmt: skip
-    """Write the lists of a run. ``floors`` [n] float32; None if no head has a floor."""
+    """Write the lists of a run."""
     num_selected, workspace = selected.heads.shape[0], index.workspace
     scratch = kernels.allocate_scratch(num_selected, run.num_tiles, method.num_scored, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
     kernels.compute_masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    choice_args = (masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
-    if floors is None:
-        write_block_lists(*choice_args)
-        return
-    marks = workspace.empty(*masses.shape, dtype=torch.uint8)
-    mark_blocks(*choice_args, marks)
-    stored = kernels.stored_shares(scratch)
-    add_for_floor(
-        stored, marks, selected.kept_mass, floors, index.rows.tiles, run.first_tile, method.sink_tokens,
-        method.local_tokens,
-    )  # fmt: skip
-    if index.kept_shares is not None:
-        floor_shares = FloorShares(selected.kept_mass, floors)
-        count_kept_shares(stored, marks, floor_shares, index.rows.tiles, run.first_tile, index.kept_shares)
-    write_marked_lists(marks, index, run.first_tile, selected.heads)
+    write_block_lists(masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:

@@ -17,7 +17,6 @@ import triton.language as tl
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
-from vllm_sparse_kernels.methods.top_p.floor import StoredShares
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, num_scored, scored_offsets
 from vllm_sparse_kernels.rows import ceil_div
@@ -82,11 +81,6 @@ def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: 
         workspace.empty(num_selected, num_tiles, blocks, num_scored, dtype=torch.float16),
         workspace.empty(num_selected, num_tiles, spans, 2, num_scored),
     )  # fmt: skip
-
-
-def stored_shares(scratch: Scratch) -> StoredShares:
-    """Describe the scores that ``compute_masses`` leaves in the scratch, for the floor."""
-    return StoredShares(scratch, scratch.scores, SPAN_TOKENS)
 
 
 def compute_masses(

@@ -5,10 +5,8 @@ The mean of the row's keys is subtracted from each key, which shifts all scores 
 is valid here, the mean is taken over a sample, and so are the moments by which channels are chosen. Samples depend on
 the position in the row and in the step, so the rounding of a row depends only on that row.
 
-Channels are picked by weight, or combined by maps (``low_rank.py``). The weight of a channel of a kv head is its effect
-on scores: the variance of its keys times the second moment, about zero, of the queries of all heads that read it. Each
-channel is kept or dropped separately. Maps multiply keys as they are cached; the mean, mapped likewise, is subtracted
-afterwards in float32.
+Channels are picked by weight. The weight of a channel of a kv head is its effect on scores: the variance of its keys
+times the second moment, about zero, of the queries of all heads that read it.
 
 The largest element of a block of 32 keys, and of a query, becomes 15. Sums of products are then at most 15 · 15 · 256,
 which is in the range of half precision.
@@ -24,7 +22,6 @@ from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
-from vllm_sparse_kernels.methods.top_p.low_rank import fill_maps
 from vllm_sparse_kernels.methods.top_p.scored import num_scored, scored_offsets
 from vllm_sparse_kernels.paged import (
     key_args,
@@ -33,7 +30,6 @@ from vllm_sparse_kernels.paged import (
     load_queries_at,
     padded_dim,
     query_args,
-    wide_dtype,
     widen,
 )
 from vllm_sparse_kernels.rows import ceil_div
@@ -62,11 +58,10 @@ LEAST_CHANNELS = 64
 
 
 class Moments(NamedTuple):
-    """Mean keys of each row and kv head, and the channels of the estimate: channels that are kept, or maps."""
+    """Mean keys of each row and kv head, and the channels that are kept."""
 
-    means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, of keys; with maps, [..., KEPT_D], of mapped keys
+    means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
-    maps: Any  # [num_rows, num_kv_heads, 2, BLOCK_D, KEPT_D] in 16 or 32 bits, of queries, then of keys; or None
 
 
 class Selected(NamedTuple):
@@ -82,7 +77,6 @@ class Storage(NamedTuple):
     """Sizes and format of rounded queries and keys."""
 
     kept_d: int  # channels that are multiplied
-    low_rank: bool  # whether they are combinations of channels
     num_scored: int  # queries of a whole tile that are scored (``scored.py``)
     dtype: torch.dtype  # e4m3, or fp16 on devices without instructions for e4m3
 
@@ -101,18 +95,11 @@ class Rounded(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def row_moments(
-    inputs: LayerInputs, storage: Storage, workspace: Workspace, variance_shares: torch.Tensor | None = None
-) -> Moments:
+def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> Moments:
     """Compute the mean key of each row and kv head, and the channels that the estimate multiplies."""
     q, cache, rows, _ = inputs
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d, kept_d = padded_dim(head_dim), storage.kept_d
-    if storage.low_rank:
-        means = workspace.empty(rows.num_rows, num_kv_heads, kept_d)
-        maps = workspace.empty(rows.num_rows, num_kv_heads, 2, block_d, kept_d, dtype=wide_dtype(q.dtype))
-        fill_maps(inputs, means, maps, workspace, variance_shares)
-        return Moments(means, None, maps)
     means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     chooses = kept_d < block_d
     num_splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
@@ -132,7 +119,7 @@ def row_moments(
             GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, SPLIT_GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 8, 4),
         )  # fmt: skip
-    return Moments(means, channels, None)
+    return Moments(means, channels)
 
 
 def round_queries(
@@ -169,7 +156,7 @@ def round_keys(
         key_args(cache, rows.block_table), rows.device_seq_lens, slab.first_row, slab.key_starts, moments, values,
         scales, slab.num_keys,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, KEPT_D=storage.kept_d, PERMUTED=permuted, ROUNDED=num_rounded,
-        num_warps=8 if storage.low_rank else 4,
+        num_warps=4,
     )  # fmt: skip
     return values, scales
 
@@ -288,19 +275,6 @@ def _mean_square(squares, tile_starts, first_head, num_heads, GROUP: tl.constexp
 
 
 @triton.jit
-def mapped(b_x, map_ptr, KEPT_D: tl.constexpr):
-    """Multiply vectors by a map to fewer channels."""
-    BLOCK_D: tl.constexpr = b_x.shape[1]
-    # ptxas of Triton 3.6 assembles products of 32 columns with a wrong descriptor, so products have at least 64.
-    COLUMNS: tl.constexpr = KEPT_D if KEPT_D > 64 else 64
-    o_d, o_c = tl.arange(0, BLOCK_D), tl.arange(0, COLUMNS)
-    at = map_ptr + o_d[:, None] * KEPT_D + o_c[None, :]
-    b_map = tl.load(at, mask=(o_c < KEPT_D)[None, :], other=0.0).to(b_x.dtype)
-    b_y = tl.dot(b_x, b_map, input_precision="ieee")
-    return tl.sum(tl.reshape(b_y, [b_x.shape[0], COLUMNS // KEPT_D, KEPT_D]), 1)
-
-
-@triton.jit
 def in_e4m3(b_x, dtype: tl.constexpr):
     """Round to e4m3, ties to even."""
     if dtype == tl.float8e4nv:
@@ -340,10 +314,7 @@ def _round_queries_kernel(
         load_queries_at(queries, i_head, token + scored_offsets(o_s, length, SCORED), in_row, HEAD_DIM, BLOCK_D)
     )
     i_moments = i_row * KV_HEADS + i_head // GROUP
-    if row_moments.maps is None:
-        b_q = kept_of(b_q, row_moments.channels + i_moments * KEPT_D, KEPT_D)
-    else:
-        b_q = mapped(b_q, row_moments.maps + i_moments * (2 * BLOCK_D * KEPT_D), KEPT_D)
+    b_q = kept_of(b_q, row_moments.channels + i_moments * KEPT_D, KEPT_D)
     b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_selected.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
     b_q = b_q * (1.0 / b_scale)[:, None]
@@ -378,13 +349,9 @@ def _round_keys_kernel(
         o_key = i_step * 128 + o_n
         b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
         i_moments = i_row * tl.num_programs(1) + i_kv
-        if row_moments.maps is None:
-            channels = row_moments.channels + i_moments * KEPT_D
-            b_mean = load_kept(row_moments.means + i_moments * BLOCK_D, channels, BLOCK_D, KEPT_D)
-            b_k = kept_of(b_k, channels, KEPT_D)
-        else:
-            b_mean = tl.load(row_moments.means + i_moments * KEPT_D + o_c)
-            b_k = mapped(b_k, row_moments.maps + (i_moments * 2 + 1) * (BLOCK_D * KEPT_D), KEPT_D)
+        channels = row_moments.channels + i_moments * KEPT_D
+        b_mean = load_kept(row_moments.means + i_moments * BLOCK_D, channels, BLOCK_D, KEPT_D)
+        b_k = kept_of(b_k, channels, KEPT_D)
         b_k = tl.where((o_key < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
         b_scale = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [ROUNDED // 32, 32]), 1)
         b_scale = tl.maximum(b_scale, TINY) / LARGEST
