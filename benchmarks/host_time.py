@@ -105,14 +105,8 @@ def vllm_layer(config: VllmConfig, number: int) -> Attention:
     """Return an attention layer as models make it."""
     heads, head_dim, kv_heads = (MODEL[name] for name in ("num_attention_heads", "head_dim", "num_key_value_heads"))
     with set_current_vllm_config(config):
-        return Attention(
-            heads,
-            head_dim,
-            head_dim**-0.5,
-            kv_heads,
-            config.cache_config,
-            prefix=f"model.layers.{number}.self_attn.attn",
-        )
+        name, scale = f"model.layers.{number}.self_attn.attn", head_dim**-0.5
+        return Attention(heads, head_dim, scale, kv_heads, cache_config=config.cache_config, prefix=name)
 
 
 def decoding_rows(num_rows: int) -> CommonAttentionMetadata:
