@@ -15,7 +15,7 @@ SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # Where it is set, each of pytest's processes rewrites all tests anew, which takes ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all gpu lint compile-matrix cards matrix wheel clean
+.PHONY: setup demo test test-all gpu lint matrix wheel clean
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -45,18 +45,10 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-# What each release of Triton makes of the Hopper kernel; no GPU needed, about ten minutes.
-compile-matrix: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.compile_matrix 3.6.0 3.7.1 3.8.0 3.9.0 --out docs/results/compile_matrix.json
-
-# Every kernel of every method for every GPU of docs/compatibility.md; no GPU needed, an hour of a core.
-cards: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.cards --jobs $(JOBS) --out docs/results/cards.json
-
-# Servers of several releases of vLLM, on a CPU: an environment of a good GB for each, half an hour; and the newest's sources.
+# Servers of several releases of vLLM, on a CPU: an environment of a good GB for each, half an hour.
 matrix: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
-		--out docs/results/matrix.json
+		--out docs/results/matrix.jsonl
 
 wheel: $(INSTALLED)
 	@$(BIN)/python -m pip wheel --disable-pip-version-check -qq --no-deps -w dist .

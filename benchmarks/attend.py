@@ -4,7 +4,7 @@
     python -m benchmarks.attend [--contexts 24576,122880] [--densities 1,0.5,0.2] [--stripes 1024,8192]
 
 Efficiency is FlashAttention's time × density ÷ the engine's time, including all of the engine's work between index and
-output. At an efficiency of 1, a kept pair costs as much as in FlashAttention. q, k and v are random normal. Blocks, or
+output. At an efficiency of 1, a kept pair costs as much as in FlashAttention. Blocks, or
 single keys ("stripes"), are drawn at random for each head and tile, and the diagonal is always kept. Every case is
 checked before it is timed.
 """
@@ -32,14 +32,13 @@ from benchmarks.options import (
     engines_named,
     is_default,
 )
-from tests.helpers.batches import random_batch, random_index
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures, split, token_counts
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, without_nan
+from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Span
 from vllm_sparse_backend.evaluation.report import BenchError
-from vllm_sparse_kernels import SparseIndex
+from vllm_sparse_kernels import SparseIndex, StripeLayout
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
@@ -112,15 +111,31 @@ def run_attend(
         if made_for != (case.context_len, case.query_len):
             made_for = (case.context_len, case.query_len)
             batches.clear()  # before new batches are made, because two batches might not fit
-            batches += [_batch(heads, made_for, seed, card.device) for seed in range(NUM_INPUTS)]
-        indices = [random_index(batch, case.block_tokens, case.density, case.stripes) for batch in batches]
+            num_tokens = sum(made_for)
+            prompts = (planted_prompt(heads, num_tokens, card.device, seed) for seed in range(NUM_INPUTS))
+            batches += [prompt.chunk(*made_for) for prompt in prompts]
+        indices = [random_index(batch, case) for batch in batches]
         for engine in engines:
             yield _measure(card, case, batches, indices, card.engines[engine], report)
 
 
-def _batch(heads: Heads, lengths: tuple[int, int], seed: int, device: torch.device) -> Batch:
-    shape = (heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.page_tokens)
-    return without_nan(random_batch([lengths], *shape, heads.dtype, str(device), seed))
+def random_index(batch: Batch, case: Case) -> SparseIndex:
+    """Return the case's index over a batch of one row."""
+    rows, device = batch.rows, batch.rows.device
+    generator = torch.Generator(device).manual_seed(0)
+    heads = range(batch.num_heads)
+    stripes = dict.fromkeys(heads, StripeLayout.per_tile(rows, case.stripes)) if case.stripes else None
+    index = SparseIndex.allocate(rows, batch.num_heads, case.block_tokens, stripes)
+    for i_tile, tile in enumerate(rows.tile_list):
+        for head in heads:
+            draw = torch.rand(index.num_causal_blocks(tile), generator=generator, device=device)
+            index.set_blocks(head, i_tile, draw < case.density)
+            if stripes and tile.position:
+                count = min(case.stripes, tile.position)
+                index.set_stripes(
+                    head, i_tile, torch.randint(0, tile.position, (count,), generator=generator, device=device)
+                )
+    return index
 
 
 def _measure(

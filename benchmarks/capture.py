@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a model's queries, keys and values on a text to disk, for `benchmarks.methods`, `recall` and others.
+"""Writes a model's queries, keys and values on a text to disk, for `benchmarks.methods`.
 
 python -m benchmarks.capture MODEL FOLDER [--tokens 32768] [--skip 0] [--text FOLDER]
 """

@@ -37,14 +37,6 @@ def captured_prompts(captured: Capture, copies: int, device: torch.device) -> li
     return prompts
 
 
-def repeated_clusters(clusters: Sequence[Sequence[int]], copies: int, noise: int) -> tuple[tuple[int, ...], ...]:
-    """Return the clusters of heads that are repeated ``copies`` times. Copies do not share with each other."""
-    apart = 1 + max(max(heads) for heads in clusters)
-    return tuple(
-        tuple(c if c == noise else c + copy * apart for copy in range(copies) for c in heads) for heads in clusters
-    )
-
-
 def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int, captured: Sequence[int] | None = None) -> Plan:
     """Return a profile's plan for a model whose heads are repeated ``copies`` times.
 

@@ -124,7 +124,6 @@ class Look:
         counted = {
             "kernels compiled while serving": report.by("compilations", "when")["serving"],
             "tensors past the arena": report.by("arena_overflows").total(),
-            "layers that the guard turned dense": report.by("guard_trips").total(),
         }
         return [f"{what}: {count}, expected none" for what, count in counted.items() if count]
 

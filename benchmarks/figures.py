@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named figures, the rows of docs/results, from the benchmark programs or from users' commands.
+"""The figures of docs/results: a figure of a benchmark or of a user's command on each line.
 
-    python -m benchmarks.figures served.json docs/results/performance.json
+    python -m benchmarks.figures served.json docs/results/performance.jsonl
 
-adds the figures of a file by `bench serve --json` or `eval answers --json` to a list.
+adds the figures of a file by `bench serve --json` or `eval answers --json` to such a file.
 """
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,11 +18,36 @@ import typer
 
 from vllm_sparse_backend.evaluation import report as product
 from vllm_sparse_backend.evaluation.answer_run import summaries
-from vllm_sparse_backend.evaluation.report import BenchError, write_json
+from vllm_sparse_backend.evaluation.output_files import write_text
+from vllm_sparse_backend.evaluation.report import BenchError
 
-FIELDS = ("name", "value", "unit", "bar", "better", "device", "command")
-Named = tuple[str, float | None, str, str]
+Better = Literal["higher", "lower"]
+Named = tuple[str, float | None, str, Better]
 """A figure's name, value and unit, and whether higher or lower is better."""
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    value: float | None
+    unit: str
+    bar: float | None
+    """The target; None without one."""
+    better: Better
+    device: str
+    command: str
+    date: str = field(default_factory=today)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the figure reaches its bar. A figure without a bar does."""
+        if self.bar is None or self.value is None:
+            return self.bar is None
+        return self.value >= self.bar if self.better == "higher" else self.value <= self.bar
 
 
 class Report(product.Report):
@@ -39,39 +66,31 @@ class Report(product.Report):
         default_command = product.command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
         super().__init__(bench, device, json_path, command or default_command)
         self.results_path = results_path
-        self.figures: dict[str, dict[str, Any]] = {}
+        self.figures: dict[str, Figure] = {}
 
-    def add_figure(
-        self, name: str, value: float, unit: str, better: Literal["higher", "lower"], bar: float | None = None
-    ) -> None:
+    def add_figure(self, name: str, value: float, unit: str, better: Better, bar: float | None = None) -> None:
         """Add a figure. ``bar`` is its target, unless the results file already has one."""
-        values = (name, float(f"{value:.4g}"), unit, bar, better, self.device, self.command)
-        self.figures[name] = dict(zip(FIELDS, values, strict=True))
+        self.figures[name] = Figure(name, float(f"{value:.4g}"), unit, bar, better, self.device, self.command)
         if self.results_path is not None:
-            merge_figures(self.results_path, self.figures)
+            merge_figures(self.results_path, self.figures.values())
 
 
-def merge_figures(path: Path, figures: Mapping[str, Mapping[str, Any]]) -> None:
-    """Merge figures into a list on disk. A figure replaces the figure of the same name, and keeps its bar."""
-    old = read_figures(path) if path.exists() else []
-    new = dict(figures)
-    merged: list[Mapping[str, Any]] = []
-    for row in old:
-        if row["name"] in new:
-            row = {**new.pop(row["name"]), "bar": row["bar"]}
-        merged.append(row)
-    write_json(path, [*merged, *new.values()])
+def merge_figures(path: Path, figures: Iterable[Figure]) -> None:
+    """Merge figures into a file. A figure replaces the figure of the same name, and keeps its bar."""
+    by_name = {figure.name: figure for figure in read_figures(path)} if path.exists() else {}
+    for figure in figures:
+        old = by_name.get(figure.name)
+        by_name[figure.name] = figure if old is None else replace(figure, bar=old.bar)
+    lines = [json.dumps(asdict(figure), ensure_ascii=False) + "\n" for figure in by_name.values()]
+    write_text(path, "".join(lines))
 
 
-def read_figures(path: Path) -> list[dict[str, Any]]:
+def read_figures(path: Path) -> list[Figure]:
     """Read the figures of a results file. Raises BenchError if it is not a results file."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{path}: not a results file: {error}") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and {"name", "bar"} <= set(row) for row in rows):
-        raise BenchError(f"{path}: not a results file, expected a list of objects with {', '.join(FIELDS)}")
-    return rows
+        return [Figure(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, TypeError) as error:
+        raise BenchError(f"{path}: {error}; expected a figure as a JSON object on each line") from None
 
 
 def of_latency(about: str, case: Mapping[str, Any]) -> Iterator[Named]:
@@ -135,7 +154,7 @@ def main(
     report = Report(data["bench"], data["device"], None, results, data["command"])
     for name, value, unit, better in OF[data["bench"]](data["cases"]):
         if value is not None:
-            report.add_figure(name, value, unit, better)  # type: ignore[arg-type]
+            report.add_figure(name, value, unit, better)
     print(f"{len(report.figures)} figures in {results}")
 
 

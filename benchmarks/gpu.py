@@ -63,9 +63,9 @@ def steps_of(folder: Path, memory_bytes: int, at_once: int = 1) -> Steps:
         others: [[*tests, "tests", "--ignore=tests/kernels", f"--junitxml={folder}/{others}.xml"]],
         "TTFT": [
             [*bench, *ours, "--json", f"{folder}/served.json"],
-            ["-m", "benchmarks.figures", f"{folder}/served.json", f"{folder}/TTFT.json"],
+            ["-m", "benchmarks.figures", f"{folder}/served.json", f"{folder}/TTFT.jsonl"],
         ],
-        "attend": [["-m", "benchmarks.attend", *attend, "--results", f"{folder}/attend.json"]],
+        "attend": [["-m", "benchmarks.attend", *attend, "--results", f"{folder}/attend.jsonl"]],
     }  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def cards_alike(names: Sequence[str], visible: str | None) -> list[str]:
 def add_figures(results: Path, measured: Path) -> None:
     """Merge the figures of a step into the card's results, if it wrote any."""
     if measured.is_file():
-        merge_figures(results, {row["name"]: row for row in read_figures(measured)})
+        merge_figures(results, read_figures(measured))
 
 
 def add_tests(report: Report, step: str, junit: Path) -> None:
@@ -166,16 +166,16 @@ def main(
     card = torch.cuda.get_device_name()
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     cards = cards_alike(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    results = out.absolute() / f"{re.sub(r'[^a-z0-9]+', '_', card.lower()).strip('_')}.json"
+    results = out.absolute() / f"{re.sub(r'[^a-z0-9]+', '_', card.lower()).strip('_')}.jsonl"
     report, failed = Report("gpu", card, None, results, "make gpu"), False
     with TemporaryDirectory() as name:
-        make_shape((folder := Path(name)) / "shape", 32, 135_168)
+        make_shape((folder := Path(name)) / "shape", 135_168)
         steps = steps_of(folder, torch.cuda.get_device_properties(0).total_memory, at_once=len(cards))
         for step, seconds, problem in run(steps, budget_s, cards=cards):
             print(f"{step}: {problem or 'done'}, after {seconds:.0f} s", flush=True)
             failed = failed or problem is not None
             add_tests(report, step, folder / f"{step}.xml")
-            add_figures(results, folder / f"{step}.json")
+            add_figures(results, folder / f"{step}.jsonl")
     raise typer.Exit(1 if failed else 0)
 
 

@@ -16,6 +16,7 @@ Times are CPU times of one thread, and the minimum over repetitions, because oth
 """
 
 import cProfile
+import json
 import pstats
 import time
 from collections import Counter
@@ -33,13 +34,17 @@ import typer
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
+from vllm.config import AttentionConfig, CacheConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from benchmarks.method_specs import MethodSpec
 from benchmarks.null_card import null_card
-from benchmarks.options import CHUNK_TOKENS, OneMethod, plan_asked
-from tests.helpers import vllm_objects
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.plugin import register
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.worker.arena import Arena, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.counters import Recorder
@@ -55,6 +60,11 @@ PAGE_TOKENS = 128
 ARENA_BYTES = 1 << 30
 REPETITIONS = 20
 CALLS = 2000
+MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "dtype": "float32",
+}  # fmt: skip
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -78,13 +88,56 @@ def nothing(*_: object, **__: object) -> None:
     """Replace a function of vLLM."""
 
 
+def vllm_config(folder: Path) -> VllmConfig:
+    """Return the configuration of a server of a small model."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    register()
+    return VllmConfig(
+        model_config=ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype="float32"),
+        cache_config=CacheConfig(block_size=PAGE_TOKENS),
+        attention_config=AttentionConfig(backend="sparse-prefill"),
+        additional_config={"sparse_prefill": {"min_tokens": 128}},
+    )
+
+
+def vllm_layer(config: VllmConfig, number: int) -> Attention:
+    """Return an attention layer as models make it."""
+    heads, head_dim, kv_heads = (MODEL[name] for name in ("num_attention_heads", "head_dim", "num_key_value_heads"))
+    with set_current_vllm_config(config):
+        name, scale = f"model.layers.{number}.self_attn.attn", head_dim**-0.5
+        return Attention(heads, head_dim, scale, kv_heads, cache_config=config.cache_config, prefix=name)
+
+
+def decoding_rows(num_rows: int) -> CommonAttentionMetadata:
+    """Return the metadata that vLLM's runner passes to builders, for decodes after 500 tokens."""
+    starts = torch.arange(num_rows + 1, dtype=torch.int32)
+    seq_lens = torch.full((num_rows,), 501, dtype=torch.int32)
+    pages = -(-501 // PAGE_TOKENS)
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        seq_lens=seq_lens,
+        num_reqs=num_rows,
+        num_actual_tokens=num_rows,
+        max_query_len=1,
+        max_seq_len=501,
+        block_table_tensor=torch.arange(num_rows * pages, dtype=torch.int32).view(num_rows, pages),
+        slot_mapping=torch.arange(num_rows),
+        seq_lens_cpu_upper_bound=seq_lens.clone(),
+        is_prefilling=torch.zeros(num_rows, dtype=torch.bool),
+    )
+
+
 def decode_parts(num_rows: int, folder: Path) -> Iterator[tuple[str, float]]:
     """Yield each part that this package adds to a step of decodes, and its time in µs."""
-    config = vllm_objects.make_config(vllm_objects.make_model(folder), {"min_tokens": 128})
-    layers = vllm_objects.make_layers(config, range(vllm_objects.SHAPE["num_hidden_layers"]))
+    config = vllm_config(folder)
+    layers = [vllm_layer(config, number) for number in range(MODEL["num_hidden_layers"])]
+    builder_class = layers[0].get_attn_backend().get_builder_cls()
     with patch.object(compat, "tensor_parallel", lambda config: (0, 1)):  # without process groups
-        builder = vllm_objects.make_builder(config, layers)
-    common = vllm_objects.make_common([(500, 1)] * num_rows)
+        names = [layer.layer_name for layer in layers]
+        builder = builder_class(layers[0].get_kv_cache_spec(config), names, config, CPU)
+    common = decoding_rows(num_rows)
     with patch.object(compat.DenseBuilder, "build", nothing):
         yield "metadata: build", cpu_us(lambda: builder.build(0, common), CALLS)
 
@@ -118,24 +171,18 @@ def decodes(rows: Annotated[int, typer.Option(min=1, help="Requests that decode.
 
 @dataclass
 class Pass:
-    """A chunk's pass through all layers of a model, without a GPU.
-
-    Attributes:
-        shape: The model.
-        impls: Its layers.
-        context_len: Tokens before the chunk.
-        query_len: Tokens of the chunk.
-    """
+    """A chunk's pass through all layers of a model, without a GPU."""
 
     shape: ModelShape
     impls: list[SparsePrefillImpl]
     context_len: int
+    """Tokens before the chunk."""
     query_len: int
 
     @staticmethod
     def of(shape: ModelShape, method: str, context_len: int, query_len: int) -> "Pass":
         """Return the pass of a chunk with a method. Layers of one plan share an object, as on a server."""
-        _, plan = plan_asked(method, shape)
+        plan = MethodSpec.parse(method).plan(shape) if method else Plan.build(SparsePrefillConfig(), shape)
         recorder = Recorder(CPU)
         recorder.add_layers(range(shape.num_layers))
         recorder.device = META  # counts as on a GPU
@@ -217,9 +264,9 @@ def counted_operations(step: Callable[[], None]) -> Counter[str]:
 def prefill(
     heads: Annotated[str, typer.Option(help="Query heads, kv heads and head_dim.")] = "9,3,64",
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 30,
-    method: OneMethod = "",
+    method: Annotated[str, typer.Option(help="NAME or NAME:FIELD=VALUE,…. Default: the server's default.")] = "",
     context: Annotated[int, typer.Option(min=0, help="Cached tokens before the chunk.")] = 24_576,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the chunk.")] = CHUNK_TOKENS,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the chunk.")] = 8192,
     profile: Annotated[bool, typer.Option(help="Print the functions that take the most time.")] = False,
 ) -> None:
     """Time the host's part of a sparse layer, and count its launches and operations of torch."""

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,9 +17,6 @@ from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
-
-Clusters = Sequence[Sequence[int]]
-"""Cluster of each head, by layer. Heads of the same cluster share patterns."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +51,10 @@ class MethodSpec:
     def of(method: Method) -> "MethodSpec":
         return MethodSpec(name_of(method), tuple(changed_fields(method).items()))
 
-    def plan(self, shape: ModelShape, clusters: Clusters | None = None) -> Plan:
-        """Return a server's plan for a model of this shape.
-
-        ``clusters`` has the clusters of each layer's heads, for methods whose heads share patterns. Raises BenchError.
-        """
+    def plan(self, shape: ModelShape) -> Plan:
+        """Return a server's plan for a model of this shape. Raises BenchError."""
         try:
-            method: Any = make_method(self.method, dict(self.params))
-            if clusters is None or not hasattr(method, "cluster"):
-                return Plan.build(SparsePrefillConfig(method=self.method, params=dict(self.params)), shape)
-            heads = [[replace(method, cluster=number) for number in layer] for layer in clusters]
-            return plan_of_heads(heads, shape, str(self))
+            return Plan.build(SparsePrefillConfig(method=self.method, params=dict(self.params)), shape)
         except (ConfigurationError, ValueError) as error:
             raise BenchError(f"{self}: {error}") from None
 

@@ -3,6 +3,7 @@
 
     python -m benchmarks.methods [--method NAME:FIELD=VALUE] [--profile NAME] [--captured FOLDER] [--kv-cache-dtype fp8]
 
+Data is a capture, or normal with planted keys (``planted_prompt``): a tenth of the keys has nearly all of the mass.
 A chunk is prefilled after its context through all layers of the data, as on a server: a pass has one set of rows, and
 its layers follow each other. Times are device times, summed over layers. The output's error is ‖O − Õ‖₂ / ‖O‖₂ of the
 chunk relative to FlashAttention's output, mean over layers, including rounding to bf16.
@@ -23,12 +24,11 @@ import torch
 import typer
 
 from benchmarks.attention_check import Check, check_attention
-from benchmarks.captured_prompts import captured_prompts, plan_of_profile, repeated_clusters
+from benchmarks.captured_prompts import captured_prompts, plan_of_profile
 from benchmarks.figures import Report
 from benchmarks.method_specs import MethodSpec, methods_named
 from benchmarks.options import (
     Chunk,
-    Clusters,
     Contexts,
     Engines,
     Json,
@@ -40,24 +40,21 @@ from benchmarks.options import (
     engines_named,
     is_default,
 )
-from tests.helpers.batches import in_fp8
-from tests.helpers.structured import structured_clusters, structured_prompts
 from vllm_sparse_backend.calibration.capture import Capture
-from vllm_sparse_backend.calibration.head_clusters import head_clusters
 from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import name_of_profile
-from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads
+from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.methods.share_prefill.method import NOISE
+from vllm_sparse_kernels.paged import FP8, PagedCache
 
 COLUMNS = {
     "method": "method",
@@ -181,7 +178,7 @@ def _measure(
 def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_name: str) -> None:
     of_engine = "" if is_default else f", {row['engine']}"
     after, data = f"after {row['context_len']:,}", row["data"]
-    on_data = "" if data == "structured" else f", {data}"
+    on_data = "" if data == "planted" else f", {data}"
     report.add_figure(
         f"selection, {row['method']}{on_data}, chunk {after}: share of {dense_name}", row["select_share"], "share",
         "lower",
@@ -194,8 +191,16 @@ def _add_figures(report: Report, row: dict[str, Any], is_default: bool, dense_na
         report.add_figure(f"{whole}: error by fp8 over dense's", row["fp8_ratio"], "ratio", "lower")
 
 
+def in_fp8(batch: Batch) -> Batch:
+    """Return the batch rounded to fp8 with scales of 1, as on a server whose checkpoint has no scales."""
+    most = torch.finfo(FP8).max
+    pairs = torch.stack((batch.cache.keys, batch.cache.values), 3).flatten(3)
+    q, pairs = (x.float().clamp(-most, most).to(FP8) for x in (batch.q, pairs))
+    return replace(batch, q=q, cache=PagedCache(*pairs.split(batch.cache.head_dim, -1)), out_dtype=batch.q.dtype)
+
+
 def of_capture(
-    folder: Path, others: Path | None, num_heads: int, texts: Sequence[str], profiles: Sequence[str], card: Card
+    folder: Path, num_heads: int, texts: Sequence[str], profiles: Sequence[str], card: Card
 ) -> tuple[list[AttentionPrompt], list[tuple[MethodSpec | str, Plan]], str]:
     """Return (prompts by layer, plans for their heads, name of the model)."""
     capture = Capture.open(folder)
@@ -207,11 +212,8 @@ def of_capture(
         capture.shape, num_layers=len(layers), num_heads=capture.shape.num_heads * copies,
         num_kv_heads=capture.shape.num_kv_heads * copies,
     )  # fmt: skip
-    specs, clusters = methods_named(texts) if texts or not profiles else [], None
-    if any(spec.method == "share_prefill" for spec in specs):
-        by_layer = head_clusters(Capture.open(others) if others else capture, str(card.device))
-        clusters = repeated_clusters([by_layer[layer] for layer in layers], copies, NOISE)
-    plans: list[tuple[MethodSpec | str, Plan]] = [(spec, spec.plan(shape, clusters)) for spec in specs]
+    specs = methods_named(texts) if texts or not profiles else []
+    plans: list[tuple[MethodSpec | str, Plan]] = [(spec, spec.plan(shape)) for spec in specs]
     plans += [
         (f"profile {name_of_profile(name)}", plan_of_profile(name, capture.shape, copies, layers)) for name in profiles
     ]
@@ -224,13 +226,10 @@ class MeasureMethods:
 
     method: Methods = None
     profile: Annotated[list[str] | None, typer.Option(help="Profile of the capture's model; repeatable.")] = None
-    captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`. Default: structured data.")] = (
-        None
-    )
-    clusters: Clusters = None
+    captured: Annotated[Path | None, typer.Option(help="Folder of `benchmarks.capture`. Default: planted keys.")] = None
     contexts: Contexts = "24576,122880"
     chunk: Chunk = 8192
-    layers: Annotated[int, typer.Option(help="Layers of structured data, all different.", min=1)] = 2
+    layers: Annotated[int, typer.Option(help="Layers of planted keys, all different.", min=1)] = 2
     repeat_heads: Annotated[int, typer.Option(help="Number of heads to which captured heads are repeated.")] = 32
     engines: Engines = ""
     model: Model = None
@@ -251,17 +250,14 @@ class MeasureMethods:
             texts, profiles = self.method or (), self.profile or ()
             plans: list[tuple[MethodSpec | str, Plan]]
             if self.captured is not None:
-                prompts, plans, name = of_capture(
-                    self.captured, self.clusters, self.repeat_heads, texts, profiles, card
-                )
+                prompts, plans, name = of_capture(self.captured, self.repeat_heads, texts, profiles, card)
             else:
-                shape, alike, name = heads.model(self.layers), structured_clusters(heads, self.layers), "structured"
-                prompts = structured_prompts(heads, max(lengths) + self.chunk, self.layers, card.device)
-                plans = [(spec, spec.plan(shape, alike)) for spec in methods_named(texts)]
+                name, num_tokens = "planted", max(lengths) + self.chunk
+                prompts = [planted_prompt(heads, num_tokens, card.device, seed) for seed in range(self.layers)]
+                plans = [(spec, spec.plan(heads.model(self.layers))) for spec in methods_named(texts)]
             data = f"{name} in fp8" if is_fp8 else name
             report = Report("methods", card.name, self.json_path, self.results)
             engines = engines_named(card, split(self.engines))
-            # As on a server whose checkpoint has no scales: all scales are 1.
             measured = [AttentionPrompt(in_fp8(prompt.whole)) for prompt in prompts] if is_fp8 else prompts
             inputs = Inputs(data, measured, prompts if is_fp8 else ())
             rows = run_methods(card, inputs, plans, lengths, self.chunk, engines, report)

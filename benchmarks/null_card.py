@@ -17,8 +17,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tests.helpers.offline_compiler import HOPPER_TARGET, SHARED_KIB
+from vllm_sparse_kernels.cards import CARDS
 
+HOPPER = GPUTarget("cuda", 90, 32)
 LIBRARY = "libcuda.so.1"
 LIBRARY_SOURCE = """
 typedef unsigned long long u64;
@@ -39,17 +40,13 @@ int cuPointerGetAttribute(u64 *value, int attribute, u64 pointer) { *value = poi
 
 
 def load_null_library(folder: Path) -> None:
-    """Compile the stand-in for CUDA's driver library and load it into this process.
-
-    Args:
-        folder: An existing folder for the library, in which Triton's compiler looks for it.
-
-    Raises:
-        RuntimeError: There is no C compiler.
-    """
+    """Compile the stand-in for CUDA's driver library in ``folder``, and load it into this process."""
     source, library = folder / "cuda.c", folder / LIBRARY
     source.write_text(LIBRARY_SOURCE)
-    flags = [f"-DSHARED_BYTES={SHARED_KIB[int(HOPPER_TARGET.arch)] << 10}", f"-Wl,-soname,{LIBRARY}"]
+    flags = [
+        f"-DSHARED_BYTES={next(card.shared_bytes for card in CARDS if card.target == HOPPER.arch)}",
+        f"-Wl,-soname,{LIBRARY}",
+    ]
     try:
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", *flags, "-o", library, source], check=True)
     except FileNotFoundError as error:
@@ -61,10 +58,7 @@ def load_null_library(folder: Path) -> None:
 class NullDriver:
     """Triton's CUDA driver on a card that runs nothing.
 
-    Attributes:
-        utils: Triton's functions in C, which load and launch kernels.
-        launcher_cls: Triton's launcher.
-    """
+    ``utils`` are Triton's functions in C, which load and launch kernels."""
 
     def __init__(self) -> None:
         from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
@@ -79,7 +73,7 @@ class NullDriver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return HOPPER_TARGET
+        return HOPPER
 
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")

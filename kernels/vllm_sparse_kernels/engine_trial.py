@@ -28,7 +28,7 @@ LEAST_AGREEMENT = 0.8
 """Of the blocks and stripes that either of two engines keeps, the minimum share that both must keep.
 
 On ``sharpened`` random batches on an H100, head dims 64, 128 and 256, Hopper's and the portable kernels agree on
-at least 0.96 of ``top_p``'s blocks and on all of SALE's (docs/results/mend.json). The agreement of a kernel that keeps
+at least 0.96 of ``top_p``'s blocks and on all of SALE's. The agreement of a kernel that keeps
 wrong blocks is only estimated."""
 
 SHARPEN = 3.0

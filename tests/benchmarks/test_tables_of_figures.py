@@ -20,7 +20,7 @@ LENGTHS = ("16,384", "32,768", "65,536")
 
 def values_of(name: str) -> dict[str, Decimal]:
     """Return the value of each row of a file in docs/results, by the row's name."""
-    return {row["name"]: Decimal(str(row["value"])) for row in read_figures(ROOT / "docs/results" / name)}
+    return {figure.name: Decimal(str(figure.value)) for figure in read_figures(ROOT / "docs/results" / name)}
 
 
 def table(page: str, *columns: str, place: int = 0) -> list[list[str]]:
@@ -55,7 +55,7 @@ def test_a_cell_shows_rounded_values_only() -> None:
 
 
 def test_the_times_of_the_readme() -> None:
-    values = values_of("floor.json")
+    values = values_of("floor.jsonl")
     rows = table("README.md", "prompt, tokens", "TTFT of stock vLLM, s")
     assert len(rows) == 5
     for tokens, stock, ours, speed_up in rows:
@@ -66,7 +66,7 @@ def test_the_times_of_the_readme() -> None:
 
 
 def test_the_accuracy_of_the_readme() -> None:
-    values = values_of("floor.json")
+    values = values_of("floor.jsonl")
     rows = table("README.md", "model", "prompt, tokens", "right answers ÷ stock's")
     assert [tuple(row[:2]) for row in rows] == [(model, tokens) for model in MODELS for tokens in LENGTHS]
     settings = {"SmolLM2": "default", "code-lm": "streaming heads after 8,192"}
@@ -79,7 +79,7 @@ def test_the_accuracy_of_the_readme() -> None:
 
 
 def test_the_accuracy_of_half_of_the_queries() -> None:
-    values = values_of("floor.json")
+    values = values_of("floor.jsonl")
     rows = table("docs/quality.md", "model", "tokens", "answers ÷ stock's")
     assert [tuple(row[:2]) for row in rows] == [
         (model, length) for model in MODELS for length in (*LENGTHS, "all three")
@@ -93,7 +93,7 @@ def test_the_accuracy_of_half_of_the_queries() -> None:
 
 
 def test_streaming_heads() -> None:
-    values = values_of("floor.json")
+    values = values_of("floor.jsonl")
     rows = table("docs/streaming_heads.md", "prompt, tokens", "without streaming heads")
     assert len(rows) == 3
     for tokens, without, default in rows:
@@ -111,7 +111,7 @@ def test_streaming_heads() -> None:
 
 
 def test_settings_of_top_p_with_streaming_heads() -> None:
-    values = values_of("floor.json")
+    values = values_of("floor.jsonl")
     rows = table("docs/quality.md", "setting, with streaming heads", "answers ÷ stock's")
     assert len(rows) == 5
     for setting, *cells in rows:
@@ -126,7 +126,7 @@ def test_settings_of_top_p_with_streaming_heads() -> None:
 
 
 def test_speed_of_the_default_and_of_profiles() -> None:
-    values = values_of("floor.json")
+    values = values_of("floor.jsonl")
     profile = "profile best, widened, made with --tokens 32768 --count 1"
     for tokens, default, best, _ in table("docs/profiles.md", "prompt tokens", "default"):
         assert shows(default, values[f"default, widened, TTFT, {tokens} tokens"]), tokens
@@ -134,13 +134,13 @@ def test_speed_of_the_default_and_of_profiles() -> None:
 
 
 def paper_setting(cell: str) -> str:
-    """Return a setting as docs/results/papers.json names it."""
+    """Return a setting as docs/results/papers.jsonl names it."""
     name = cell.replace("`", "").replace("queries: all", "queries all")
     return "papers on SmolLM2, " + name.replace("both options", "dense_tail and first_group")
 
 
 def test_the_papers_answers_and_perplexity() -> None:
-    values = values_of("papers.json")
+    values = values_of("papers.jsonl")
     answers = table("docs/quality.md", "setting", "16,384", "±")
     perplexity = table("docs/quality.md", "setting", "16,384, %", "±")
     assert [row[0] for row in answers] == [row[0] for row in perplexity]
@@ -157,7 +157,7 @@ def test_the_papers_answers_and_perplexity() -> None:
 
 
 def test_the_papers_densities_and_times() -> None:
-    values = values_of("papers.json")
+    values = values_of("papers.jsonl")
     for setting, *cells in table("docs/quality.md", "setting", "density, 16,384"):
         name = paper_setting(setting)
         names = [f"{name}, {tokens} tokens: density" for tokens in LENGTHS]
@@ -174,7 +174,7 @@ def setting(cell: str) -> str:
 
 @pytest.mark.parametrize(("place", "quantity"), [(0, "right answers ÷ stock's"), (1, "perplexity ÷ stock's")])
 def test_answers_and_perplexity_by_setting(place: int, quantity: str) -> None:
-    values = values_of("quality.json")
+    values = values_of("quality.jsonl")
     lengths = ("12,000", "32,000", "65,000", "130,000")
     for name, *cells in table("docs/quality.md", "setting", *lengths, place=place):
         for tokens, cell in zip(lengths, cells, strict=True):
@@ -183,7 +183,7 @@ def test_answers_and_perplexity_by_setting(place: int, quantity: str) -> None:
 
 
 def test_speed_and_density_by_setting() -> None:
-    values = values_of("performance.json")
+    values = values_of("performance.jsonl")
     columns = [
         f"after {tokens}: {quantity}" for quantity in ("times faster", "density") for tokens in ("24,576", "122,880")
     ]
@@ -195,7 +195,7 @@ def test_speed_and_density_by_setting() -> None:
 
 @pytest.mark.parametrize(("place", "tokens"), [(0, "24,576"), (1, "122,880")])
 def test_methods(place: int, tokens: str) -> None:
-    values = values_of("performance.json")
+    values = values_of("performance.jsonl")
     for name, selection, *cells in table("docs/performance.md", "method", "selection", place=place):
         row = f"selection, {setting(name)}, chunk after {tokens}: share of FlashAttention-3"
         assert shows(selection, values[row]), row
@@ -205,7 +205,7 @@ def test_methods(place: int, tokens: str) -> None:
 
 
 def test_efficiency_of_attention() -> None:
-    values = values_of("performance.json")
+    values = values_of("performance.jsonl")
     shares = ("1", "0.5", "0.2", "0.08", "0.03")
     for tokens, width, *cells in table("docs/performance.md", "tokens before the chunk", "keys per block", *shares):
         for share, cell in zip(shares, cells, strict=True):
@@ -218,7 +218,7 @@ def test_efficiency_of_attention() -> None:
 
 
 def test_two_gpus() -> None:
-    values = values_of("two_gpus.json")
+    values = values_of("two_gpus.jsonl")
     rows = table("docs/performance.md", "GPUs", "setting", "tokens", "TTFT, s")
     assert len(rows) == 10
     for gpus, setting, tokens, time, speed_up, tpot in rows:
@@ -273,12 +273,12 @@ MLA_METHODS = {
     "`top_p`, 64 channels": "top_p 0.9, 64 channels",
     "`top_p`, 64 channels, `most_share` 0.25": "top_p 0.9, 64 channels, at most a quarter",
 }
-"""Names of methods in docs/results/cards.json, by their names in docs/mla.md."""
+"""Names of methods in docs/results/cards.jsonl, by their names in docs/mla.md."""
 
 
 def test_times_of_latent_attention() -> None:
     """The times of K2 with earlier kernels have no rows: they were measured before the present kernels' times."""
-    values = values_of("cards.json")
+    values = values_of("cards.jsonl")
     without_row = []
     for name, *cells in table("docs/mla.md", "method", "R1", "R1, selection"):
         is_earlier = name.startswith("*earlier*: ")
@@ -298,7 +298,7 @@ def test_times_of_latent_attention() -> None:
 
 
 def test_ttft_of_latent_attention() -> None:
-    values = values_of("cards.json")
+    values = values_of("cards.jsonl")
     rows = table("docs/mla.md", "tokens", "stock: TTFT, s")
     assert len(rows) == 3
     for tokens, stock, *cells in rows:
@@ -311,11 +311,11 @@ def test_ttft_of_latent_attention() -> None:
 
 
 HYBRID_SETTINGS = {"exact requests": "exact", "`a_shape`": "a_shape", "`a_shape`, as sparse as possible": "least"}
-"""Names of settings in docs/results/cards.json, by their names in docs/performance.md."""
+"""Names of settings in docs/results/cards.jsonl, by their names in docs/performance.md."""
 
 
 def test_hybrids() -> None:
-    values = values_of("cards.json")
+    values = values_of("cards.jsonl")
     models = {"Qwen3-Next": "qwen3-next", "Nemotron-H": "nemotron-h"}
     rows = table("docs/performance.md", "model", "setting", "density", "TTFT, s")
     assert len(rows) == 10

@@ -67,8 +67,8 @@ def test_running_servers_are_compared(pair, log, tmp_path):
         assert case["failures"] == 0
         assert case["ttft_speed_up"] == pytest.approx(4)
         assert len(case["answers"]["stock"]) == len(case["answers"]["ours"]) == 4
-    figures_of(out, tmp_path / "results.json")
-    figures = {row["name"]: row["value"] for row in read_figures(tmp_path / "results.json")}
+    figures_of(out, tmp_path / "results.jsonl")
+    figures = {figure.name: figure.value for figure in read_figures(tmp_path / "results.jsonl")}
     assert {
         "vllm serve, a_shape, 900 tokens: TTFT, speed-up",
         "vllm serve, a_shape, 20 new after 300 cached: TTFT, speed-up",

@@ -20,7 +20,7 @@ from vllm_sparse_kernels.selection import engine as selection, last_queries
 
 BY_TARGET = {card.target: card for card in CARDS}
 WHOLE = bool(os.environ.get("ALL_CARDS"))
-"""Whether every method is compiled for every card and head dim, as ``make cards`` does."""
+"""Whether every method is compiled for every card and head dim."""
 
 
 def make_method(name: str, **parameters: Any) -> Method:
@@ -49,7 +49,7 @@ def test_the_default_compiles_and_fits_every_card(target: int, head_dim: int) ->
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not WHOLE, reason="compiles for an hour of a core: make cards, or ALL_CARDS=1")
+@pytest.mark.skipif(not WHOLE, reason="compiles for an hour of a core: set ALL_CARDS=1")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("target", BY_TARGET)

@@ -4,9 +4,7 @@
 import importlib
 import importlib.util
 import inspect
-import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from benchmarks import settings_tables
 from tests.helpers import promql
 from tests.helpers.external_tools import ROOT
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_backend.config.metrics import METRICS, PREFIX, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
 from vllm_sparse_backend.config.plan import DEFAULT
@@ -77,59 +74,6 @@ def test_programs_and_targets(name: str) -> None:
         assert importlib.util.find_spec(str(module)) is not None, (name, module)
     for target in code_matches(name, r"^make ([a-z-]+)"):
         assert target in targets, (name, target)
-
-
-def app_of(module: Any) -> typer.Typer:
-    """Return the app of a program of ``benchmarks``: its own app, or an app with its only command."""
-    if hasattr(module, "app"):
-        return module.app
-    program = typer.Typer(add_completion=False)
-    if hasattr(module, "MeasureMethods"):
-        add_command(program, module.MeasureMethods)
-    else:
-        program.command()(module.main)
-    return program
-
-
-def command_and_arguments(words: list[str]) -> tuple[Any, list[str]]:
-    """Return the command that ``sparse-prefill …`` or ``python -m benchmarks.…`` runs, and its arguments."""
-    is_ours = words[0] == "sparse-prefill"
-    program = app if is_ours else app_of(importlib.import_module(words[2]))
-    arguments = words[1:] if is_ours else words[3:]
-    command = typer.main.get_command(program)
-    while subcommands := getattr(command, "commands", None):
-        command, arguments = subcommands[arguments[0]], arguments[1:]
-    return command, arguments
-
-
-def parse_options(text: str) -> None:
-    """Parse a command line without running it or looking at its files. Raises click's error for an unknown option."""
-    command, arguments = command_and_arguments(shlex.split(text))
-    command.make_parser(typer.Context(command)).parse_args(arguments)
-
-
-def test_commands_of_the_papers_figures_parse() -> None:
-    """The programs that docs/results/papers.json names, one after the other in a row's command, have its options."""
-    rows = json.loads((ROOT / "docs/results/papers.json").read_text())
-    texts = {text for row in rows for text in re.split(r"; (?=python|sparse-prefill|vllm)", row["command"])}
-    programs = {text for text in texts if text.startswith(("sparse-prefill ", "python -m benchmarks."))}
-    assert len(programs) > 20
-    for text in sorted(programs):
-        parse_options(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "sparse-prefill profile calibrate MODEL --method sale --no-such",
-        "python -m benchmarks.trained_models quality smol.json a=http://a --no-such",
-        "python -m benchmarks.methods --no-such",
-        "python -m benchmarks.capture MODEL FOLDER --no-such",
-    ],
-)
-def test_an_unknown_option_of_a_figures_command_is_seen(text: str) -> None:
-    with pytest.raises(Exception, match="No such option: --no-such"):
-        parse_options(text)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def tracked(*patterns: str) -> list[Path]:
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_files_avoid_the_phrase(phrase: str) -> None:
     pattern = re.compile(rf"\b(?:{phrase})\b", re.IGNORECASE)
-    files = [path for path in tracked("*.md", "vllm_sparse_backend/*.py", "kernels/*.py")]
+    files = tracked("*.md", "vllm_sparse_backend/*.py", "kernels/*.py")
     places = [
         f"{path.relative_to(ROOT)}:{number}"
         for path in files

@@ -3,7 +3,7 @@
 
 This needs the package `nixl`, whose UCX transfers between processes of a machine without RDMA. The decode server runs
 this backend too: vLLM's stock CPU attention would treat keys from a server with another backend as a GPU's, and
-rearrange them. Its decodes run on vLLM's own attention. `python -m benchmarks.two_gpus` pairs with a stock decode
+rearrange them. Its decodes run on vLLM's own attention. A pair with a stock decode
 server on GPUs.
 """
 
@@ -24,7 +24,7 @@ from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, reserve
 pytestmark = [
     pytest.mark.server,
     pytest.mark.full,
-    pytest.mark.skipif(has_cuda(), reason="python -m benchmarks.two_gpus runs a pair on GPUs"),
+    pytest.mark.skipif(has_cuda(), reason="one GPU is not enough for a pair"),
 ]
 
 pytest.importorskip("nixl", reason="the pair needs: pip install nixl")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks.request_paths import HONOURED, KEPT, NOT_SERVED, Asker
 from tests.helpers import scenario, server_levels
+from tests.helpers.request_paths import HONOURED, KEPT, NOT_SERVED, Asker
 from tests.helpers.scenario import Servers
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import switch

@@ -348,7 +348,7 @@ def counted_steps(work: Callable[[], T]) -> tuple[T, int]:
 
 
 class TestWaysIn:
-    """The middleware without a server; benchmarks.request_paths sends requests to real servers on every path."""
+    """The middleware without a server; tests/server/test_serve.py sends requests to real servers on every path."""
 
     @pytest.fixture
     def app(self, levels: Any, monkeypatch: pytest.MonkeyPatch) -> Asgi:

@@ -32,7 +32,7 @@ ATTENTION_FLOPS = {64: 441e12, 128: 600e12, 256: 658e12}
 
 RECURRENCE_ELEMENTS = 3.28e12
 """Elements of states that a recurrence updates per second, on an H100: what Qwen3-Next's shape leaves of stock's TTFT
-at 65,536 tokens after linear layers and attention (vLLM 0.33, Triton's gated delta rule; docs/results/cards.json). The
+at 65,536 tokens after linear layers and attention (vLLM 0.33, Triton's gated delta rule; docs/results/cards.jsonl). The
 rate of Mamba 2 is assumed to be the same."""
 
 LENGTHS_TOKENS = (32_768, 131_072, 1_048_576)

@@ -4,7 +4,7 @@ fast."""
 
 import pytest
 
-from benchmarks.compile_matrix import exponents, figures_with
+from tests.helpers.hopper_code import exponents, figures_with
 
 pytestmark = pytest.mark.full
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from benchmarks.compile_matrix import barriers_in_data
+from tests.helpers.hopper_code import barriers_in_data
 from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = pytest.mark.full
@@ -107,7 +107,7 @@ def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
 COMPILE_TOP_P = """
 import json, re, sys
 import torch
-from benchmarks.compile_matrix import barriers_in_data, hasty_arrivals
+from tests.helpers.hopper_code import barriers_in_data, hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
 from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run, tile_sets_of

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References of four methods against independent statements of the papers' rules and the released code.
-
-``benchmarks.paper_rules`` prints the overlaps of longer prompts for docs/results/papers.json.
-"""
+"""References of four methods against independent statements of the papers' rules and the released code."""
 
 import pytest
 import torch
 
-from benchmarks.paper_rules import AnchorOverlap, SaleOverlap, ShareOverlap, VerticalSlashOverlap
+from tests.helpers.paper_overlaps import AnchorOverlap, SaleOverlap, ShareOverlap, VerticalSlashOverlap
 from tests.helpers.paper_rules import overlap, sale_local_blocks
 
 LEAST = 0.999

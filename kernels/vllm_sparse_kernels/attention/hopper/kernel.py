@@ -28,7 +28,7 @@ ran other processes.
 
 ptxas tends to hoist the wait for P·V above all exponentials of the step, which undoes the overlap. A wait for the next
 step's keys between the two preserves the order, with Triton 3.6 to 3.9. A test checks it in the SASS, and
-``make compile-matrix`` checks the output of each release.
+``tests/kernels/attention/test_hopper_compiles.py`` checks the machine code.
 
 ``item.py`` has the types that the kernel, its producer and its consumers share: ``Config``, ``Channels``, ``Item``.
 """
