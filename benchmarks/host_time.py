@@ -188,7 +188,7 @@ class Pass:
         recorder.device = META  # counts as on a GPU
         memory = SimpleNamespace(arena=Arena(CPU, torch.empty(ARENA_BYTES, dtype=torch.uint8)))
         resolved = SimpleNamespace(config=SimpleNamespace(check_index=False))
-        worker: Any = SimpleNamespace(recorder=recorder, memory=memory, guard=None, resolved=resolved)
+        worker: Any = SimpleNamespace(recorder=recorder, memory=memory, resolved=resolved)
         served: dict[Any, Layer] = {}
         impls = []
         for number, groups in enumerate(plan.layers):

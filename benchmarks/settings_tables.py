@@ -19,7 +19,6 @@ import typer
 from vllm_sparse_backend.config.errors import Section
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 from vllm_sparse_backend.config.settings import (
-    GuardConfig,
     RequestsConfig,
     SparsePrefillConfig,
     StreamingHeadsConfig,
@@ -30,10 +29,10 @@ from vllm_sparse_kernels.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    "README.md", "docs/compatibility.md", "docs/settings.md", "docs/guard.md", "docs/requests.md",
+    "README.md", "docs/compatibility.md", "docs/settings.md", "docs/requests.md",
     "docs/streaming_heads.md",
 )  # fmt: skip
-MAIN_SETTINGS = ("profile", "method", "params", "min_tokens", "crossover", "requests", "guard", "switch")
+MAIN_SETTINGS = ("profile", "method", "params", "min_tokens", "crossover", "requests")
 """The settings that an operator decides on; README.md shows these, and docs/settings.md shows all."""
 REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)
 PAGE = re.compile(r"(?<![\w/`(\[])((?:docs|profiles|deploy)/[\w/.-]+\.md)(#[\w-]+)?")
@@ -196,7 +195,6 @@ def cards_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "sparse_prefill": lambda: settings_table(SparsePrefillConfig),
-    "guard": lambda: settings_table(GuardConfig),
     "requests": lambda: settings_table(RequestsConfig),
     "streaming_heads": lambda: settings_table(StreamingHeadsConfig),
     "methods": methods_table,

@@ -47,8 +47,6 @@ ENDINGS = ("stop", "stop_token_ids", "stream_options")
 """Fields that a prefill request must not have. Connectors do not transfer the blocks of a request that ended at a stop
 string."""
 
-REPORT_FIELD, REPORT_HEADER = "sparse_prefill_report", "sparse-prefill-report"
-
 NOT_FORWARDED = {
     "host", "content-length", "transfer-encoding", "connection", "keep-alive", "upgrade", "te", "trailer",
     "proxy-authenticate", "proxy-authorization", "expect",
@@ -165,12 +163,11 @@ class Proxy:
     async def forward(self, request: Request) -> Response:
         try:
             body = await request.body()
-            more_headers: dict[str, str] = {}
             if request.method == "POST":
                 path = request.url.path
                 fields = self._fields(path, body)
                 if self.prefill is not None:
-                    transfer, more_headers = await _while_connected(request, self._prefill(request, path, fields))
+                    transfer = await _while_connected(request, self._prefill(request, path, fields))
                     fields = {**fields, "kv_transfer_params": transfer}
                 body = json.dumps(salted(fields)).encode()
             elif self.prefill is not None and request.url.path == "/health":
@@ -178,7 +175,7 @@ class Proxy:
             answer = await _while_connected(request, self._send(request, self.decode, "decode", body))
         except RefusedError as refused:
             return refused.response
-        return _streamed(answer, more_headers)
+        return _streamed(answer)
 
     def _fields(self, path: str, body: bytes) -> dict[str, Any]:
         """Return the fields of a body. Refuse a request that cannot be salted or divided between two servers."""
@@ -199,15 +196,13 @@ class Proxy:
             raise RefusedError(error(400, f"the body of POST {path}: {wrong}")) from None
         return fields
 
-    async def _prefill(
-        self, request: Request, path: str, fields: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the location of the prompt's keys and values, for the decode server, and headers for the client."""
+    async def _prefill(self, request: Request, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the location of the prompt's keys and values, for the decode server."""
         assert self.prefill is not None
         sent = json.dumps(prefill_body(path, fields)).encode()
         answer = await self._send(request, self.prefill, "prefill", sent)
         if answer.status != 200:  # a refusal, such as of an unknown level
-            raise RefusedError(_streamed(answer, {}))
+            raise RefusedError(_streamed(answer))
         async with answer:
             try:
                 said = json.loads(await answer.read())
@@ -220,15 +215,14 @@ class Proxy:
             raise RefusedError(
                 error(502, f"the prefill server {self.prefill} answered without kv_transfer_params, {expected}")
             )
-        report = said.get(REPORT_FIELD)
-        return transfer, {} if report is None else {REPORT_HEADER: json.dumps(report)}
+        return transfer
 
     async def _require_prefill_server(self, request: Request) -> None:
         """Refuse a health check if the prefill server is not healthy."""
         assert self.prefill is not None
         answer = await self._send(request, self.prefill, "prefill", b"")
         if answer.status != 200:
-            raise RefusedError(_streamed(answer, {}))
+            raise RefusedError(_streamed(answer))
         answer.release()
 
     async def _send(self, request: Request, server: str, name: str, body: bytes) -> aiohttp.ClientResponse:
@@ -265,8 +259,8 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _streamed(answer: aiohttp.ClientResponse, more_headers: Mapping[str, str]) -> StreamingResponse:
-    """Return a server's answer as a stream, with additional headers."""
+def _streamed(answer: aiohttp.ClientResponse) -> StreamingResponse:
+    """Return a server's answer as a stream."""
 
     async def parts() -> AsyncIterator[bytes]:
         async with answer:  # closed when the client disconnects, which aborts the request at the server
@@ -275,7 +269,6 @@ def _streamed(answer: aiohttp.ClientResponse, more_headers: Mapping[str, str]) -
 
     streamed = StreamingResponse(parts(), answer.status)
     kept = [(name, value) for name, value in answer.headers.items() if name.lower() not in NOT_FORWARDED]
-    kept += more_headers.items()
     streamed.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in kept]
     return streamed
 

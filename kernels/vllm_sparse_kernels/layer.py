@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill of one layer, for serving, the guard, calibration and evaluation.
+"""Prefill of one layer, for serving, calibration and evaluation.
 
     at start-up: plan (method of each head) → ``Layer.of``
     each step:   ``run`` = ``Layer.allocate_index`` (allocate) → ``Layer.select`` (keys) → ``Layer.attend`` (output)

@@ -226,8 +226,7 @@ class Prefill(BaseHTTPRequestHandler):
                 if not self.connection.recv(1):
                     self.aborted.set()
             case _:
-                report = {"level": "fast"} if "report" in str(body.get("vllm_xargs")) else None
-                self._answer(200, {"kv_transfer_params": TRANSFER, "sparse_prefill_report": report})
+                self._answer(200, {"kv_transfer_params": TRANSFER})
 
     def _answer(self, status: int, answer: Any) -> None:
         body = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
@@ -299,13 +298,6 @@ class TestPair:
         ((_, prefilled),) = Prefill.bodies
         assert prefilled["stream"] is False
         assert "stream_options" not in prefilled
-
-    def test_the_prefill_servers_report_is_a_header(self, pair_url: str) -> None:
-        for body, header in (({}, None), ({"vllm_xargs": {"sparse_prefill_report": True}}, '{"level": "fast"}')):
-            data = json.dumps({"prompt": "a", **body}).encode()
-            request = urllib.request.Request(f"{pair_url}/v1/completions", data, {"Accept-Encoding": "gzip"})
-            with DIRECT.open(request, timeout=DEADLINE_S) as answer:
-                assert answer.headers["sparse-prefill-report"] == header
 
     @pytest.mark.parametrize(
         ("body", "message"),

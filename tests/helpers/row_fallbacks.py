@@ -3,9 +3,8 @@
 
 from vllm_sparse_backend.config.fallback import Fallback
 
-# Labels of counted rows. (Rows of layers that the guard made dense count as sparse: other layers run them sparse.)
 ROW_FALLBACKS = {
     Fallback.NON_CAUSAL, Fallback.PREFIX_LM, Fallback.CASCADE, Fallback.TOO_SHORT, Fallback.SHORT_QUERY,
     Fallback.FEW_PAIRS,
-    Fallback.NEVER_FASTER, Fallback.NO_ROOM, Fallback.REQUESTED, Fallback.GUARD, Fallback.UNNAMED,
+    Fallback.NEVER_FASTER, Fallback.NO_ROOM, Fallback.REQUESTED, Fallback.UNNAMED,
 }  # fmt: skip

@@ -18,11 +18,10 @@ ALL: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, *names: str) -> dict[str, Any]:
-    """Return settings of a server with these levels, the first as its default; with the switch, and a guard that never
-    trips."""
+    """Return settings of a server with these levels, the first as its default."""
     default_level, *others = names
     levels = {name: ALL[name] for name in others}
     path = profile_file(
         folder, min_tokens=MIN_TOKENS, min_query_tokens=1, level=default_level, **ALL[default_level], levels=levels
     )
-    return {"profile": path, "guard": {"rate": 1.0, "bound": 1e6}, "switch": True}
+    return {"profile": path}

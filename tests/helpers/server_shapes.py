@@ -180,13 +180,13 @@ def counted() -> Iterator[Counter[int]]:
     from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 
     runs: Counter[int] = Counter()
-    original = SparsePrefillImpl.run
+    original = SparsePrefillImpl.attend_sparse
 
     def run(self: Any, *args: Any, **more: Any) -> Any:
         runs[self.number] += 1
         return original(self, *args, **more)
 
-    with mock.patch.object(SparsePrefillImpl, "run", run):
+    with mock.patch.object(SparsePrefillImpl, "attend_sparse", run):
         yield runs
 
 

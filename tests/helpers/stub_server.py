@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from vllm_sparse_backend.config.metrics import SWITCH_PATH
 from vllm_sparse_backend.evaluation import client
 
 MODEL = "stub-model"
@@ -172,9 +171,6 @@ def running(api: Api) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == SWITCH_PATH:
-                self.reply({})
-                return
             assert body["model"] == MODEL
             if self.path == "/tokenize":
                 self.reply({"tokens": api.tokenize(body["prompt"])})

@@ -36,7 +36,7 @@ def make_impls(
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     memory = Memory(Arena(device, buffer), Room(needs, num_bytes))
     worker: Any = SimpleNamespace(
-        recorder=Recorder(device), memory=memory, guard=None, resolved=SimpleNamespace(config=SparsePrefillConfig())
+        recorder=Recorder(device), memory=memory, resolved=SimpleNamespace(config=SparsePrefillConfig())
     )
     impls = []
     for layer, groups in enumerate(plan.layers):

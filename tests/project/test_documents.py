@@ -17,11 +17,11 @@ from tests.helpers import promql
 from tests.helpers.external_tools import ROOT
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.method_parameters import PRESETS
-from vllm_sparse_backend.config.metrics import METRICS, PREFIX, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
+from vllm_sparse_backend.config.metrics import METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import EXACT, SHARE
-from vllm_sparse_backend.config.request_levels import FIELD, MARK, REPORT
-from vllm_sparse_backend.config.settings import GuardConfig, RequestsConfig, SparsePrefillConfig
+from vllm_sparse_backend.config.request_levels import FIELD, MARK
+from vllm_sparse_backend.config.settings import RequestsConfig, SparsePrefillConfig
 from vllm_sparse_kernels.methods import METHODS
 
 DOCUMENTS = [
@@ -157,9 +157,9 @@ def test_a_picture_of_other_modules_is_seen() -> None:
     assert paths_in_the_picture(text) == ["old/", "old/gone.py", "e/f.py"]
 
 
-FOR_REQUESTS = {FIELD, REPORT, MARK}
+FOR_REQUESTS = {FIELD, MARK}
 """Names with the same prefix that are not metrics: keys of requests."""
-METHODS_OF_WORKERS = {WORKER_METHOD, REPORT_METHOD, SWITCH_METHOD}
+METHODS_OF_WORKERS = {WORKER_METHOD}
 OF_TARGETS = {"job", "instance", "le"}
 """Labels that Prometheus adds, and the labels of histograms' buckets."""
 MONITORING = [*(ROOT / "deploy/monitoring").rglob("*.json"), *(ROOT / "deploy/monitoring").glob("*.yml")]
@@ -208,7 +208,7 @@ def test_metrics_and_their_labels(path: Path) -> None:
 
 def test_metrics_that_are_none_are_seen() -> None:
     """This shows that the test above can fail."""
-    assert unknown_metrics("see `sparse_prefill_seconds_total`, `sparse_prefill_report`") == {
+    assert unknown_metrics("see `sparse_prefill_seconds_total`, `sparse_prefill_samples`") == {
         "sparse_prefill_seconds_total"
     }
     assert unknown_labels('sparse_prefill_rows_total{path="dense", p="0.9"}') == {("sparse_prefill_rows_total", "p")}
@@ -269,22 +269,22 @@ def test_each_table_is_in_exactly_one_document() -> None:
     assert sorted(names) == sorted(settings_tables.TABLES)
 
 
-@pytest.mark.parametrize("section", [SparsePrefillConfig, GuardConfig, RequestsConfig])
+@pytest.mark.parametrize("section", [SparsePrefillConfig, RequestsConfig])
 def test_a_tables_rows_are_the_sections_fields(section: Any) -> None:
     rows = settings_tables.settings_table(section).splitlines()[2:]
     assert [re.findall(r"`(\w+)`", row)[0] for row in rows] == list(section.model_fields)
 
 
 def test_a_changed_description_makes_a_document_outdated(monkeypatch: pytest.MonkeyPatch) -> None:
-    document = "docs/guard.md"
+    document = "docs/requests.md"
     text = (ROOT / document).read_text()
-    monkeypatch.setattr(GuardConfig.model_fields["bound"], "description", "Another text. See docs/quality.md#a.")
+    monkeypatch.setattr(RequestsConfig.model_fields["allow"], "description", "Another text. See docs/quality.md#a.")
     changed = settings_tables.fill(text, document)
     assert "| Another text. See [docs/quality.md](quality.md#a). |" in changed
-    monkeypatch.setattr(GuardConfig.model_fields["bound"], "description", None)
-    with pytest.raises(ValueError, match=r"GuardConfig\.bound: given no description"):
+    monkeypatch.setattr(RequestsConfig.model_fields["allow"], "description", None)
+    with pytest.raises(ValueError, match=r"RequestsConfig\.allow: given no description"):
         settings_tables.fill(text, document)
     with pytest.raises(
-        ValueError, match=r"docs/guard\.md: given .*:begin settings -->, expected one of sparse_prefill"
+        ValueError, match=r"docs/requests\.md: given .*:begin settings -->, expected one of sparse_prefill"
     ):
-        settings_tables.fill(text.replace("begin guard", "begin settings"), document)
+        settings_tables.fill(text.replace("begin requests", "begin settings"), document)

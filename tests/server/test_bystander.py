@@ -21,8 +21,8 @@ import pytest
 from tests.helpers import scenario
 from tests.helpers.tiny_models import VOCAB_SIZE
 from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY
-from vllm_sparse_backend.config.metrics import REPORT_METHOD, SWITCH_PATH, WORKER_METHOD
-from vllm_sparse_backend.config.request_levels import FIELD, MARK, REPORT
+from vllm_sparse_backend.config.metrics import WORKER_METHOD
+from vllm_sparse_backend.config.request_levels import FIELD, MARK
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
@@ -30,8 +30,8 @@ pytest.importorskip("vllm")
 
 SEED = 20
 REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "150"))
-SETTINGS = {"method": "dense", "min_tokens": 64, "switch": True}
-KEYS = (FIELD, REPORT, MARK, MARK, DOCUMENTS, DEVICE, REPORT_METHOD, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
+SETTINGS = {"method": "dense", "min_tokens": 64}
+KEYS = (FIELD, MARK, MARK, DOCUMENTS, DEVICE, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
 """The mark is listed twice, because the engine's core and workers read it if the backend is ours."""
 
 VALUES: tuple[Any, ...] = (
@@ -45,7 +45,7 @@ PLACES = (
     ("extra_args",), ("metadata",), ("sampling_params",), ("sampling_params", "extra_args"), ("chat_template_kwargs",),
     ("kv_transfer_params",), ("messages", "0"), ("messages", "0", "vllm_xargs"), ("stream_options",),
 )  # fmt: skip
-PATHS = ("/v1/completions",) * 6 + ("/v1/chat/completions", "/v1/responses", "/tokenize", "/nothing", SWITCH_PATH)
+PATHS = ("/v1/completions",) * 6 + ("/v1/chat/completions", "/v1/responses", "/tokenize", "/nothing")
 CHANGES = re.compile(
     r'"(created|created_at|completed_at)":\s*[0-9.]+|\b(resp|msg|rs|req|item|chatcmpl|cmpl)[-_][0-9a-f]{8,}'
 )

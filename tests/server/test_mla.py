@@ -88,15 +88,6 @@ def test_a_server_runs_rows_sparse_and_exact_requests_as_stock(mla_servers: tupl
     assert report.problem() is None
 
 
-def test_a_request_s_report_has_its_kept_pairs(mla_servers: tuple[Server, Server]) -> None:
-    _, ours = mla_servers
-    body = {"model": ours.model, "prompt": scenario.prompt(801, seed=3), "max_tokens": 1}
-    answer = ours.post("/v1/completions", body | {"vllm_xargs": {"sparse_prefill_report": 1}})
-    report = answer["sparse_prefill_report"]
-    assert (report["dense_tokens"], report["sparse_tokens"]) == (MIN_TOKENS, 801 - MIN_TOKENS)
-    assert 0.1 < report["share_kept"] < 0.95
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "says"),

@@ -3,8 +3,8 @@
 
 Exact prompts have the same length, sparse prompts have another, and each is a single row. The number of rows and tiles
 of each kind is therefore known, and the counters must match. Under every option, a trained model finds its facts,
-sparse and exact. Finally, eight clients send five hundred requests while the switch is used: exact requests have
-stock's tokens, and memory does not grow.
+sparse and exact. Finally, eight clients send five hundred requests: exact requests have stock's tokens, and
+memory does not grow.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.soak import SERVER_ENV, resident_bytes_of
 from tests.helpers import scenario, server_levels
-from tests.helpers.switch_load import under_the_switch
+from tests.helpers.mixed_load import ask_mixed
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.demo.model import BUNDLED
@@ -64,7 +64,7 @@ OPTIONS = {
     "blocks outermost": Option(env=((LAYOUT, "BLHNC"),)),
 }
 """vLLM's options, by name. A token of the bundled model takes 2.5 KiB of the cache."""
-OF_FACTS = {"min_tokens": 512, "min_query_tokens": 1, "guard": {"rate": 1.0, "bound": 1e6}}
+OF_FACTS = {"min_tokens": 512, "min_query_tokens": 1}
 
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["the older runner", "Model Runner V2"])
@@ -118,7 +118,6 @@ def test_facts_are_found_under_every_option(option: str) -> None:
     assert report.problem() is None
     assert report.rows_of("sparse") > len(prompts)
     assert report.rows["dense", Fallback.REQUESTED] > len(prompts)
-    assert report.by("guard_checks").total() > 0
     preempted = sum(float(n) for n in re.findall(r"(?m)^vllm:num_preemptions_total{.*} (\S+)$", page))
     assert (preempted > 0) == (option == "no room for all")
     if layout:
@@ -136,9 +135,9 @@ def test_five_hundred_requests(tmp_path: Path) -> None:
         Server(BUNDLED, (*sparse_args(settings), *args, "--api-server-count", "2"), env=SERVER_ENV) as server,
     ):
         endpoint, prompts = Endpoint.connect("sparse", server.url), [ids for ids, _ in asked_for_facts(500)]
-        first = under_the_switch(server, stock, endpoint, prompts[:100])
+        first = ask_mixed(server, stock, endpoint, prompts[:100])
         before = resident_bytes_of(server.pid)
-        second = under_the_switch(server, stock, endpoint, prompts[100:])
+        second = ask_mixed(server, stock, endpoint, prompts[100:])
         after = resident_bytes_of(server.pid)
     assert (first.differing, second.differing, first.fallen, second.fallen) == ([], [], set(), set())
     assert first.exact + second.exact == 200

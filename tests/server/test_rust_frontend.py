@@ -15,8 +15,8 @@ import requests
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
-from vllm_sparse_backend.config.metrics import SWITCH_METHOD, SWITCH_PATH, WORKER_METHOD
-from vllm_sparse_backend.config.request_levels import FIELD, MARK, REPORT
+from vllm_sparse_backend.config.metrics import WORKER_METHOD
+from vllm_sparse_backend.config.request_levels import FIELD, MARK
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_backend.serving import rust_frontend
 
@@ -80,7 +80,7 @@ def test_a_level_gives_the_tokens_that_it_gives_behind_the_front_process_in_pyth
     "vllm_xargs",
     [
         {FIELD: value} for value in (2, -1, 0.5, 1e300, "x", "x" * 100_000, "default", None, [], [0], {}, {"level": 0})
-    ] + [{"sparse-prefill": 0}, {REPORT: "a ticket"}],
+    ] + [{"sparse-prefill": 0}],
     ids=lambda vllm_xargs: repr(vllm_xargs)[:40],
 )  # fmt: skip
 def test_what_a_request_may_not_have_ends_it_and_nothing_else(rust: Server, vllm_xargs: Any) -> None:
@@ -101,15 +101,7 @@ def test_a_forged_mark_counts_for_nothing(rust: Server) -> None:
     assert after[("sparse", "default")] > before.get(("sparse", "default"), 0)
 
 
-def test_what_it_misses_is_in_the_log_and_the_switch_is_vllms_route_for_development(rust: Server) -> None:
+def test_what_it_misses_is_in_the_log(rust: Server) -> None:
     log = rust.log_path.read_text()
     assert log.count(rust_frontend.MISSING) == 1
     assert "sparse_prefill" not in requests.get(f"{rust.url}/metrics", timeout=scenario.DEADLINE_S).text
-    assert post(rust, SWITCH_PATH, {"to": "exact"}).status_code == 404
-    before = rows(rust).get(("dense", "exact"), 0)
-    try:
-        assert post(rust, "/collective_rpc", {"method": SWITCH_METHOD, "args": ["exact"]}).json() == {"results": [""]}
-        scenario.ask(rust, scenario.prompt(700, seed=801), level="fast")
-        assert rows(rust)[("dense", "exact")] > before
-    finally:
-        post(rust, "/collective_rpc", {"method": SWITCH_METHOD, "args": ["on"]})

@@ -7,7 +7,6 @@ a step with decodes, or together with other prompts. Exact requests at a sparse 
 other requests.
 """
 
-import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +15,6 @@ from tests.helpers import scenario, server_levels
 from tests.helpers.request_paths import HONOURED, KEPT, NOT_SERVED, Asker
 from tests.helpers.scenario import Servers
 from tests.helpers.tiny_models import CONFIG
-from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
 from vllm_sparse_backend.evaluation.vllm_server import Server
@@ -115,15 +113,6 @@ def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(answere
         assert answered.sparse.answers[name].logprobs != pytest.approx(expected, abs=1e-3), name
 
 
-def test_a_guard_that_checks_every_step_looks_at_every_level_and_trips_in_none(
-    servers: Servers, answered: Answered
-) -> None:
-    page = scenario.fresh_page(servers.ours)
-    for level in ("default", "fast", "everything"):
-        assert re.search(rf'\nsparse_prefill_guard_checks_total{{.*layer="0",level="{level}".* [1-9]', page), level
-    assert not scenario.counted(servers.ours).by("guard_trips").total()
-
-
 def test_short_prompts_are_dense_at_sparse_servers(answered: Answered) -> None:
     short = {f"concurrent: {length}" for length in scenario.CONCURRENT_LENGTHS if length <= server_levels.MIN_TOKENS}
     assert len(short) == 2
@@ -178,53 +167,3 @@ def test_every_path_honours_a_level_or_refuses_it(servers: Servers) -> None:
     assert {"/v1/completions, beams", "/v1/responses, a stream", "/v1/messages", "/generative_scoring"} <= set(
         generating
     )
-
-
-def test_switched_all_new_requests_are_exact_and_back_they_are_what_they_were(
-    servers: Servers, answered: Answered
-) -> None:
-    named = {"own": (scenario.CHUNKS, 8), "fast": (scenario.CHUNKS, 8, "fast")}
-    before, *answers = (scenario.ask_together(servers.ours, named),)
-    try:
-        switch.ask(servers.ours.url, switch.To.EXACT)
-        answers.append(scenario.ask_together(servers.ours, named))
-        assert re.search(r"\nsparse_prefill_switched_exact{.*} 1", scenario.fresh_page(servers.ours))
-    finally:
-        switch.ask(servers.ours.url, switch.To.ON)
-    answers.append(scenario.ask_together(servers.ours, named))
-    assert re.search(r"\nsparse_prefill_switched_exact{.*} 0", scenario.fresh_page(servers.ours))
-    exact, after = answers
-    assert_same(exact, dict.fromkeys(named, answered.stock.answers["chunks"]))
-    assert_same(after, before)
-    assert after["own"].logprobs != pytest.approx(exact["own"].logprobs, abs=1e-3)
-
-
-def test_an_answer_says_how_it_was_prefilled_if_it_is_asked(servers: Servers, answered: Answered) -> None:
-    """openai's client finds the report in the body and in the last chunk of a stream; the log has it by request."""
-    import openai
-
-    ours, prompt = servers.ours, scenario.prompt(1000, seed=70)
-    direct = openai.DefaultHttpxClient(trust_env=False)
-    client = openai.OpenAI(base_url=f"{ours.url}/v1", api_key="none", http_client=direct)
-
-    def ask(level: object, **more: Any) -> Any:
-        xargs = {"sparse_prefill": level, "sparse_prefill_report": True}
-        body = {"vllm_xargs": xargs}
-        return client.completions.create(model=ours.model, prompt=prompt, max_tokens=3, extra_body=body, **more)
-
-    whole, chunks, exact = ask("fast"), list(ask("fast", stream=True)), ask(0)
-    report = whole.sparse_prefill_report
-    assert 0 < report.pop("share_kept") < 0.7
-    assert report == {
-        "level": "fast",
-        "dense_tokens": server_levels.MIN_TOKENS,
-        "sparse_tokens": 1000 - server_levels.MIN_TOKENS,
-    }
-    last, cached_tokens = chunks[-1].sparse_prefill_report, 1000 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
-    assert [last["dense_tokens"], last["sparse_tokens"]] == [0, 1000 - cached_tokens]  # the other tokens were cached
-    assert not any(hasattr(chunk, "sparse_prefill_report") for chunk in chunks[:-1])
-    dense_tokens = 1000 - server_levels.MIN_TOKENS
-    expected = {"level": "exact", "dense_tokens": dense_tokens, "sparse_tokens": 0, "share_kept": None}
-    assert exact.sparse_prefill_report == expected
-    line = rf"request {whole.id}\S*, level fast: 256 tokens prefilled dense, 744 sparse, 0\.\d+ of their pairs kept"
-    assert re.search(line, ours.log_path.read_text())

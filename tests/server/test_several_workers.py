@@ -9,8 +9,6 @@ tensors to receive the first stage's output, and fails.
 
 import itertools
 import os
-import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +17,6 @@ import pytest
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Answer, Servers
-from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
 
@@ -119,33 +116,3 @@ def test_counts_are_those_of_one_worker(divided: Divided, single: tuple[dict[str
         assert divided.report.by(name, *labels) == single[1].by(name, *labels), name
     kept, expected = (report.by("kept_pairs", "layer", "level") for report in (divided.report, single[1]))
     assert dict(kept) == pytest.approx(dict(expected), rel=1e-3)
-
-
-def test_the_guard_checks_on_every_rank_of_every_engine(divided: Divided) -> None:
-    errors = scenario.counted(divided.server)
-    seen = Counter(
-        (labels["engine"], labels["rank"])
-        for name, sample_labels in errors.samples
-        if name == "guard_error"
-        for labels in [dict(sample_labels)]
-    )
-    assert len(seen) == divided.layout.engines * divided.layout.ranks
-
-
-def test_the_switch_reaches_every_engine(divided: Divided) -> None:
-    server = divided.server
-    requests = {str(seed): (scenario.prompt(901, seed=seed), 8, "fast") for seed in range(400, 404)}
-    exact = {str(seed): (scenario.prompt(901, seed=seed), 8, "exact") for seed in range(400, 404)}
-    try:
-        switch.ask(server.url, switch.To.EXACT)
-        before = scenario.counted(server)
-        switched = scenario.ask_together(server, requests)
-        meanwhile = scenario.counted(server, before)
-        assert not meanwhile.rows_of("sparse")
-        switches = re.findall(r"\nsparse_prefill_switched_exact{.*} (\S+)", scenario.fresh_page(server))
-        assert [float(value) for value in switches] == [1.0] * divided.layout.engines
-    finally:
-        switch.ask(server.url, switch.To.ON)
-    assert_same(switched, scenario.ask_together(server, exact))
-    sparse = scenario.ask_together(server, requests)
-    assert all(sparse[name].logprobs != pytest.approx(switched[name].logprobs, abs=1e-3) for name in requests)

@@ -3,7 +3,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,12 +27,12 @@ ARGS = (
 LINE = r"sparse-prefill: (\d+) of 20 heads of this rank are streaming heads \((measured|from an earlier start)"
 
 
-def ask(server: Server, level: str | float) -> dict[str, Any]:
-    """Return the answer to a prompt of several chunks, with the report on its prefill."""
+def density(server: Server, level: str | float) -> float | None:
+    """Ask a prompt of several chunks at a level, and return its density."""
+    before = scenario.counted(server)
     body = {"model": server.model, "prompt": scenario.prompt(PROMPT_TOKENS, seed=7001), "max_tokens": 4}
-    options = {"sparse_prefill": level, "sparse_prefill_report": True}
-    answer: dict[str, Any] = server.post("/v1/completions", body | {"temperature": 0, "vllm_xargs": options})
-    return answer
+    server.post("/v1/completions", body | {"temperature": 0, "vllm_xargs": {"sparse_prefill": level}})
+    return scenario.counted(server, before).pairs.density
 
 
 def test_heads_are_found_kept_for_the_next_start_and_keep_their_window(tmp_path: Path) -> None:
@@ -44,7 +43,7 @@ def test_heads_are_found_kept_for_the_next_start_and_keep_their_window(tmp_path:
         env = {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}
         with Server(BUNDLED, (*sparse_args(SETTINGS), *ARGS), env=env, log_path=log_path) as server:
             if start == 0:
-                exact, by_window, by_score = ask(server, "exact"), ask(server, "on"), ask(server, 0.9)
+                exact, by_window, by_score = (density(server, level) for level in ("exact", "on", 0.9))
         match = re.search(LINE, log_path.read_text())
         assert match, log_path.read_text()[-3000:]
         results.append(match.groups())
@@ -53,7 +52,9 @@ def test_heads_are_found_kept_for_the_next_start_and_keep_their_window(tmp_path:
     assert results == [(number, "measured"), (number, "from an earlier start")]
     (file,) = (tmp_path / "cache" / "sparse_prefill" / "streaming_heads").iterdir()
     assert file.suffix == ".json"
-    shares = [answer["sparse_prefill_report"]["share_kept"] for answer in (exact, by_window, by_score)]
-    assert shares[0] is None
-    assert all(0 < share < 1 for share in shares[1:])
-    assert shares[1] != shares[2]
+    assert exact is None
+    assert by_window is not None
+    assert by_score is not None
+    assert 0 < by_window < 1
+    assert 0 < by_score < 1
+    assert by_window != by_score

@@ -85,7 +85,7 @@ def mla_config(settings: Any = None, *, model: Any = None, attention: Any = None
         mla_config({"params": {"queries": "all"}}),
         mla_config({"params": {"queries": "half"}}),
         mla_config({"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 512}, "dense_layers": [0]}),
-        mla_config({"method": "streaming", "min_tokens": 1, "requests": {"default": "exact"}, "switch": True}),
+        mla_config({"method": "streaming", "min_tokens": 1, "requests": {"default": "exact"}}),
         mla_config(dtype=torch.bfloat16, cache={"cache_dtype": "fp8"}, parallel={"tensor_parallel_size": 2}),
     ],
 )
@@ -111,7 +111,6 @@ PLACE = "--additional-config sparse_prefill"
         (mla_config({"profile": "auto"}), f"{PLACE}.profile: given 'auto', but profiles describe"),
         (mla_config({"params": {"queries": "third"}}), r"params: queries: .*third"),
         (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', expected 'auto'"),
-        (mla_config({"guard": {}}), f"{PLACE}.guard: given, but the guard does not check"),
         (mla_config({"check_index": True}), f"{PLACE}.check_index: given true"),
         (mla_config({"crossover": "/a/table.json"}), f"{PLACE}.crossover: given '/a/table.json', but no crossover"),
         (mla_config({"min_token": 5}), r"sparse_prefill\.min_token: unknown field"),

@@ -318,7 +318,6 @@ PLACES_OF_NO_LEVEL = [
 ]  # fmt: skip
 SPELLINGS = [
     "sparse_prefill",
-    "sparse_prefill_report",
     "sparse-prefill",
     "sparse_prefil",
     "sparsePrefill",

@@ -144,8 +144,6 @@ def test_what_a_server_of_the_rust_front_end_misses(
     if warns:
         for part in (
             "/metrics",
-            "reports in answers",
-            "switch",
             "status 400",
             "--headless",
             "unset VLLM_USE_RUST_FRONTEND",

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile, switch
+from vllm_sparse_backend.cli import bench, demo, doctor, eval, profile
 from vllm_sparse_backend.cli.common import group
 
 
@@ -31,7 +31,6 @@ def _options(
 
 app.command(epilog="Example: sparse-prefill doctor meta-llama/Llama-3.1-8B-Instruct")(doctor.doctor)
 app.command(epilog="Example: sparse-prefill demo --method sale")(demo.demo)
-app.command(epilog="Example: sparse-prefill switch http://localhost:8000 exact")(switch.switch)
 app.add_typer(profile.profile_app, name="profile")
 app.add_typer(bench.bench, name="bench")
 app.add_typer(eval.evaluate, name="eval")

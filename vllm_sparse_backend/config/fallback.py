@@ -80,9 +80,6 @@ class Fallback(StrEnum):
     FEW_PAIRS = ("few_pairs",
         "the row's new tokens past min_tokens have fewer pairs with earlier keys than were measured to pay for "
         "selection; set min_tokens and min_query_tokens to numbers if sparse attention is still faster")
-    GUARD = ("guard",
-        "the online guard measured too large an error of the layer's output; set the method's parameters to keep more "
-        "keys, or list the layer in dense_layers")
     NEVER_FASTER = ("never_faster",
         "in measurements on this device the method was never faster than dense attention; see the log at start-up")
     UNNAMED = ("unnamed",
@@ -91,8 +88,8 @@ class Fallback(StrEnum):
     NO_ROOM = ("no_room",
         "not even one tile of the row fits into the arena (the log at start-up has its size); use another method")
     REQUESTED = ("requested",
-        "the request chose exact attention (sparse_prefill 0 or exact), or gets it by the server's settings or switch; "
-        "change that to let it run sparse")
+        "the request chose exact attention (sparse_prefill 0 or exact), or gets it by the server's settings; change "
+        "that to let it run sparse")
     # fmt: on
 
 

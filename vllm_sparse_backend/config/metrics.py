@@ -11,15 +11,9 @@ from typing import Literal
 PREFIX = "sparse_prefill_"
 WORKER_METHOD = "sparse_prefill_samples"
 """Name of the ``collective_rpc`` call that returns a worker's samples."""
-REPORT_METHOD = "sparse_prefill_report_of"
-"""Name of the ``collective_rpc`` call that returns how the requests of one response were prefilled."""
 AGREEMENT_METHOD = "sparse_prefill_numbers"
 """Name of the ``collective_rpc`` call that returns the lengths from which a worker's rows run sparse. All processes
 must agree on them (``serving/frontend/worker_agreement.py``)."""
-SWITCH_METHOD = "sparse_prefill_switch"
-"""Name of the call that the engine core answers itself, without its workers."""
-SWITCH_PATH = "/v1/sparse_prefill/switch"
-"""Path of the switch. It begins with /v1, so that vLLM requires the server's API key, if there is a key."""
 
 FRESH_QUERY = "sparse_prefill=fresh"
 """Query of /metrics that waits for counts polled after the request arrived, for tools that compare two scrapes."""
@@ -73,14 +67,6 @@ _TABLE = (
     Metric("layers", "gauge", "Layers of the model, by the engine of their prefill attention.", ("attention",)),
     Metric("streaming_heads", "gauge",
            "Heads of the model that keep only the first and the nearest keys in long prompts."),
-    Metric("guard_checks", "counter", "Attention calls that the guard compared with dense attention.", LAYER_LEVEL),
-    Metric("guard_trips", "counter", "Times the guard forced a layer dense.", LAYER_LEVEL),
-    Metric("guard_error", "gauge", "Mean relative error of the guard's last checks.", LAYER_LEVEL, per_rank=True),
-    Metric("guard_peak_error", "gauge", "Largest error of a query in any head in the guard's last checks.", LAYER_LEVEL,
-           per_rank=True),
-    Metric("guard_dense", "gauge", "Whether the guard currently keeps the layer dense: 1 or 0.", LAYER_LEVEL,
-           per_rank=True),
-    Metric("switched_exact", "gauge", "Whether the switch makes all new requests exact: 1 or 0."),
     Metric("up", "gauge", "Whether the engine answers the polls for these metrics: 1 or 0."),
 )
 # fmt: on

@@ -67,8 +67,6 @@ def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
             f"{place}.engine: given {config.engine!r}, expected {AUTO!r}: multi-head latent attention has kernels of "
             "its own"
         )
-    if config.guard is not None:
-        yield f"{place}.guard: given, but the guard does not check multi-head latent attention; leave it out"
     if config.requires_streaming_heads:
         yield (
             f"{place}.streaming_heads: given, but streaming heads are not measured for multi-head latent attention; "

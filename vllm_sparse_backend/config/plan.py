@@ -96,14 +96,6 @@ class Plan:
         return any(method.share_kept is not None for method in self.methods)
 
     @property
-    def largest_share(self) -> float:
-        """The largest p of all heads of the model, including those of other ranks; 0 if no head has a p.
-
-        A request with this or a larger p keeps at least as many keys as this plan, in every head.
-        """
-        return max((method.share_kept for method in self.methods if method.share_kept is not None), default=0.0)
-
-    @property
     def dense_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that run dense."""
         return tuple(i for i, groups in enumerate(self.layers) if groups is None)

@@ -21,8 +21,6 @@ from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
 FIELD = "sparse_prefill"
-REPORT = "sparse_prefill_report"
-"""Key next to ``FIELD``: true asks for a report on how the request was prefilled."""
 MARK = "sparse_prefill_mark"
 """Key of the mark. A value that a client sends there is overwritten."""
 
@@ -46,22 +44,8 @@ SERVER_LEVEL = RequestLevel()
 def refuse_typos(where: str, keys: Iterable[object]) -> None:
     """Refuse keys that look like typos of this project's keys, so that they are not silently ignored."""
     for key in keys:
-        if key not in (FIELD, REPORT) and looks_like(key, FIELD):
+        if key != FIELD and looks_like(key, FIELD):
             raise ValueError(f"{where}: {unexpected(key, f'the key {FIELD!r} in vllm_xargs')}")
-
-
-class Ticket(str):
-    """A random identifier of workers' counts for an HTTP request. No client can send a value of this type."""
-
-
-def asks_report(vllm_xargs: Mapping[str, Any]) -> bool:
-    """Return whether a request asks for a report on how it was prefilled."""
-    value = vllm_xargs.get(REPORT, False)
-    if isinstance(value, Ticket):
-        return True
-    if value not in (True, False):
-        raise ValueError(f"vllm_xargs {REPORT}: {unexpected(value, 'true or false')}")
-    return bool(value)
 
 
 @dataclass(frozen=True)
@@ -166,7 +150,6 @@ class Choices:
         """Check all keys of a request, and return its level."""
         values = {key: value for key, value in (vllm_xargs or {}).items() if key != MARK}
         refuse_typos("vllm_xargs", values)
-        asks_report(values)
         return self.permit(values[FIELD]) if FIELD in values else self.unasked()
 
     def unasked(self, model: str | None = None) -> RequestLevel:

@@ -2,7 +2,7 @@
 """The settings under the key ``sparse_prefill`` of vLLM's ``--additional-config``.
 
 The text under each field is its only description: ``python -m benchmarks.settings_tables`` writes it into the tables of
-README.md, docs/settings.md, docs/guard.md, docs/requests.md and docs/streaming_heads.md.
+README.md, docs/settings.md, docs/requests.md and docs/streaming_heads.md.
 """
 
 from collections.abc import Mapping
@@ -31,35 +31,6 @@ from vllm_sparse_kernels.methods.base import Method
 
 SCORING_METHOD = "top_p"
 """The method that streaming heads replace in long prompts."""
-
-
-class GuardConfig(Section):
-    """Settings of the online guard, which compares sparse layers with dense attention (docs/guard.md).
-
-    An error is ‖O − Õ‖₂ / ‖O‖₂ of one layer's output for up to 128 queries, over its heads on one rank.
-    """
-
-    rate: Annotated[StrictFloat, Field(ge=1e-6, le=1)] = 0.1
-    """Fraction of the steps with sparse rows in which a layer is checked: once per `round(1 / rate)` steps."""
-
-    bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] = 0.3
-    """Largest relative error of a layer's output that is acceptable."""
-
-    peak_bound: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Largest peak error that is acceptable: the largest error of a single query in any head. Without it, only `bound`
-    counts. See docs/guard.md#peak-errors."""
-
-    patience: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 3
-    """Consecutive checks above `bound` or `peak_bound` before the layer falls back to dense."""
-
-    recover: Annotated[StrictInt, Field(ge=1, le=MOST_COUNT)] = 10
-    """Consecutive checks below 0.8 × the bounds before the layer runs sparse again. The number doubles with each
-    further fallback of the layer, up to 64 times the setting."""
-
-    @property
-    def period_steps(self) -> int:
-        """Steps with sparse rows per check of a layer."""
-        return max(round(1 / self.rate), 1)
 
 
 class StreamingHeadsConfig(Section):
@@ -132,18 +103,10 @@ class SparsePrefillConfig(Section):
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
     """Attention kernel. `auto` is the fastest kernel that works. If a named kernel does not work, the server stops."""
 
-    guard: GuardConfig | None = None
-    """Compares layers with dense attention on live requests, and runs inaccurate layers dense. `{}` turns the guard on
-    with its defaults. See docs/guard.md."""
-
     streaming_heads: StreamingHeadsConfig | None = StreamingHeadsConfig()
     """Finds streaming heads at start-up, by running the model on a generated prompt, and does not score their keys in
     long prompts. By default, servers that cannot find them do without. If this is set, also to `{}`, they stop instead.
     `null` turns this off. Only for `top_p`. See docs/streaming_heads.md."""
-
-    switch: StrictBool = False
-    """Allows `sparse-prefill switch` to make all new requests exact, and back, without a restart. Any client that may
-    post to the server's `/v1` can then do so. See docs/operations.md#roll-back."""
 
     requests: RequestsConfig = RequestsConfig()
     """Default level for requests, per served model too, and the levels that requests may choose. See

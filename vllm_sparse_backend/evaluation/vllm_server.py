@@ -107,8 +107,7 @@ class Settings:
         params = self.values.get("params") or {}
         profile = self.values.get("profile")
         name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
-        guard = ["with guard"] if self.values.get("guard") is not None else []
-        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items()), *guard])
+        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items())])
 
 
 def max_positions(model: Path) -> int | None:

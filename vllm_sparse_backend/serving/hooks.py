@@ -19,14 +19,13 @@ import importlib
 import inspect
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import DOCUMENTS, REQUESTS
-from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD, REPORT_METHOD, SWITCH_METHOD, WORKER_METHOD
+from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD, WORKER_METHOD
 from vllm_sparse_backend.identity import BACKEND, FLAG, LOGGER, MLA_BACKEND, MLA_FLAG, NAMES, RELEASES
 from vllm_sparse_backend.serving.registration import (
     is_our_mla_prefill,
@@ -69,7 +68,7 @@ differ between executors.
 MLA_LAYER = "sparse_prefill_layer"
 """Attribute of vLLM's implementation of an MLA layer: its number, if it can run sparse."""
 
-LOOKED_UP = frozenset((WORKER_METHOD, REPORT_METHOD, AGREEMENT_METHOD, *FOR_NO_REQUEST))
+LOOKED_UP = frozenset((WORKER_METHOD, AGREEMENT_METHOD, *FOR_NO_REQUEST))
 """Methods of a worker that vLLM calls by name, and that we provide or wrap."""
 
 
@@ -245,10 +244,6 @@ def _counting(original: Function) -> Function:
             from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
 
             return functools.partial(worker_samples, self.worker)
-        if attr == REPORT_METHOD:
-            from vllm_sparse_backend.serving.worker.worker_samples import worker_tallies
-
-            return functools.partial(worker_tallies, self.worker)
         if attr == AGREEMENT_METHOD:
             from vllm_sparse_backend.serving.frontend.worker_agreement import worker_numbers
 
@@ -279,13 +274,12 @@ def _marked(original: Function) -> Function:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_selected(self.vllm_config.attention_config):
             return original(self, *args, **kwargs)
-        from vllm_sparse_backend.serving.frontend.prefill_reports import plain_ticket
         from vllm_sparse_backend.serving.level_policy import mark_of
 
         mark = mark_of(self, signature.bind(self, *args, **kwargs).arguments["params"])
         request = original(self, *args, **kwargs)
         if request.sampling_params is not None:
-            request.sampling_params.extra_args = plain_ticket(mark.write(request.sampling_params.extra_args))
+            request.sampling_params.extra_args = mark.write(request.sampling_params.extra_args)
         return request
 
     return process_inputs
@@ -321,15 +315,14 @@ def _salted(original: Function) -> Function:
 
 
 def _marked_in_core(original: Function) -> Function:
-    """Mark requests that have no mark, and apply the exact switch to all requests, before their blocks are hashed."""
+    """Mark requests that have no mark, before their blocks are hashed."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
         if not is_selected(self.vllm_config.attention_config):
             return original(self, request)
-        from vllm_sparse_backend.serving.core import exact_switch, unmarked_requests
+        from vllm_sparse_backend.serving.core import unmarked_requests
 
         refusal = unmarked_requests.mark_new_request(self, request)
-        exact_switch.mark_new_request(self, request)
         prepared = original(self, request)
         if refusal is not None:
             # Raise only now, because the original puts the request's images into the core's cache, where the front
@@ -338,25 +331,6 @@ def _marked_in_core(original: Function) -> Function:
         return prepared
 
     return preprocess_add_request
-
-
-def _switching(original: Function) -> Function:
-    """Answer ``SWITCH_METHOD`` in the core, and add the switch's position to the workers' answers for /metrics."""
-
-    def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
-        if not is_selected(self.vllm_config.attention_config):
-            return original(self, method, timeout, args, kwargs)
-        from vllm_sparse_backend.serving.core import exact_switch
-
-        if method == SWITCH_METHOD:
-            return [exact_switch.set_switch(self, *args)]
-        answers = original(self, method, timeout, args, kwargs)
-        if method == WORKER_METHOD:
-            answers[0]["samples"].append(("switched_exact", [], float(exact_switch.is_exact(self))))
-            answers[0]["moment"] = time.monotonic_ns()  # orders the answers that several API server processes get
-        return answers
-
-    return collective_rpc
 
 
 # --- workers: the requests of a step's rows ---
@@ -550,10 +524,7 @@ HOOKS = (
     Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
          "only requests of the same level find cached blocks past the exact positions"),
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _marked_in_core,
-         "requests of a front process without Python are checked and marked; all new requests run exact while the "
-         "server is switched to exact"),
-    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "collective_rpc", ("method", "timeout", "args", "kwargs"),
-         _switching, "the core answers the switch, and /metrics shows its position"),
+         "requests of a front process without Python are checked and marked"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
          _known, "the rows of a step are mapped to requests, and requests to levels"),
     Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),

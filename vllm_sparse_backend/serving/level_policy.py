@@ -19,7 +19,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import EXACT
-from vllm_sparse_backend.config.request_levels import FIELD, REPORT, Choices, Mark, RequestLevel, Ticket, fingerprint
+from vllm_sparse_backend.config.request_levels import FIELD, Choices, Mark, RequestLevel, fingerprint
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
@@ -100,12 +100,10 @@ def mark_of(input_processor: Any, params: Any) -> Mark:
 
 @dataclass
 class HttpRequest:
-    """Level and ticket of the current HTTP request, once the middleware has read its body."""
+    """Level of the current HTTP request, once the middleware has read its body."""
 
     level: RequestLevel | None = None
     """None if neither the body nor the served model that it names chooses a level."""
-    ticket: Ticket | None = None
-    """The key under which workers count for this request's report; None if it gets no report."""
 
 
 HTTP_REQUEST: ContextVar[HttpRequest | None] = ContextVar("sparse_prefill_http_request", default=None)
@@ -114,13 +112,10 @@ sampling parameters without the body's ``vllm_xargs``."""
 
 
 def apply_http_request(params: Any) -> None:
-    """Put the level and the ticket of the current HTTP request, if it has them, into its sampling parameters."""
+    """Put the level of the current HTTP request, if it has one, into its sampling parameters."""
     http_request = HTTP_REQUEST.get()
-    if http_request is None:
-        return
-    values = {FIELD: http_request.level, REPORT: http_request.ticket}
-    if values := {key: value for key, value in values.items() if value is not None}:
-        params.extra_args = {**(params.extra_args or {}), **values}
+    if http_request is not None and http_request.level is not None:
+        params.extra_args = {**(params.extra_args or {}), FIELD: http_request.level}
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:

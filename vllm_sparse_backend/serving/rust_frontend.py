@@ -20,7 +20,7 @@ BY_MODEL = f"{OPTION} {KEY}.requests.models gives levels by served model names"
 
 MISSING = (
     "requests come through vLLM's front end in Rust, so the engine core reads their levels. Missing: sparse_prefill_* "
-    "on /metrics; reports in answers (workers log them); the route of the switch; status 400 for misplaced keys "
+    "on /metrics; status 400 for misplaced keys "
     "(ignored) and for levels that a request may not have (the request ends with an error); the comparison of settings "
     f"with nodes that start with --headless. To have these, unset {VARIABLE} and do not serve with vllm-rs"
 )

@@ -22,7 +22,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.folders import profile_file
-from vllm_sparse_backend.config.request_levels import FIELD, MARK, REPORT, Mark, Salt
+from vllm_sparse_backend.config.request_levels import FIELD, MARK, Mark, Salt
 from vllm_sparse_backend.serving import hooks, level_policy, rust_frontend
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
 
@@ -178,17 +178,6 @@ class TestPolicy:
         assert params.extra_args == marked
 
 
-class TestReports:
-    @pytest.mark.parametrize(("value", "asks"), [(True, True), (1, True), (False, False), (0, False)])
-    def test_the_log_gets_them(self, core: Callable[..., Core], value: object, asks: bool) -> None:
-        assert taken(core(), {REPORT: value})[REPORT] is asks
-
-    @pytest.mark.parametrize("value", ["ticket", 2, None, [], {}])
-    def test_a_clients_ticket_is_refused(self, core: Callable[..., Core], value: object) -> None:
-        with pytest.raises(VLLMValidationError, match=f"{REPORT}: given .*, expected true or false"):
-            taken(core(), {REPORT: value})
-
-
 def test_requests_that_prefill_nothing_stay_as_they_are(core: Callable[..., Core], lines: list[str]) -> None:
     """Requests for pooling, which have no level, and vLLM's own requests that free another server's blocks."""
     engine = core(requests={"models": {"canary": "exact"}})
@@ -235,7 +224,7 @@ class TestInputThread:
 
     def test_it_outlives_all_hostile_requests(self, running: tuple[Core, zmq.Socket[bytes]]) -> None:
         engine, socket = running
-        refused = [{FIELD: value} for value in HOSTILE] + [{"sparse-prefill": 0}, {REPORT: "ticket"}]
+        refused = [{FIELD: value} for value in HOSTILE] + [{"sparse-prefill": 0}]
         requests = {f"bad {i}": vllm_xargs for i, vllm_xargs in enumerate(refused)} | {"good": {FIELD: 0}}
         for request_id, vllm_xargs in requests.items():
             frames = [b"core", EngineCoreRequestType.ADD.value, *sent(vllm_xargs, request_id)]

@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def worker(rank: int, samples: Samples, behind: bool = False) -> dict[str, Any]:
-    return {"rank": rank, "behind": behind, "samples": samples}
+    return {"rank": rank, "moment": CLOCK.monotonic_ns(), "behind": behind, "samples": samples}
 
 
 def open_page(client: Client, interval_s: float = 0.001, siblings: SiblingCounts | None = None) -> MetricsPage:

@@ -127,9 +127,9 @@ class TestCountsPastSixtyFourBits:
     def test_the_hosts(self) -> None:
         recorder = make()
         for _ in range(4):
-            recorder.count("prefill_pairs", {}, self.MANY)
+            recorder.count_prefill_pairs(self.MANY)
         assert found(recorder) == {"prefill_pairs": 4 * self.MANY}
-        recorder.count("prefill_pairs", {}, 2**64)
+        recorder.count_prefill_pairs(2**64)
         assert sent(recorder.samples()) == [[["prefill_pairs", [], float(4 * self.MANY + 2**64)]], False]
 
     def test_the_devices(self) -> None:
@@ -184,19 +184,3 @@ def test_on_a_device() -> None:
     samples, behind = recorder.samples(start=False)
     assert not behind
     assert ("kept_pairs", ["1", "default"], 4 * CAUSAL) in samples
-
-
-class TestMore:
-    def test_counters_and_gauges_of_others(self) -> None:
-        recorder = make()
-        place = {"layer": 3, "level": "default"}
-        recorder.gauge("guard_error", place, 0.25)
-        recorder.gauge("guard_error", place, 0.5)
-        recorder.count("guard_checks", place)
-        recorder.count("guard_checks", place, 2)
-        assert found(recorder) == {"guard_error 3": 0.5, "guard_checks 3": 3}
-
-    def test_none_that_is_not_in_the_table(self) -> None:
-        for name, labels in (("guard_mistake", {"layer": 1}), ("guard_checks", {"layer": 1}), ("guard_error", {})):
-            with pytest.raises(ValueError, match=f"given gauge '{name}'"):
-                make().gauge(name, labels, 1.0)

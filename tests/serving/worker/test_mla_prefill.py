@@ -29,7 +29,6 @@ from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, not_count
 from vllm_sparse_backend.serving.worker.mla_prefill import MERGED_TOKENS, merge, mla_worker
 from vllm_sparse_backend.serving.worker.mla_step import MlaBatch, MlaStep
 from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
-from vllm_sparse_backend.serving.worker.request_tallies import Tally
 from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow, MlaTopP
 
 MIN_TOKENS = 80
@@ -161,21 +160,6 @@ def test_rows_and_pairs_are_counted(make_layers: Any) -> None:
     assert counts["tiles", "0", "default"] == 4
     assert counts["prefill_pairs",] == 2 * kept_pairs(step, everything, 0, range(len(MIXED)))
     assert ("kept_pairs", "1", "default") not in counts
-
-
-def test_a_report_counts_its_request_s_pairs_only(make_layers: Any, at_step: Any) -> None:
-    layers = make_layers()
-    step = layers.make_step([(0, 150), (96, 70)])
-    at_step(["default", "default"])
-    tallies = mla_worker(layers.config).worker.requests.tallies
-    tally: Tally = tallies.begin("1", "default")
-    layers.run(step)
-    assert (tally.dense_tokens, tally.sparse_tokens) == (0, 70)
-    assert tally.kept_pairs == kept_pairs(step, a_shape_past(0), 0, [1])
-    assert tally.causal_pairs == kept_pairs(step, a_shape_past(10**6), 0, [1])
-    samples, _ = mla_worker(layers.config).worker.recorder.samples()
-    (total,) = [value for name, labels, value in samples if name == "kept_pairs" and labels[0] == "0"]
-    assert total == kept_pairs(step, a_shape_past(0), MIN_TOKENS, [0, 1])
 
 
 def test_listed_layers_and_draft_layers_run_dense(make_layers: Any) -> None:
@@ -379,7 +363,7 @@ def test_chunks_of_vllm_0_26() -> None:
     seq_lens = torch.tensor([[64, 0, 64], [6, 0, 36]], dtype=torch.int32)
     metadata = Prefill026(torch.tensor([0, 10, 30, 60]), 30, Context026(None, [64, 36], seq_lens))
     method = MlaAShape(1, 1)
-    step = MlaStep.of(MlaBatch(rows, (), True), metadata, Stock(), lambda request: method)
+    step = MlaStep.of(MlaBatch(rows, True), metadata, Stock(), lambda request: method)
     assert step is not None
     assert [len(call.dense) for call in (step.new_tokens, *step.chunks)] == [1, 1, 1]
     new, first, second = (call.dense[0] for call in (step.new_tokens, *step.chunks))
@@ -396,7 +380,7 @@ def test_chunks_of_vllm_0_26() -> None:
     assert [group.rows for group in step.chunks[1].sparse] == [(MlaRow(30, 30, 100, 30, 6, 36, 64),)]
     assert [call.empty for call in step.chunks] == [(slice(10, 30),)] * 2
     dense = Prefill026(torch.tensor([0, 10]), 10, None)
-    assert MlaStep.of(MlaBatch(rows[:2], (), True), dense, Stock(), lambda request: method) is None
+    assert MlaStep.of(MlaBatch(rows[:2], True), dense, Stock(), lambda request: method) is None
     assert compat.mla_chunks(SimpleNamespace(chunked_context=None)) == []
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core's process: block hashes by level, and the exact switch."""
+"""The engine core's process: block hashes by level."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_sparse_backend.config.request_levels import REPORT, Mark, asks_report
+from vllm_sparse_backend.config.request_levels import Mark
 from vllm_sparse_backend.serving import rust_frontend
 from vllm_sparse_backend.serving.level_policy import cached_choices
 
@@ -33,8 +33,6 @@ def mark_new_request(core: Any, request: Any) -> VLLMValidationError | None:
     except ValueError as error:
         return _refusal(str(error))
     params.extra_args = known.mark(level).write(extra_args)
-    if REPORT in extra_args:
-        params.extra_args[REPORT] = asks_report(extra_args)
     return None
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server's process: request levels, /metrics, reports and the switch."""
+"""The API server's process: request levels and /metrics."""

@@ -151,8 +151,8 @@ class EngineReader:
 
 
 def answer_moment(workers: Answers) -> int:
-    """Return when an engine's core answered."""
-    return next((int(worker["moment"]) for worker in workers if "moment" in worker), time.monotonic_ns())
+    """Return when an engine answered, by its first worker's clock: it answers all API processes in turn."""
+    return int(workers[0]["moment"])
 
 
 class SiblingCounts:

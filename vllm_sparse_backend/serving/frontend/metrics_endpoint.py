@@ -22,11 +22,10 @@ from urllib.parse import parse_qsl
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, SWITCH_PATH, WORKER_METHOD
+from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend.engine_counts import TIMEOUT_S, EngineReader, SiblingCounts
 from vllm_sparse_backend.serving.frontend.engine_rpc import engine_calls, path_of, send_with_body
-from vllm_sparse_backend.serving.frontend.switch_endpoint import SwitchEndpoint
 from vllm_sparse_backend.serving.registration import is_selected
 from vllm_sparse_backend.serving.resolution import settings_of
 
@@ -213,17 +212,13 @@ class MetricsEndpoint:
 
     def attach_router(self, app: Any) -> None:
         """Add the middleware."""
-        self.app = app
         app.add_middleware(MetricsMiddleware, page=self.page)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open the page if the server runs this backend, and add the exact switch's route if the settings allow it."""
+        """Open the page if the server runs this backend."""
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_selected(config.attention_config):
-            settings = settings_of(config)
             siblings = SiblingCounts.of_server(config)
             name = config.model_config.served_model_name
-            self.page.open(engine_client, name, settings.metrics_interval_s, siblings)
+            self.page.open(engine_client, name, settings_of(config).metrics_interval_s, siblings)
             await self.page.start()
-            if settings.switch:
-                self.app.router.add_route(SWITCH_PATH, SwitchEndpoint(engine_client).answer, methods=["POST"])

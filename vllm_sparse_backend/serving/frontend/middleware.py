@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import re
-import secrets
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,11 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from vllm_sparse_backend.config.errors import TYPO_PARTS, ConfigurationError, looks_like, not_one_of, unexpected
-from vllm_sparse_backend.config.request_levels import FIELD, REPORT, Choices, RequestLevel, Ticket, asks_report
+from vllm_sparse_backend.config.request_levels import FIELD, Choices, RequestLevel
 from vllm_sparse_backend.config.settings import KEY, OPTION
-from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.frontend.engine_rpc import path_of
-from vllm_sparse_backend.serving.frontend.prefill_reports import ANSWERED, Reporting
 from vllm_sparse_backend.serving.level_policy import HTTP_REQUEST, HttpRequest, cached_choices, input_processor_of
 from vllm_sparse_backend.serving.registration import is_selected
 
@@ -169,12 +166,10 @@ class Post:
         if isinstance(settled, str):
             self.refusal = settled
             raise Refused(400, settled)
-        self.request.level, reports = settled
-        if reports and self.path in ANSWERED:
-            self.request.ticket = Ticket(secrets.token_hex(16))
+        self.request.level = settled
 
-    def _settled(self, chunks: Sequence[bytes]) -> tuple[RequestLevel | None, bool] | str:
-        """Return the level and whether a report is requested; or why the request is refused."""
+    def _settled(self, chunks: Sequence[bytes]) -> RequestLevel | str | None:
+        """Return the level; or why the request is refused."""
         try:
             fields = form_fields(self.scope, chunks) if self._is_form else json_fields(chunks)
             return self.endpoint.settle(self.path, fields)
@@ -185,8 +180,6 @@ class Post:
         """Send a message of the answer, as ASGI's ``send`` for the app. Answers to refused requests are dropped."""
         if self.refusal is not None:
             return
-        if self.request.ticket is not None and message["type"] == "http.response.start":
-            self._send = Reporting(self._send, self.endpoint.client, self.request.ticket)
         self._has_begun = True
         await self._send(message)
 
@@ -260,7 +253,7 @@ def our_keys(fields: Mapping[str, Any]) -> Iterator[BodyKey]:
         if isinstance(container, dict):
             for key, value in islice(container.items(), keys_left):
                 keys_left -= 1
-                if key in (FIELD, REPORT):
+                if key == FIELD:
                     yield BodyKey(place, key, value)
                 elif slips_left and any(part in key[:100].lower() for part in TYPO_PARTS):
                     slips_left -= 1
@@ -286,7 +279,7 @@ def read_keys(fields: Mapping[str, Any]) -> dict[str, BodyKey]:
     read: dict[str, BodyKey] = {}
     for body_key in our_keys(fields):
         where = body_key.place or "the request"
-        if body_key.key not in (FIELD, REPORT):
+        if body_key.key != FIELD:
             raise ValueError(f"{where}: {unexpected(body_key.key, f'the key {FIELD!r} in vllm_xargs')}")
         if body_key.place not in READ_AT:
             hint = ""
@@ -309,9 +302,6 @@ class LevelsEndpoint:
     choices: Choices | None = None
     model: str | None = None
     """Served model of requests that do not name a model."""
-    client: Any = None
-    is_silent = False
-    """Whether reports are impossible: requests cannot ask for them, or workers cannot map rows to requests."""
 
     def attach_router(self, app: Any) -> None:
         """Add the middleware."""
@@ -327,37 +317,25 @@ class LevelsEndpoint:
         if unknown and not getattr(args, "enable_lora", False):  # adapters may be loaded later
             raise ConfigurationError(f"{OPTION} {KEY}.requests.models: {not_one_of(unknown[0], served)}")
         self.choices, self.model = choices, next(iter(served), None)
-        self.client = engine_client
-        self.is_silent = compat.pools(config) or config.parallel_config.use_ubatching
 
     @property
     def reads_models(self) -> bool:
         """Whether a request's level depends on the model that it names. If so, every body is parsed."""
         return self.choices is not None and bool(self.choices.models)
 
-    def settle(self, path: str, fields: Mapping[str, Any]) -> tuple[RequestLevel | None, bool]:
-        """Decide on the level and the report of a request."""
+    def settle(self, path: str, fields: Mapping[str, Any]) -> RequestLevel | None:
+        """Decide on the level of a request."""
         assert self.choices is not None
-        read = read_keys(fields)
-        report = self._wants_report(path, read.get(REPORT), fields)
-        choice = read.get(FIELD)
+        choice = read_keys(fields).get(FIELD)
         if path not in PREFILLING:
             if choice is not None:
                 problem = unexpected(choice.value, "no level")
                 raise ValueError(f"{choice.place} {FIELD}: {problem}: POST {path} prefills no prompt; remove it")
-            return None, report
+            return None
         model = fields.get("model")
         if not isinstance(model, str) or not model:
             model = self.model
-        level = self.choices.unasked(model) if choice is None else self.choices.permit(choice.value, model)
-        return level, report
-
-    def _wants_report(self, path: str, body_key: BodyKey | None, fields: Mapping[str, Any]) -> bool:
-        if body_key is None or not asks_report({REPORT: body_key.value}):
-            return False
-        if path not in PREFILLING or self.is_silent or fields.get("use_beam_search"):
-            raise ValueError(f"{body_key.place} {REPORT}: given, but this request cannot have a report; remove it")
-        return True
+        return self.choices.unasked(model) if choice is None else self.choices.permit(choice.value, model)
 
 
 def served_names(args: Namespace) -> list[str]:

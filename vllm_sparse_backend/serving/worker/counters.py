@@ -5,7 +5,7 @@ Nothing here waits for the device, and counting sends nothing. The server calls 
 /metrics (``metrics_endpoint``). The counts of host and device in an answer are from the same moment.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
@@ -147,13 +146,9 @@ class Recorder:
         place = self._places[layer, level]
         return self._listed[place : place + 1]
 
-    def count(self, name: str, labels: Mapping[str, object], amount: float = 1) -> None:
-        """Add to a counter."""
-        self._add(*_key(name, "counter", labels), amount)
-
-    def gauge(self, name: str, labels: Mapping[str, object], value: float) -> None:
-        """Set a gauge."""
-        self._counts[_key(name, "gauge", labels)] = value
+    def count_prefill_pairs(self, pairs: int) -> None:
+        """Count the pairs of dense attention in a step's prefills."""
+        self._add("prefill_pairs", (), pairs)
 
     def _add(self, name: str, labels: Iterable[object], amount: float) -> None:
         key = name, tuple(map(str, labels))
@@ -183,10 +178,3 @@ class Recorder:
                     counts[key] += self._total_listed.totals[place]
             self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
             self._pending = None
-
-
-def _key(name: str, kind: str, labels: Mapping[str, object]) -> Key:
-    metric = METRICS.get(name)
-    if metric is None or metric.type != kind or set(metric.labels) != set(labels):
-        raise ValueError(f"Recorder: given {kind} {name!r} with labels {sorted(labels)}, expected a metric of METRICS")
-    return name, tuple(str(labels[label]) for label in metric.labels)

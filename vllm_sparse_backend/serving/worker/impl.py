@@ -6,8 +6,8 @@ The cache has been written when ``forward`` is called. Nothing in ``forward`` wa
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
@@ -17,49 +17,11 @@ from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fal
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
-from vllm_sparse_backend.serving.worker.request_tallies import Spans, add_pairs
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
-from vllm_sparse_backend.serving.worker.step import DenseRun, Probe, Slab, SparseStep
+from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, run, with_kept_mass
 from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import PagedCache
-
-
-class DenseAttention(NamedTuple):
-    """vLLM's own attention of a layer in a step, with the arguments of ``SparsePrefillImpl.forward``."""
-
-    forward: Callable[..., torch.Tensor]
-    """``forward`` of vLLM's dense implementation."""
-    layer: torch.nn.Module
-    query: torch.Tensor
-    key: torch.Tensor | None
-    value: torch.Tensor | None
-    kv_cache: torch.Tensor
-    metadata: compat.DenseMetadata
-    output: torch.Tensor
-    scales: tuple[torch.Tensor | None, ...]
-    kwargs: Mapping[str, torch.Tensor | None]
-
-    def run_batch(self) -> None:
-        """Write the output of the whole batch, sparse rows included."""
-        self.forward(
-            self.layer,
-            self.query,
-            self.key,
-            self.value,
-            self.kv_cache,
-            self.metadata,
-            self.output,
-            *self.scales,
-            **self.kwargs,
-        )
-
-    def run_part(self, run: DenseRun, out: torch.Tensor) -> None:
-        """Compute the output of a part of the batch."""
-        compat.take_prefix_ranges(run.metadata, self.metadata, run.rows, run.tokens)
-        part = (x if x is None else x[run.tokens] for x in (self.query, self.key, self.value))
-        self.forward(self.layer, *part, self.kv_cache, run.metadata, out, *self.scales, **self.kwargs)
-
 
 AttendWithoutCache = Callable[
     ["SparsePrefillImpl", torch.nn.Module, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], None
@@ -162,9 +124,8 @@ class SparsePrefillImpl(compat.DenseImpl):
     ) -> torch.Tensor:
         """Compute the attention of one step. vLLM has already written the cache.
 
-        The metadata says which rows are sparse. vLLM's own attention runs the others. For sparse rows of each level,
-        ``run`` takes the layer's plan, selects keys and attends to them. Levels that the guard holds dense also
-        run on vLLM's attention. The guard compares the two attentions for a few queries in some steps.
+        The metadata says which tokens run dense, on vLLM's own attention, and which rows run sparse: these select keys
+        and attend to them.
         """
         if attn_metadata is None:
             if self.attend_without_cache is not None:
@@ -177,38 +138,21 @@ class SparsePrefillImpl(compat.DenseImpl):
         if step is None or not self._runs_sparse_in(step):  # decodes, dense prefills and dense layers
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)
 
-        dense = DenseAttention(
-            super().forward, layer, query, key, value, kv_cache, attn_metadata, output, scales, kwargs
-        )
+        for dense in step.dense_runs:
+            compat.take_prefix_ranges(dense.metadata, attn_metadata, dense.rows, dense.tokens)
+            part = (x if x is None else x[dense.tokens] for x in (query, key, value))
+            super().forward(layer, *part, kv_cache, dense.metadata, output[dense.tokens], *scales, **kwargs)
         cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)
-        checks = [probe for probe in step.probes if self.number in probe.layers]
-        held = {slab.level for slab in step.slabs if (self.number, slab.level) in step.held}
-        held_outputs: dict[str, torch.Tensor] = {}
-        if held:
-            held_outputs = self._held_outputs(held, checks, step, query, cache, output)
-            dense.run_batch()
-        else:
-            for run in step.dense_runs:
-                dense.run_part(run, output[run.tokens])
         for slab in step.slabs:
-            if slab.level not in held:
-                self.run(slab, query, cache, output, step.spans, step.is_counted)
-        for probe in checks:
-            self._check(probe, held_outputs.get(probe.level, output[probe.run.tokens]), dense)
+            self.attend_sparse(slab, query, cache, output, step.is_counted)
         return output
 
     def _runs_sparse_in(self, step: SparseStep) -> bool:
         """Return whether the layer runs sparse at the level of any row of a step."""
         return self.is_adopted and not all(self.levels[slab.level].stays_dense for slab in step.slabs)
 
-    def run(
-        self,
-        slab: Slab,
-        query: torch.Tensor,
-        cache: PagedCache,
-        output: torch.Tensor,
-        spans: Spans = (),
-        is_counted: bool = True,
+    def attend_sparse(
+        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, is_counted: bool = True
     ) -> None:
         """Select and attend for some of the step's rows."""
         assert self.worker is not None
@@ -220,8 +164,6 @@ class SparsePrefillImpl(compat.DenseImpl):
             index = run(layer, inputs, output, arena, self.sinks, self.worker.resolved.config.check_index)
             if is_counted:
                 self.worker.recorder.count_pairs(self.number, index, slab.level)
-                if spans:
-                    add_pairs(spans, index)
 
     def _layer_of(self, slab: Slab) -> Layer:
         """Return the methods and engines for the level of a slab, with the p that its requests set."""
@@ -229,30 +171,3 @@ class SparsePrefillImpl(compat.DenseImpl):
         if slab.is_long and level.streaming_layer is not None:
             return level.streaming_layer
         return level.layer if kept_mass is None else with_kept_mass(level.layer, kept_mass)
-
-    def _held_outputs(
-        self,
-        held: Collection[str],
-        checks: Sequence[Probe],
-        step: SparseStep,
-        query: torch.Tensor,
-        cache: PagedCache,
-        output: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
-        """Return sparse outputs of levels that the guard holds dense, by level, for its checks.
-
-        Sparse attention writes into ``output``, which dense attention has to overwrite.
-        """
-        checked = {probe.level for probe in checks}.intersection(held)
-        for slab in step.slabs:
-            if slab.level in checked:
-                self.run(slab, query, cache, output, is_counted=False)
-        return {probe.level: output[probe.run.tokens].clone() for probe in checks if probe.level in checked}
-
-    def _check(self, probe: Probe, sparse: torch.Tensor, dense: DenseAttention) -> None:
-        """Let the guard compare the layer's sparse output for a probe's queries with dense attention."""
-        assert self.worker is not None
-        assert self.worker.guard is not None
-        exact = torch.empty_like(sparse)
-        dense.run_part(probe.run, exact)
-        self.worker.guard.compare((self.number, probe.level), sparse, exact)

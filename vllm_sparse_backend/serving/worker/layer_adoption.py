@@ -11,7 +11,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
@@ -19,7 +18,6 @@ from vllm_sparse_backend.serving.startup import other_decode, slow_path
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
-from vllm_sparse_backend.serving.worker.guard import Guard
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.model_layers import ModelLayer
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
@@ -46,15 +44,8 @@ class AdoptedLayers:
     numbers: tuple[int, ...]
     worker: Worker
     memory: Memory | None
-    guard: Guard | None
     thresholds: Mapping[str, Thresholds]
-    worker_layers_by_level: Mapping[str, frozenset[int]]
     is_first_group: bool
-
-    @property
-    def layers_by_level(self) -> dict[str, frozenset[int]]:
-        """Layers of this group that can run sparse, by level."""
-        return {level: layers.intersection(self.numbers) for level, layers in self.worker_layers_by_level.items()}
 
 
 class LayerAdoption:
@@ -87,7 +78,6 @@ class LayerAdoption:
             if worker.should_log("no streaming heads"):
                 logger.warning("sparse-prefill: all heads score keys in long prompts: %s", problem)
         memory = worker.reserve_memory()
-        guard = worker.get_guard()
         numbers = tuple(sorted(impls))
         worker.recorder.add_layers(numbers, worker.resolved.plans)
         for number in numbers:
@@ -104,9 +94,7 @@ class LayerAdoption:
             numbers=numbers,
             worker=worker,
             memory=memory,
-            guard=guard,
             thresholds=thresholds,
-            worker_layers_by_level=_layers_by_level(worker, reasons),
             is_first_group=min(sparse_layers) in numbers,
         )
 
@@ -148,12 +136,3 @@ class LayerAdoption:
             thresholds = worker.resolved.thresholds(level, engines)
             by_level[level] = thresholds.fitted(*limits) if is_auto else thresholds
         return by_level
-
-
-def _layers_by_level(worker: Worker, reasons: Mapping[int, Fallback | None]) -> dict[str, frozenset[int]]:
-    """Return the layers of the worker that can run sparse, by level."""
-    sparse = [number for number, reason in reasons.items() if reason is None]
-    return {
-        level: frozenset(number for number in sparse if plan.layer(number) is not None)
-        for level, plan in worker.resolved.plans.items()
-    }

@@ -21,7 +21,6 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.arena import Room, SparseRow
 from vllm_sparse_backend.serving.worker.batch_rows import BatchRow, dense_runs
 from vllm_sparse_backend.serving.worker.counters import is_counting
-from vllm_sparse_backend.serving.worker.guard_schedule import GuardSchedule
 from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
 from vllm_sparse_backend.serving.worker.model_layers import (
     ModelLayer,
@@ -33,7 +32,6 @@ from vllm_sparse_backend.serving.worker.row_classifier import RowClassifier
 from vllm_sparse_backend.serving.worker.row_counter import RowCounter
 from vllm_sparse_backend.serving.worker.step import (
     DenseRun,
-    Probe,
     Slab,
     SparsePrefillMetadata,
     SparseStep,
@@ -54,7 +52,6 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     row_classifier: RowClassifier
     row_counter: RowCounter
     room: Room | None
-    guard_schedule: GuardSchedule | None
     streaming_context_tokens: int | None
     """Context length in tokens from which rows are long; None without streaming heads."""
 
@@ -83,26 +80,18 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         adopted = LayerAdoption(group, layers).adopt()
         if adopted is None:
             return
-        worker, guard = adopted.worker, adopted.guard
+        worker = adopted.worker
         self.sparse_layers = adopted.numbers
         self.room = None if adopted.memory is None else adopted.memory.room
         self.row_classifier = RowClassifier(
             adopted.thresholds, self.room, worker.requests, worker.resolved.reads_prompt_length
         )
         self.row_counter = RowCounter(
-            worker.recorder,
-            worker.requests,
-            guard,
-            adopted.worker_layers_by_level,
-            heads_by_reach(self.vllm_config),
-            counts_rows=adopted.is_first_group,
+            worker.recorder, heads_by_reach(self.vllm_config), counts_rows=adopted.is_first_group
         )
         streaming = worker.resolved.streaming_heads
         has_heads = any((worker.streaming_heads or {}).values())  # otherwise long rows would be a launch of their own
         self.streaming_context_tokens = streaming.min_context_tokens if streaming and has_heads else None
-        self.guard_schedule = None
-        if guard is not None:
-            self.guard_schedule = GuardSchedule(guard, adopted.layers_by_level, worker.resolved.plan.largest_share)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -111,8 +100,6 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         common = common_attn_metadata
         if not self.sparse_layers:
             return super().build(common_prefix_len, common, fast_build)
-        if self.guard_schedule is not None:
-            self.guard_schedule.guard.judge_arrived()
         if common.max_query_len <= 1:  # the path of every output token: rows are not inspected
             if is_counting():
                 self.row_counter.count_decodes(common)
@@ -121,17 +108,14 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         is_counted = is_counting()
         if is_counted:
             self.row_counter.count(rows)
-        spans = self.row_counter.report_spans(rows, common)
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._dense_run(common, *run, fast_build) for run in dense_runs(rows))
         slabs = self._slabs(common, rows)
-        probes = self._probes(common, rows, slabs)
-        held = frozenset() if self.guard_schedule is None else self.guard_schedule.guard.held
         # Built last: the dense backend keeps its schedule in a persistent buffer, and the entire batch's must remain.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
-        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, held, probes, spans, is_counted))
+        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, is_counted))
 
     def _slabs(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> tuple[Slab, ...]:
         """Return the sparse parts of the rows by level and length, divided into slabs that fit into the arena."""
@@ -153,20 +137,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             return False
         return row.context_len >= self.streaming_context_tokens
 
-    def _probes(
-        self, common: CommonAttentionMetadata, rows: Sequence[BatchRow], slabs: Sequence[Slab]
-    ) -> tuple[Probe, ...]:
-        """Return the queries for which the guard compares layers with the dense backend."""
-        if self.guard_schedule is None:
-            return ()
-        checks = self.guard_schedule.next_checks(rows, slabs)
-        return tuple(
-            Probe(check.level, self._dense_run(common, check.rows, check.tokens), check.layers) for check in checks
-        )
-
-    def _dense_run(
-        self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool = False
-    ) -> DenseRun:
+    def _dense_run(self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool) -> DenseRun:
         """Return a part of a batch, with the dense backend's metadata for this part."""
         metadata = super().build(0, self._part_of_batch(common, rows, tokens), fast_build)
         compat.keep_schedule(metadata)

@@ -35,7 +35,7 @@ from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.counters import is_counting
-from vllm_sparse_backend.serving.worker.mla_step import Call, MlaBatch, MlaStep, SparseRows, causal_pairs
+from vllm_sparse_backend.serving.worker.mla_step import Call, MlaBatch, MlaStep, SparseRows
 from vllm_sparse_backend.serving.worker.row_classifier import AnyRoom, RowClassifier
 from vllm_sparse_backend.serving.worker.row_counter import RowCounter
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
@@ -178,10 +178,7 @@ class MlaWorker:
         room = AnyRoom() if numbers else None
         self._row_classifier = RowClassifier(thresholds, room, self.worker.requests)
         heads = Counter({Reach(): sum(layer.num_heads for layer in all_layers.values())})
-        by_level = dict.fromkeys(resolved.plans, self.layers)
-        self._row_counter = RowCounter(
-            self.worker.recorder, self.worker.requests, None, by_level, heads, counts_rows=True
-        )
+        self._row_counter = RowCounter(self.worker.recorder, heads, counts_rows=True)
         hooks.install_in_worker(vllm_config)
         hooks.install_for_mla()
         if numbers:
@@ -262,7 +259,7 @@ class MlaWorker:
         rows = self._row_classifier.classify(common, common_prefix_len, max_decode_tokens)
         if is_counted:
             self._row_counter.count(rows)
-        return MlaBatch(rows, self._row_counter.report_spans(rows, common), is_counted)
+        return MlaBatch(rows, is_counted)
 
     def attention_names(self, vllm_config: VllmConfig) -> list[str]:
         """Return the name of each layer's prefill attention, for the metric ``layers``."""
@@ -447,9 +444,9 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
     ) -> None:
         """Add attention over the dense heads of rows that are cut to the output of these rows' sparse tokens."""
         for rows in call.heads:
-            for row, tally in zip(rows.rows, rows.tallies, strict=True):
+            for row in rows.rows:
                 queries = slice(row.query_start, row.query_start + row.num_queries)
-                part = replace(rows, rows=(row._replace(query_start=0),), tallies=(tally,))
+                part = replace(rows, rows=(row._replace(query_start=0),))
                 head_out = out.new_empty(row.num_queries, *out.shape[1:])
                 head_lse = lse.new_empty(len(lse), row.num_queries)
                 self._attend(part, q[queries], k, v, head_out, head_lse, step.is_counted)
@@ -475,15 +472,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
             return
         pairs = self.num_heads * rows.causal_pairs
         kept_pairs = recorder.kept_pairs_counter(self._layer, rows.level, pairs, rows.num_tiles)
-        others = [row for row, tally in zip(rows.rows, rows.tallies, strict=True) if tally is None]
-        if others:
-            attend(others, kept_pairs=kept_pairs)
-        for row, tally in zip(rows.rows, rows.tallies, strict=True):
-            if tally is not None:
-                row_pairs = torch.zeros_like(kept_pairs)
-                attend([row], kept_pairs=row_pairs)
-                kept_pairs += row_pairs
-                tally.add_counted_pairs(row_pairs[0], self.num_heads * causal_pairs(row, rows.is_causal))
+        attend(rows.rows, kept_pairs=kept_pairs)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> None:

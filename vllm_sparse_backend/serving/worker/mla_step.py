@@ -22,7 +22,6 @@ from vllm_sparse_backend.config.mla import MlaMethod
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.batch_rows import BatchRow, dense_runs
-from vllm_sparse_backend.serving.worker.request_tallies import Spans, Tally
 from vllm_sparse_kernels.mla import MlaRow
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, to_device
 
@@ -33,7 +32,6 @@ class MlaBatch(NamedTuple):
     """The rows of a step."""
 
     rows: Sequence[BatchRow]
-    spans: Spans
     is_counted: bool
 
 
@@ -54,7 +52,6 @@ class SparseRows:
     level: str
     method: MlaMethod
     rows: tuple[MlaRow, ...]
-    tallies: tuple[Tally | None, ...]
     is_causal: bool
 
     @property
@@ -98,7 +95,7 @@ class MlaStep:
         rows = batch.rows[len(batch.rows) - num_rows :]
         if not any(row.is_sparse for row in rows):
             return None
-        parts = _RowParts(rows, batch.spans, method_of)
+        parts = _RowParts(rows, method_of)
         offsets = _Offsets()
         runs = [_new_tokens_runs(parts, offsets)]
         chunk_keys = []
@@ -172,8 +169,8 @@ class _Run(NamedTuple):
 class _RowParts:
     """The rows of a step that prefill. Their tokens are counted from the first of these rows."""
 
-    def __init__(self, rows: Sequence[BatchRow], spans: Spans, method_of: MethodOf) -> None:
-        self.rows, self._spans, self._method_of = rows, spans, method_of
+    def __init__(self, rows: Sequence[BatchRow], method_of: MethodOf) -> None:
+        self.rows, self._method_of = rows, method_of
         self.first_token = rows[0].token
 
     def start(self, i_row: int) -> int:
@@ -241,24 +238,15 @@ class _RowParts:
 
     def group(self, part_of: Callable[[int], MlaRow | None], is_causal: bool) -> tuple[SparseRows, ...]:
         """Return parts of the sparse rows, grouped by their requests' levels."""
-        groups: dict[RequestLevel, list[tuple[MlaRow, Tally | None]]] = defaultdict(list)
+        groups: dict[RequestLevel, list[MlaRow]] = defaultdict(list)
         for i_row, row in enumerate(self.rows):
             part = part_of(i_row) if row.is_sparse else None
             if part is not None:
-                groups[row.request].append((part, self._tally_of(row)))
+                groups[row.request].append(part)
         return tuple(
-            SparseRows(
-                level=request.name,
-                method=self._method_of(request),
-                rows=tuple(part for part, _ in parts),
-                tallies=tuple(tally for _, tally in parts),
-                is_causal=is_causal,
-            )
+            SparseRows(level=request.name, method=self._method_of(request), rows=tuple(parts), is_causal=is_causal)
             for request, parts in groups.items()
         )
-
-    def _tally_of(self, row: BatchRow) -> Tally | None:
-        return next((tally for first, end, tally in self._spans if first <= row.dense_end < end), None)
 
 
 def _new_tokens_runs(parts: _RowParts, offsets: _Offsets) -> list[_Run]:

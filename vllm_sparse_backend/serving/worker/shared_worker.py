@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that the layers of one worker share: settings, arena, counters and guard."""
+"""State that the layers of one worker share: settings, arena and counters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,6 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import log_other_device, resolve
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.counters import Recorder
-from vllm_sparse_backend.serving.worker.guard import Guard
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
 from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, methods_by_head
@@ -32,7 +31,6 @@ class Worker:
         with torch.inference_mode(False):
             self.recorder = Recorder(device, is_first_rank=self.rank == 0)
         self.memory = memory
-        self.guard: Guard | None = None
         self.requests = RunnerRequests({EXACT, *self.resolved.plans})
         self.streaming_heads: Mapping[int, frozenset[int]] | None = None
         self._logged: set[str] = set()
@@ -47,13 +45,6 @@ class Worker:
         if self.memory is None and not self.resolved.is_dense:
             self.memory = Memory.reserve(self.vllm_config, self.resolved, self.device, self.rank)
         return self.memory
-
-    def get_guard(self) -> Guard | None:
-        """Return the guard. The first call creates it."""
-        settings = self.resolved.config.guard
-        if settings is not None and self.guard is None:
-            self.guard = Guard(settings, self.recorder, self.rank)
-        return self.guard
 
     def layer(self, groups: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
         """Return the methods and engines of layers with this plan."""

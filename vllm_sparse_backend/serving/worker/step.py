@@ -8,7 +8,6 @@ import torch
 
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.request_tallies import Spans
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
 
@@ -44,24 +43,12 @@ class Slab(NamedTuple):
         return self.request.name
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Queries of a sparse row for which the guard compares layers with the dense backend."""
-
-    level: str
-    run: DenseRun
-    layers: frozenset[int]
-
-
 @dataclass
 class SparseStep:
-    """The sparse part of a step, with its dense runs and the guard's checks."""
+    """The sparse rows and the dense runs of a step."""
 
     slabs: tuple[Slab, ...]
     dense_runs: tuple[DenseRun, ...]
-    held: frozenset[tuple[int, str]] = frozenset()
-    probes: tuple[Probe, ...] = ()
-    spans: Spans = ()
     is_counted: bool = True
 
 

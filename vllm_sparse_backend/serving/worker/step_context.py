@@ -11,7 +11,6 @@ from typing import Any
 from vllm_sparse_backend.config.keys import REQUESTS
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, Mark, RequestLevel
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.request_tallies import RequestTallies, ticket_in
 
 
 class Step:
@@ -38,7 +37,6 @@ class RunnerRequests:
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._levels: dict[str, RequestLevel] = {}
-        self.tallies = RequestTallies()
         self._prompt_lens: dict[str, int] = {}
 
     def levels_of_rows(self, common: Any) -> list[RequestLevel] | None:
@@ -80,15 +78,9 @@ class RunnerRequests:
         for req_id in scheduler_output.finished_req_ids:
             self._levels.pop(req_id, None)
             self._prompt_lens.pop(req_id, None)
-            self.tallies.end(req_id)
-        self.tallies.log_ended()
         for new in scheduler_output.scheduled_new_reqs:
             self._prompt_lens[new.req_id] = compat.prompt_length(new)
-            extra_args = getattr(new.sampling_params, "extra_args", None) or {}
-            level = self._level_of(extra_args)
-            ticket = ticket_in(extra_args)
-            if ticket is not None:
-                self.tallies.begin(new.req_id, level.name, ticket)
+            level = self._level_of(getattr(new.sampling_params, "extra_args", None) or {})
             if level == SERVER_LEVEL:
                 self._levels.pop(new.req_id, None)
             else:

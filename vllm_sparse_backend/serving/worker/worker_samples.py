@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metric samples and request tallies of one worker, for the server that collects them."""
+"""The metric samples of one worker, for the server that collects them."""
 
+import time
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from vllm_sparse_backend.serving.worker import compile_monitor
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.counters import Sample
 from vllm_sparse_backend.serving.worker.mla_prefill import mla_worker
-from vllm_sparse_backend.serving.worker.model_layers import adopted_worker, model_layers
+from vllm_sparse_backend.serving.worker.model_layers import model_layers
 
 
 def _memory_samples(memory: Memory) -> list[Sample]:
@@ -49,12 +50,7 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
     samples += [("compilations", [when], count) for when, count in compile_monitor.counts().items()]
     return {
         "rank": worker.rank,
+        "moment": time.monotonic_ns(),
         "behind": behind,
         "samples": [(name, labels, float(value)) for name, labels, value in samples],
     }
-
-
-def worker_tallies(worker: Any, ticket: str) -> list[dict[str, Any]]:
-    """Return the tallies of an HTTP request on a worker. Waits for the device."""
-    shared = adopted_worker(worker.vllm_config)
-    return [] if shared is None else shared.requests.tallies.with_ticket(ticket)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load on a server while the switch is used."""
+"""Load on a server: exact and sparse requests at once, some aborted, while its counters are read."""
 
 import re
 from collections.abc import Sequence
@@ -9,10 +9,8 @@ from threading import Event
 from typing import NamedTuple
 
 from tests.helpers import scenario
-from vllm_sparse_backend.cli import switch
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.vllm_server import Server
-from vllm_sparse_kernels.rows import ceil_div
 
 LEAST_READINGS = 11
 """Minimum readings of the counters, on a server of any speed."""
@@ -34,8 +32,8 @@ class Load(NamedTuple):
     readings: int
 
 
-def under_the_switch(server: Server, stock: Server, endpoint: Endpoint, prompts: Sequence[list[int]]) -> Load:
-    """Send prompts, half of them exact, and abort a tenth; use the switch four times, and read counters."""
+def ask_mixed(server: Server, stock: Server, endpoint: Endpoint, prompts: Sequence[list[int]]) -> Load:
+    """Send prompts, half of them exact, abort a tenth, and read counters meanwhile."""
     exact = [i for i in range(len(prompts)) if i % 2 == 0 and i % 10 != 4]
     over, readings = Event(), []
 
@@ -51,11 +49,8 @@ def under_the_switch(server: Server, stock: Server, endpoint: Endpoint, prompts:
 
     with ThreadPoolExecutor(9) as pool:  # eight clients, and the reader
         reading = pool.submit(read)
-        answers = []
         try:
-            for i, to in zip(range(0, len(prompts), ceil_div(len(prompts), 4)), (*switch.To, *switch.To)):
-                switch.ask(server.url, to)
-                answers += pool.map(send, range(len(prompts))[i : i + ceil_div(len(prompts), 4)])
+            answers = list(pool.map(send, range(len(prompts))))
         finally:
             over.set()
         reading.result()
