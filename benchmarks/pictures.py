@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the picture of README.md from docs/results: TTFT by prompt length.
 
-    python -m benchmarks.pictures [--results docs/results/floor.jsonl] [--out docs/ttft.png]
+    python -m benchmarks.pictures [--results docs/results/performance.jsonl] [--out docs/ttft.png]
 
 Reads figures named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours) and ``stock, widened, TTFT, N tokens``
 (s). If a length lacks a figure, nothing is drawn, the program names the figure, and the exit code is 1.
@@ -107,7 +107,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="File of figures.")] = Path("docs/results/floor.jsonl"),
+    results: Annotated[Path, typer.Option(help="File of figures.")] = Path("docs/results/performance.jsonl"),
     out: Annotated[Path, typer.Option(help="The picture.")] = Path("docs/ttft.png"),
 ) -> None:
     try:

@@ -18,9 +18,9 @@ MODELS = ("SmolLM2", "code-lm")
 LENGTHS = ("16,384", "32,768", "65,536")
 
 
-def values_of(name: str) -> dict[str, Decimal]:
-    """Return the value of each row of a file in docs/results, by the row's name."""
-    return {figure.name: Decimal(str(figure.value)) for figure in read_figures(ROOT / "docs/results" / name)}
+FIGURES = [figure for path in sorted((ROOT / "docs/results").glob("*.jsonl")) for figure in read_figures(path)]
+VALUES = {figure.name: Decimal(str(figure.value)) for figure in FIGURES}
+QUALITY, PERFORMANCE, PAPERS = (f"docs/research/{page}.md" for page in ("quality", "performance", "papers"))
 
 
 def table(page: str, *columns: str, place: int = 0) -> list[list[str]]:
@@ -46,6 +46,11 @@ def percent(ratio: Decimal) -> Decimal:
     return (ratio - 1) * 100
 
 
+def test_each_figure_is_stored_once_and_whole() -> None:
+    assert len(VALUES) == len(FIGURES)
+    assert [figure.name for figure in FIGURES if not (figure.device and figure.command and figure.date)] == []
+
+
 def test_a_cell_shows_rounded_values_only() -> None:
     assert shows("**2.41**", Decimal("2.414"))
     assert shows("1.01", Decimal("1.005"))
@@ -55,177 +60,181 @@ def test_a_cell_shows_rounded_values_only() -> None:
 
 
 def test_the_times_of_the_readme() -> None:
-    values = values_of("floor.jsonl")
     rows = table("README.md", "prompt, tokens", "TTFT of stock vLLM, s")
     assert len(rows) == 5
     for tokens, stock, ours, speed_up in rows:
-        time, ratio = (values[f"{who}, widened, TTFT, {tokens} tokens"] for who in ("stock", "default"))
+        time, ratio = (VALUES[f"{who}, widened, TTFT, {tokens} tokens"] for who in ("stock", "default"))
         assert shows(stock, time), tokens
         assert shows(ours, time / ratio), tokens
         assert shows(speed_up, ratio), tokens
 
 
 def test_the_accuracy_of_the_readme() -> None:
-    values = values_of("floor.jsonl")
     rows = table("README.md", "model", "prompt, tokens", "right answers ÷ stock's")
     assert [tuple(row[:2]) for row in rows] == [(model, tokens) for model in MODELS for tokens in LENGTHS]
     settings = {"SmolLM2": "default", "code-lm": "streaming heads after 8,192"}
     for model, tokens, answers, perplexity, error, density in rows:
         name = f"{model}, {settings[model]}, {tokens} tokens"
-        assert shows(answers, values[f"{name}: answers"]), name
-        assert shows(perplexity, percent(values[f"{name}: perplexity"])), name
-        assert shows(error, values[f"{name}: perplexity, standard error"] * 100), name
-        assert shows(density, values[f"{name}: density"]), name
-
-
-def test_the_accuracy_of_half_of_the_queries() -> None:
-    values = values_of("floor.jsonl")
-    rows = table("docs/quality.md", "model", "tokens", "answers ÷ stock's")
-    assert [tuple(row[:2]) for row in rows] == [
-        (model, length) for model in MODELS for length in (*LENGTHS, "all three")
-    ]
-    for model, tokens, answers, error, perplexity, *density in rows:
-        name = f"{model}, queries half, {tokens} " + ("lengths" if tokens == "all three" else "tokens")
-        assert shows(answers, values[f"{name}: answers"]), name
-        assert shows(error, values[f"{name}: answers, standard error"]), name
-        assert shows(perplexity, percent(values[f"{name}: perplexity"])), name
-        assert all(shows(cell, values[f"{name}: density"]) for cell in density if cell), name
+        assert shows(answers, VALUES[f"{name}: answers"]), name
+        assert shows(perplexity, percent(VALUES[f"{name}: perplexity"])), name
+        assert shows(error, VALUES[f"{name}: perplexity, standard error"] * 100), name
+        assert shows(density, VALUES[f"{name}: density"]), name
 
 
 def test_streaming_heads() -> None:
-    values = values_of("floor.jsonl")
     rows = table("docs/streaming_heads.md", "prompt, tokens", "without streaming heads")
     assert len(rows) == 3
     for tokens, without, default in rows:
-        assert shows(without, values[f"without streaming heads, widened, TTFT, {tokens} tokens"]), tokens
-        assert shows(default, values[f"default, widened, TTFT, {tokens} tokens"]), tokens
-    rows = table("docs/quality.md", "model", "streaming heads", "tokens")
-    assert len(rows) == 16
+        assert shows(without, VALUES[f"without streaming heads, widened, TTFT, {tokens} tokens"]), tokens
+        assert shows(default, VALUES[f"default, widened, TTFT, {tokens} tokens"]), tokens
+    rows = table(QUALITY, "model", "streaming heads", "tokens")
+    assert len(rows) == 9
     for model, setting, tokens, answers, error, perplexity, density in rows:
         streaming = "without streaming heads" if setting == "none" else f"streaming heads {setting}"
         name = f"{model}, " + ("default" if setting == "after 16,384" else streaming) + f", {tokens} tokens"
-        assert shows(answers, values[f"{name}: answers"]), name
-        assert shows(error, values[f"{name}: answers, standard error"]), name
-        assert shows(perplexity, percent(values[f"{name}: perplexity"])), name
-        assert shows(density, values[f"{name}: density"]), name
+        assert shows(answers, VALUES[f"{name}: answers"]), name
+        assert shows(error, VALUES[f"{name}: answers, standard error"]), name
+        assert shows(perplexity, percent(VALUES[f"{name}: perplexity"])), name
+        assert shows(density, VALUES[f"{name}: density"]), name
 
 
 def test_settings_of_top_p_with_streaming_heads() -> None:
-    values = values_of("floor.jsonl")
-    rows = table("docs/quality.md", "setting, with streaming heads", "answers ÷ stock's")
-    assert len(rows) == 5
+    rows = table(QUALITY, "setting, with streaming heads", "answers ÷ stock's")
+    assert len(rows) == 4
     for setting, *cells in rows:
         name = "SmolLM2, " + ("default" if setting == "default" else re.sub(r"[`{}\":]", "", setting))
         name += "" if setting in ("default", "`engine: portable`") else ", streaming heads"
         name = name.replace("SmolLM2, engine portable", "SmolLM2, default, engine portable")
         for lengths, of_lengths in (("all three lengths", cells[:3]), ("both lengths, other prompts", cells[3:])):
             answers, error, perplexity = of_lengths
-            assert shows(answers, values[f"{name}, {lengths}: answers"]), name
-            assert shows(error, values[f"{name}, {lengths}: answers, standard error"]), name
-            assert shows(perplexity, percent(values[f"{name}, {lengths}: perplexity"])), name
+            assert shows(answers, VALUES[f"{name}, {lengths}: answers"]), name
+            assert shows(error, VALUES[f"{name}, {lengths}: answers, standard error"]), name
+            assert shows(perplexity, percent(VALUES[f"{name}, {lengths}: perplexity"])), name
 
 
 def test_speed_of_the_default_and_of_profiles() -> None:
-    values = values_of("floor.jsonl")
     profile = "profile best, widened, made with --tokens 32768 --count 1"
     for tokens, default, best, _ in table("docs/profiles.md", "prompt tokens", "default"):
-        assert shows(default, values[f"default, widened, TTFT, {tokens} tokens"]), tokens
-        assert shows(best, values[f"{profile}, TTFT, {tokens} tokens"]), tokens
+        assert shows(default, VALUES[f"default, widened, TTFT, {tokens} tokens"]), tokens
+        assert shows(best, VALUES[f"{profile}, TTFT, {tokens} tokens"]), tokens
 
 
 def paper_setting(cell: str) -> str:
-    """Return a setting as docs/results/papers.jsonl names it."""
+    """Return a setting as figures name it."""
     name = cell.replace("`", "").replace("queries: all", "queries all")
     return "papers on SmolLM2, " + name.replace("both options", "dense_tail and first_group")
 
 
-def test_the_papers_answers_and_perplexity() -> None:
-    values = values_of("papers.jsonl")
-    answers = table("docs/quality.md", "setting", "16,384", "±")
-    perplexity = table("docs/quality.md", "setting", "16,384, %", "±")
-    assert [row[0] for row in answers] == [row[0] for row in perplexity]
-    for setting, *cells in answers:
-        for tokens, share, error in zip(LENGTHS, cells[::2], cells[1::2], strict=True):
-            name = f"{paper_setting(setting)}, {tokens} tokens: answers"
-            assert shows(share, values[name]), name
-            assert shows(error, values[f"{name}, standard error"]), name
-    for setting, *cells in perplexity:
-        for tokens, change, error in zip(LENGTHS, cells[::2], cells[1::2], strict=True):
-            name = f"{paper_setting(setting)}, {tokens} tokens: perplexity"
-            assert shows(change, percent(values[name])), name
-            assert shows(error, values[f"{name}, standard error"] * 100), name
-
-
-def test_the_papers_densities_and_times() -> None:
-    values = values_of("papers.jsonl")
-    for setting, *cells in table("docs/quality.md", "setting", "density, 16,384"):
+def test_the_papers_settings() -> None:
+    rows = table(PAPERS, "setting", "answers, 16,384")
+    assert len(rows) == 14
+    for setting, short, long, perplexity, density, speed_up, seconds in rows:
         name = paper_setting(setting)
-        names = [f"{name}, {tokens} tokens: density" for tokens in LENGTHS]
-        names += [f"{name}, after {tokens}: times faster than FlashAttention-3" for tokens in ("24,576", "57,344")]
-        names += [other for other in values if other.startswith(f"{name}: time of calibration")] or [""]
-        for cell, name in zip(cells, names, strict=True):
-            assert shows(cell, values[name]) if cell else name not in values, name
+        assert shows(short, VALUES[f"{name}, 16,384 tokens: answers"]), name
+        assert shows(long, VALUES[f"{name}, 65,536 tokens: answers"]), name
+        assert shows(perplexity, percent(VALUES[f"{name}, 65,536 tokens: perplexity"])), name
+        assert shows(density, VALUES[f"{name}, 65,536 tokens: density"]), name
+        if speed_up:
+            assert shows(speed_up, VALUES[f"{name}, after 57,344: times faster than FlashAttention-3"]), name
+        for other in VALUES:
+            if other.startswith(f"{name}: time of calibration"):
+                assert shows(seconds, VALUES[other]), name
+
+
+ANSWERS_PROFILES = {
+    "vertical_slash-answers": "MInference",
+    "anchor_attention-answers": "AnchorAttention",
+    "sparge_attn-answers": "SpargeAttn",
+    "sale-answers": "SALE",
+    "flex_vertical_slash-answers": "FlexPrefill",
+}
+
+
+def test_settings_that_keep_nine_of_ten_answers() -> None:
+    rows = table(QUALITY, "profile", "lowest answers")
+    assert len(rows) == len(ANSWERS_PROFILES)
+    ends = (
+        ": right answers ÷ stock's, least of all lengths",
+        ": perplexity ÷ stock's, most of all lengths",
+        ": density, 130,000 tokens",
+    )
+    for profile, *cells in rows:
+        start = f"shipped setting of {ANSWERS_PROFILES[profile.split('`')[1]]} ("
+        for cell, end in zip(cells, ends, strict=True):
+            (name,) = (name for name in VALUES if name.startswith(start) and name.endswith(end))
+            assert shows(cell, VALUES[name]), name
 
 
 def setting(cell: str) -> str:
-    """Return a setting as the files of code-lm's figures name it."""
+    """Return a setting as figures name it."""
     return cell.replace("`", "") + ", code-lm-29m-128k"
 
 
-@pytest.mark.parametrize(("place", "quantity"), [(0, "right answers ÷ stock's"), (1, "perplexity ÷ stock's")])
-def test_answers_and_perplexity_by_setting(place: int, quantity: str) -> None:
-    values = values_of("quality.jsonl")
-    lengths = ("12,000", "32,000", "65,000", "130,000")
-    for name, *cells in table("docs/quality.md", "setting", *lengths, place=place):
-        for tokens, cell in zip(lengths, cells, strict=True):
-            row = f"{name.replace('`', '')}, {tokens} tokens, code-lm-29m-128k: {quantity}"
-            assert shows(cell, values[row]), row
+def test_accuracy_and_speed_by_setting() -> None:
+    rows = table(QUALITY, "setting", "answers, 32,000 tokens")
+    assert len(rows) == 13
+    for name, short, long, perplexity, density, speed_up in rows:
+        about = name.replace("`", "")
+        assert shows(short, VALUES[f"{about}, 32,000 tokens, code-lm-29m-128k: right answers ÷ stock's"]), name
+        assert shows(long, VALUES[f"{about}, 130,000 tokens, code-lm-29m-128k: right answers ÷ stock's"]), name
+        assert shows(perplexity, VALUES[f"{about}, 130,000 tokens, code-lm-29m-128k: perplexity ÷ stock's"]), name
+        assert shows(density, VALUES[f"whole method, {setting(name)}, after 122,880: density"]), name
+        assert shows(speed_up, VALUES[f"whole method, {setting(name)}, after 122,880: times faster"]), name
 
 
-def test_speed_and_density_by_setting() -> None:
-    values = values_of("performance.jsonl")
-    columns = [
-        f"after {tokens}: {quantity}" for quantity in ("times faster", "density") for tokens in ("24,576", "122,880")
-    ]
-    for name, *cells in table("docs/quality.md", "setting", "speed-up after 24,576"):
-        for column, cell in zip(columns, cells, strict=True):
-            row = f"whole method, {setting(name)}, {column}"
-            assert shows(cell, values[row]), row
-
-
-@pytest.mark.parametrize(("place", "tokens"), [(0, "24,576"), (1, "122,880")])
-def test_methods(place: int, tokens: str) -> None:
-    values = values_of("performance.jsonl")
-    for name, selection, *cells in table("docs/performance.md", "method", "selection", place=place):
-        row = f"selection, {setting(name)}, chunk after {tokens}: share of FlashAttention-3"
-        assert shows(selection, values[row]), row
+def test_methods() -> None:
+    rows = table(PERFORMANCE, "method", "selection")
+    assert len(rows) == 8
+    for name, selection, *cells in rows:
+        row = f"selection, {setting(name)}, chunk after 122,880: share of FlashAttention-3"
+        assert shows(selection, VALUES[row]), row
         for quantity, cell in zip(("times faster", "density", "output error"), cells, strict=True):
-            row = f"whole method, {setting(name)}, after {tokens}: {quantity}"
-            assert shows(cell, values[row]), row
+            row = f"whole method, {setting(name)}, after 122,880: {quantity}"
+            assert shows(cell, VALUES[row]), row
+
+
+def test_selection_of_the_default() -> None:
+    for tokens, queries, share in table(PERFORMANCE, "tokens before the chunk", "`queries`"):
+        method = {"`half`": "top_p", "`all`": 'top_p queries="all"'}[queries]
+        name = f"selection, {method}, after {tokens}, structured data: share of FlashAttention-3 of the same run"
+        assert shows(share, VALUES[name]), name
+
+
+def test_servers_of_a_shape() -> None:
+    rows = table(PERFORMANCE, "new tokens", "cached tokens")
+    assert len(rows) == 9
+    for new, cached, time, speed_up in rows:
+        name = (
+            f"vllm serve, a_shape, {new} tokens"
+            if cached == "0"
+            else f"vllm serve, a_shape, {new} new after {cached} cached"
+        )
+        assert shows(time, VALUES[f"{name}: TTFT"]), name
+        assert shows(speed_up, VALUES[f"{name}: TTFT, speed-up"]), name
 
 
 def test_efficiency_of_attention() -> None:
-    values = values_of("performance.jsonl")
     shares = ("1", "0.5", "0.2", "0.08", "0.03")
-    for tokens, width, *cells in table("docs/performance.md", "tokens before the chunk", "keys per block", *shares):
+    for tokens, width, *cells in table(PERFORMANCE, "tokens before the chunk", "keys per block", *shares):
         for share, cell in zip(shares, cells, strict=True):
             (row,) = [
                 name
-                for name in values
+                for name in VALUES
                 if re.fullmatch(f"attend, .*after {tokens}, blocks of {width}, density {share}: efficiency", name)
             ]
-            assert shows(cell, values[row]), row
+            assert shows(cell, VALUES[row]), row
 
 
 def test_two_gpus() -> None:
-    values = values_of("two_gpus.jsonl")
-    rows = table("docs/performance.md", "GPUs", "setting", "tokens", "TTFT, s")
-    assert len(rows) == 10
-    for gpus, setting, tokens, time, speed_up, tpot in rows:
-        name = f"code-lm, widened to 8B, {setting.strip('`')}, TP {gpus}, {tokens} tokens"
-        assert shows(time, values[f"{name}: TTFT, 8 requests"]), name
-        assert shows(tpot, values[f"{name}: TPOT"]), name
-        assert not speed_up or shows(speed_up, values[f"{name}: TTFT, speed-up over stock, 8 requests"]), name
+    rows = table(PERFORMANCE, "parallelism", "tokens")
+    assert len(rows) == 4
+    for gpus, tokens, stock, default, speed_up, share in rows:
+        name = "code-lm, widened to 8B, {}, " + f"{gpus}, {tokens} tokens: TTFT"
+        default_name = name.format("default with streaming heads")
+        assert shows(stock, VALUES[f"{name.format('stock')}, 3 requests"]), name
+        assert shows(default, VALUES[f"{default_name}, 3 requests"]), name
+        assert shows(speed_up, VALUES[f"{default_name}, speed-up over stock, 3 requests"]), name
+        assert shows(share, VALUES[f"{default_name}, speed-up over stock ÷ one H100's, 3 requests"]), name
 
 
 DEVICES = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3", "others, until measured": "another device"}
@@ -254,7 +263,7 @@ def test_dense_prompts(row: list[str]) -> None:
 def test_crossovers_by_engine() -> None:
     crossovers = load_crossover()
     method = METHODS[PRESETS["default"][0]].parameters()
-    for model, heads, kv_heads, head_dim, *cells in table("docs/performance.md", "model", "heads", "kv heads"):
+    for model, heads, kv_heads, head_dim, *cells in table(PERFORMANCE, "model", "heads", "kv heads"):
         shape = (number(heads), number(kv_heads), number(head_dim))
         for engine, cell in zip(("hopper", "flash", "portable"), cells, strict=True):
             (entry,) = crossovers.find(DEVICES["H100"], engine, method, shape)
@@ -262,65 +271,34 @@ def test_crossovers_by_engine() -> None:
             assert entry.min_tokens == number(cell), (model, engine)
 
 
-MLA_SHAPES = ("deepseek-r1's shape, 16 heads", "kimi-k2's shape, 8 heads")
-MLA_METHODS = {
-    "dense, with these kernels": "dense",
-    "`a_shape`": "A-shape",
-    "`top_p`, 192 channels": "top_p 0.9",
-    "`top_p`, 192 channels (`all`)": "top_p 0.9",
-    "`top_p`, 128 channels": "top_p 0.9, 128 channels",
-    "`top_p`, 128 channels (`half`)": "top_p 0.9, 128 channels",
-    "`top_p`, 64 channels": "top_p 0.9, 64 channels",
-    "`top_p`, 64 channels, `most_share` 0.25": "top_p 0.9, 64 channels, at most a quarter",
-}
-"""Names of methods in docs/results/cards.jsonl, by their names in docs/mla.md."""
-
-
-def test_times_of_latent_attention() -> None:
-    """The times of K2 with earlier kernels have no rows: they were measured before the present kernels' times."""
-    values = values_of("cards.jsonl")
-    without_row = []
-    for name, *cells in table("docs/mla.md", "method", "R1", "R1, selection"):
-        is_earlier = name.startswith("*earlier*: ")
-        kernels = "earlier MLA kernels" if is_earlier else "MLA kernels"
-        method = MLA_METHODS[name.removeprefix("*earlier*: ")]
-        for shape, of_shape in zip(MLA_SHAPES, (cells[:3], cells[3:]), strict=True):
-            row = f"{kernels}, {shape}, 8,192 tokens after 65,536, {method}, "
-            quantities = ("step: attend's time to stock's", "step: selection's time to stock's", "chunk: density")
-            for quantity, cell in zip(quantities, of_shape, strict=True):
-                if cell in ("", "–"):
-                    continue
-                if row + quantity in values:
-                    assert shows(cell, values[row + quantity]), row + quantity
-                else:
-                    without_row.append((is_earlier, shape))
-    assert without_row == [(True, MLA_SHAPES[1])] * 6
-
-
 def test_ttft_of_latent_attention() -> None:
-    values = values_of("cards.jsonl")
-    rows = table("docs/mla.md", "tokens", "stock: TTFT, s")
+    rows = table("docs/research/mla.md", "tokens", "stock: TTFT, s")
     assert len(rows) == 3
     for tokens, stock, *cells in rows:
-        name = f"{MLA_SHAPES[0]}, {tokens} tokens"
-        assert shows(stock, values[f"{name}: stock beside the others, TTFT of 4 layers"]), name
+        name = f"deepseek-r1's shape, 16 heads, {tokens} tokens"
+        assert shows(stock, VALUES[f"{name}: stock beside the others, TTFT of 4 layers"]), name
         for method, (speed_up, share) in zip(("a_shape", "top_p"), (cells[:2], cells[2:]), strict=True):
-            assert shows(speed_up, values[f"{name}: {method}, TTFT speed-up of 4 layers"]), (name, method)
-            assert shows(share, values[f"{name}: {method}, kept share of sparse rows' pairs"]), (name, method)
-            assert values[f"{name}: {method}, exact requests with stock's tokens"] == 1, (name, method)
-
-
-HYBRID_SETTINGS = {"exact requests": "exact", "`a_shape`": "a_shape", "`a_shape`, as sparse as possible": "least"}
-"""Names of settings in docs/results/cards.jsonl, by their names in docs/performance.md."""
+            assert shows(speed_up, VALUES[f"{name}: {method}, TTFT speed-up of 4 layers"]), (name, method)
+            assert shows(share, VALUES[f"{name}: {method}, kept share of sparse rows' pairs"]), (name, method)
+            assert VALUES[f"{name}: {method}, exact requests with stock's tokens"] == 1, (name, method)
 
 
 def test_hybrids() -> None:
-    values = values_of("cards.jsonl")
     models = {"Qwen3-Next": "qwen3-next", "Nemotron-H": "nemotron-h"}
-    rows = table("docs/performance.md", "model", "setting", "density", "TTFT, s")
-    assert len(rows) == 10
+    rows = table(PERFORMANCE, "model", "setting", "density", "TTFT, s")
+    assert len(rows) == 6
     for model, setting, density, time, speed_up in rows:
-        name = f"{models[model]}'s shape, 65,536 tokens: {HYBRID_SETTINGS.get(setting, setting)}"
-        assert shows(time, values[f"{name}, TTFT"]), name
-        assert not speed_up or shows(speed_up, values[f"{name}, TTFT speed-up"]), name
-        assert density in ("", "1") or shows(density, values[f"{name}, density"]), name
+        name = f"{models[model]}'s shape, 65,536 tokens: {setting.strip('`')}"
+        assert shows(time, VALUES[f"{name}, TTFT"]), name
+        assert not speed_up or shows(speed_up, VALUES[f"{name}, TTFT speed-up"]), name
+        assert not density or shows(density, VALUES[f"{name}, density"]), name
+
+
+def test_fp8_caches() -> None:
+    rows = table("docs/fp8.md", "method", "speed-up over FlashAttention-3 in fp8")
+    assert len(rows) == 4
+    for method, speed_up, of_bf16, error in rows:
+        name = f"fp8 cache, {method.replace('`', '').replace(', tau ', ' tau=')}, structured, after 122,880"
+        assert shows(speed_up, VALUES[f"{name}: times faster than FlashAttention-3 in fp8"]), name
+        assert shows(of_bf16, VALUES[f"{name}: times faster ÷ bf16's"]), name
+        assert shows(error, VALUES[f"{name}: error by fp8 ÷ stock's"]), name

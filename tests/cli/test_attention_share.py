@@ -73,7 +73,7 @@ def test_hybrids_count_the_weights_that_their_layers_have(name: str, tmp_path: P
 
 
 def test_a_hybrid_reaches_nine_tenths_of_its_forecast(tmp_path: Path) -> None:
-    """The speed-up was measured at a density of 0.013 (vLLM 0.33, H100; results/cards.jsonl).
+    """The speed-up was measured at a density of 0.013 (vLLM 0.33, H100; docs/results/performance.jsonl).
 
     The recurrence's rate is what the other parts leave of stock's TTFT, so the first line only checks that arithmetic.
     """

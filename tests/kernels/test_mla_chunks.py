@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of docs/mla.md: sparse attention over keys that come in chunks, each projected up from a latent vector.
+"""The rules of docs/research/mla.md: sparse attention over keys in chunks, each projected up from a latent vector.
 
 Rules of the reference (``vllm_sparse_kernels.mla.reference``), and two other choices of Z, on a layer of random weights
 with small shapes of multi-head latent attention. As in vLLM, the new tokens come first, causal among themselves, then

@@ -3,7 +3,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +15,15 @@ from benchmarks import settings_tables
 from tests.helpers import promql
 from tests.helpers.external_tools import ROOT
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_backend.config.metrics import METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.config.plan import DEFAULT
 from vllm_sparse_backend.config.profile import EXACT, SHARE
 from vllm_sparse_backend.config.request_levels import FIELD, MARK
-from vllm_sparse_backend.config.settings import RequestsConfig, SparsePrefillConfig
-from vllm_sparse_kernels.methods import METHODS
 
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs/research").glob("*.md"),
     *(ROOT / "deploy").rglob("*.md"),
     *(ROOT / name / "README.md" for name in ("tests", "profiles", "docs/results")),
 ]
@@ -93,17 +90,6 @@ def test_files(name: str, folder: str) -> None:
     assert [str(path) for path in files if not any((root / path).is_file() for root in roots)] == []
 
 
-def test_where_a_tiles_blocks_are_chosen() -> None:
-    """CONTRIBUTING.md names the file of the default method that writes lists of blocks, and README links to it."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    (named,) = re.findall(r"a tile's blocks are chosen\W.*`(\S+)` \|$", text, re.MULTILINE)
-    method = METHODS[PRESETS["default"][0]].parameters
-    files = Path(inspect.getfile(method)).parent.glob("*.py")
-    writing = [path for path in files if "block_ids" in path.read_text() and path.name != "reference.py"]
-    assert writing == [ROOT / named]
-    assert "(CONTRIBUTING.md)" in (ROOT / "README.md").read_text()
-
-
 def modules_in_the_map(text: str) -> list[str]:
     """Return the path of each module that a line of CONTRIBUTING.md's map describes, repeated where lines repeat it."""
     modules, folder = [], ""
@@ -149,12 +135,6 @@ def test_the_picture_of_the_architecture_names_what_exists() -> None:
     processes = {f"{path.relative_to(ROOT)}/" for path in serving.iterdir() if (path / "__init__.py").is_file()}
     assert processes <= set(paths)
     assert sum(path.endswith(".py") for path in paths) >= 10
-
-
-def test_a_picture_of_other_modules_is_seen() -> None:
-    """This shows that the test above can fail."""
-    text = '```mermaid\n    subgraph a["x: old/"]\n        b["gone.py<br/>c"]\n    end\n    d["e/f.py<br/>g"]\n```'
-    assert paths_in_the_picture(text) == ["old/", "old/gone.py", "e/f.py"]
 
 
 FOR_REQUESTS = {FIELD, MARK}
@@ -206,15 +186,6 @@ def test_metrics_and_their_labels(path: Path) -> None:
         assert unknown_labels(code) == set()
 
 
-def test_metrics_that_are_none_are_seen() -> None:
-    """This shows that the test above can fail."""
-    assert unknown_metrics("see `sparse_prefill_seconds_total`, `sparse_prefill_samples`") == {
-        "sparse_prefill_seconds_total"
-    }
-    assert unknown_labels('sparse_prefill_rows_total{path="dense", p="0.9"}') == {("sparse_prefill_rows_total", "p")}
-    assert unknown_labels("sum by (head) (sparse_prefill_tiles_total)") == {("", "head")}
-
-
 def test_what_operators_are_told_to_watch_are_metrics() -> None:
     rows = (ROOT / "docs/operations.md").read_text().partition("## Watch\n")[2].partition("\nQueries")[0].splitlines()
     watched = [row.split("|")[1] for row in rows if row.startswith("| ")][2:]
@@ -261,30 +232,3 @@ def test_tables_of_settings_and_methods_are_current(document: str) -> None:
     text = (ROOT / document).read_text()
     assert settings_tables.REGION.search(text), document
     assert settings_tables.fill(text, document) == text, "run python -m benchmarks.settings_tables"
-
-
-def test_each_table_is_in_exactly_one_document() -> None:
-    texts = [(ROOT / document).read_text() for document in settings_tables.DOCUMENTS]
-    names = [match[2] for text in texts for match in settings_tables.REGION.finditer(text)]
-    assert sorted(names) == sorted(settings_tables.TABLES)
-
-
-@pytest.mark.parametrize("section", [SparsePrefillConfig, RequestsConfig])
-def test_a_tables_rows_are_the_sections_fields(section: Any) -> None:
-    rows = settings_tables.settings_table(section).splitlines()[2:]
-    assert [re.findall(r"`(\w+)`", row)[0] for row in rows] == list(section.model_fields)
-
-
-def test_a_changed_description_makes_a_document_outdated(monkeypatch: pytest.MonkeyPatch) -> None:
-    document = "docs/requests.md"
-    text = (ROOT / document).read_text()
-    monkeypatch.setattr(RequestsConfig.model_fields["allow"], "description", "Another text. See docs/quality.md#a.")
-    changed = settings_tables.fill(text, document)
-    assert "| Another text. See [docs/quality.md](quality.md#a). |" in changed
-    monkeypatch.setattr(RequestsConfig.model_fields["allow"], "description", None)
-    with pytest.raises(ValueError, match=r"RequestsConfig\.allow: given no description"):
-        settings_tables.fill(text, document)
-    with pytest.raises(
-        ValueError, match=r"docs/requests\.md: given .*:begin settings -->, expected one of sparse_prefill"
-    ):
-        settings_tables.fill(text.replace("begin requests", "begin settings"), document)

@@ -10,7 +10,7 @@ two numbers, over the queries past sink and window:
   query; lookups are so rare that they hardly change the mean.
 
 A head is a streaming head if both are small. DuoAttention instead trains a gate for each head, on passkeys; this rule
-needs no training. The thresholds come from an emulation on two models (docs/quality.md).
+needs no training. The thresholds come from an emulation on two models (docs/research/quality.md).
 """
 
 import random

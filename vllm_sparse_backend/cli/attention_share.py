@@ -7,8 +7,8 @@ The estimate needs only a model's config. A prompt of N tokens costs
     attention:     4 · head_dim · query heads · (query, key) pairs, for each layer that attends
 
 floating-point operations: N (N + 1) / 2 pairs, or the pairs within the layer's window or chunk. Both are divided by the
-rates measured on an H100 in bf16 (docs/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's width, and
-``ATTENTION_FLOPS`` in FlashAttention-3. Norms, rotary positions, the output head (applied to one token) and
+rates measured on an H100 in bf16 (docs/research/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's
+width, and ``ATTENTION_FLOPS`` in FlashAttention-3. Norms, rotary positions, the output head (applied to one token) and
 communication are left out. Layers of linear attention and Mamba also update a state of
 (key, value) elements per head for each token, at ``RECURRENCE_ELEMENTS`` elements per second. Experts of a MoE model
 count as dense layers, but run slower, which overstates the speed-up. Another device changes the result only if the
@@ -32,8 +32,8 @@ ATTENTION_FLOPS = {64: 441e12, 128: 600e12, 256: 658e12}
 
 RECURRENCE_ELEMENTS = 3.28e12
 """Elements of states that a recurrence updates per second, on an H100: what Qwen3-Next's shape leaves of stock's TTFT
-at 65,536 tokens after linear layers and attention (vLLM 0.33, Triton's gated delta rule; docs/results/cards.jsonl). The
-rate of Mamba 2 is assumed to be the same."""
+at 65,536 tokens after linear layers and attention (vLLM 0.33, Triton's gated delta rule;
+docs/results/performance.jsonl). The rate of Mamba 2 is assumed to be the same."""
 
 LENGTHS_TOKENS = (32_768, 131_072, 1_048_576)
 

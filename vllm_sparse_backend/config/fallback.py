@@ -56,7 +56,7 @@ class Fallback(StrEnum):
         "checkpoint with one scale per layer, or --kv-cache-dtype bfloat16")
     MLA = ("mla",
         f"multi-head latent attention caches compressed keys, and has a flag of its own; pass {MLA_FLAG} in place of "
-        f"{FLAG} (docs/mla.md)")
+        f"{FLAG} (docs/research/mla.md)")
     PREFILL_CONTEXT_PARALLEL = ("prefill_context_parallel",
         "prefill context parallelism distributes a row's keys over devices; use --prefill-context-parallel-size 1")
     DECODE_CONTEXT_PARALLEL = ("decode_context_parallel",

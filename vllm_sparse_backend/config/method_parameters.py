@@ -27,7 +27,8 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 """Aliases for a method with parameters.
 
 ``default`` is the cheapest method that lost no answers of dense attention on third-party models (table in
-docs/quality.md). ``minference`` is MInference's pattern without a profile, ``streaming`` is StreamingLLM's pattern.
+docs/research/quality.md). ``minference`` is MInference's pattern without a profile, ``streaming`` is
+StreamingLLM's pattern.
 """
 
 

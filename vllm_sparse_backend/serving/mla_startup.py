@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before a model with multi-head latent attention (MLA) loads, for ``MLA_FLAG``. docs/mla.md lists them."""
+"""Checks before a model with multi-head latent attention (MLA) loads, for ``MLA_FLAG`` (docs/research/mla.md)."""
 
 import multiprocessing
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 """Sparse prefill for dense multi-head latent attention (MLA): contiguous keys of 192 and values of 128 channels.
 
 A call has either the new tokens of some requests or a chunk of their contexts. ``MlaPrefill`` runs it by kernels, or by
-the plain torch of ``reference`` where Triton has no device. docs/mla.md has the rules.
+the plain torch of ``reference`` where Triton has no device. docs/research/mla.md has the rules.
 """
 
 from vllm_sparse_kernels.mla.calls import MlaAShape, MlaLimits, MlaMethod, MlaRow, MlaTopP

@@ -9,7 +9,7 @@ from vllm_sparse_kernels.methods.spec import MethodSpec
 
 SAMPLED = {"step_tiles": 4, "sample_tokens": 8, "whole_blocks": True}
 """Beyond the paper: votes of single queries, because a mean query does not show the targets of single queries. Of the
-measured settings, this one keeps the most answers inside a prompt for its cost (docs/quality.md)."""
+measured settings, this one keeps the most answers inside a prompt for its cost (docs/research/quality.md)."""
 
 THETAS = (4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 18.0)
 """θ of mean queries; the paper uses 12 for all heads of all models."""

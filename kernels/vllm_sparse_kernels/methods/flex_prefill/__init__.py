@@ -8,7 +8,7 @@ from vllm_sparse_kernels.methods.spec import MethodSpec
 GAMMAS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99, 0.995)
 SPREAD = {"estimating": "spread", "last_queries": 256}
 """Beyond the paper: lines estimated from queries all over the chunk. With the chunk's last queries only, retrieval
-heads keep only the keys that these queries look for (docs/quality.md)."""
+heads keep only the keys that these queries look for (docs/research/quality.md)."""
 
 SPECS = (
     MethodSpec(

@@ -87,7 +87,7 @@ class FlexVerticalSlash(PerHead):
 
     last_queries: int = 64
     """Number of queries from which lines are estimated. Algorithm 3 uses a block of unstated size. FlexPrefill's 128
-    queries take twice the time without more right answers (docs/quality.md)."""
+    queries take twice the time without more right answers (docs/research/quality.md)."""
 
     estimating: Literal["last", "spread"] = "last"
     """``last``, or beyond the paper ``spread``: ``last_queries`` queries that are spread evenly over the chunk."""

@@ -57,8 +57,8 @@ these differences is implemented here:
 On a small trained model (64 heads, 8,192 tokens, each head with the pattern of its own map, γ = 0.9), recall → density
 were 0.864 → 0.131 with averages, 0.874 → 0.163 with γ of each row, 0.910 → 0.154 with true mass, and 0.926 → 0.190 with
 both. Averages reach a recall of 0.916 with γ = 0.95, at a density of 0.201. On SmolLM2, heads that share keep less with
-each of these maps than by their own vertical-slash at equal density (docs/papers.md, which has the other differences
-too).
+each of these maps than by their own vertical-slash at equal density (docs/research/papers.md has the other
+differences).
 
 **Cost.** The decisions to share are known before vertical-slash reads any key. It then skips heads that share, and key
 heads whose query heads all share. Query heads that share keys are stacked, so a single head costs as much as all of

@@ -19,7 +19,7 @@ scale s:
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
 
-docs/quality.md has densities and losses on trained models, also for other rules.
+docs/research/quality.md has densities and losses on trained models, also for other rules.
 
 * ``queries`` "half" scores the second of each two neighbouring queries (``scored.py``). That halves the product, and
   the work on its scores. Neighbours look at similar blocks, so the means hardly change. Step 4 then holds for scored
