@@ -70,5 +70,6 @@ def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: 
 def methods_named(texts: Sequence[str]) -> list[MethodSpec]:
     """Return the named methods; without names, all methods at their defaults and the server's default."""
     specs = [MethodSpec.parse(text) for text in texts]
-    every = [*(MethodSpec(name) for name in sparse_names()), MethodSpec.of(make_method("default", {}))]
+    names = [name for name in sparse_names() if name != "share_prefill"]  # runs with a profile only
+    every = [*map(MethodSpec, names), MethodSpec.of(make_method("default", {}))]
     return specs or list(dict.fromkeys(every))

@@ -43,29 +43,14 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 
 def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Format a Markdown table.
-
-    Args:
-        header: Names of the columns.
-        rows: The cells.
-
-    Returns:
-        The table, with a line break at its end.
-    """
+    """Format a Markdown table."""
     header = list(header)
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
 def without_count_limit(schema: Any) -> Any:
-    """Remove the maximum of counts from a JSON Schema. No sensible setting comes near it.
-
-    Args:
-        schema: The schema, or a part of it.
-
-    Returns:
-        A copy without ``"maximum": MOST_COUNT``.
-    """
+    """Remove the maximum of counts from a JSON Schema. No sensible setting comes near it."""
     if isinstance(schema, list):
         return [without_count_limit(part) for part in schema]
     if not isinstance(schema, dict):
@@ -77,14 +62,7 @@ def without_count_limit(schema: Any) -> Any:
 
 
 def type_text(schema: Mapping[str, Any]) -> str:
-    """Describe the type of a field.
-
-    Args:
-        schema: JSON Schema of the field.
-
-    Returns:
-        A text such as ``integer ≥ 0, or `auto` ``.
-    """
+    """Describe the type of a field."""
     if "anyOf" in schema:
         alternatives = [type_text(part) for part in schema["anyOf"] if part.get("type") != "null"]
         return ", or ".join(alternatives)
@@ -102,14 +80,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
 
 
 def default_text(value: object) -> str:
-    """Format the default of a field.
-
-    Args:
-        value: The default.
-
-    Returns:
-        ``none`` for None; otherwise the value as it is written in JSON, without the quotes of a text.
-    """
+    """Format the default of a field."""
     if value is None:
         return "none"
     if isinstance(value, Section):
@@ -118,17 +89,7 @@ def default_text(value: object) -> str:
 
 
 def settings_table(section: type[Section]) -> str:
-    """Build the table of a section's fields.
-
-    Args:
-        section: The section.
-
-    Returns:
-        A Markdown table.
-
-    Raises:
-        ValueError: A field has no description.
-    """
+    """Build the table of a section's fields."""
     schemas = without_count_limit(section.model_json_schema()["properties"])
     rows = []
     for name, field in section.model_fields.items():
@@ -140,11 +101,7 @@ def settings_table(section: type[Section]) -> str:
 
 
 def main_settings_table() -> str:
-    """Build the short table of ``MAIN_SETTINGS``.
-
-    Returns:
-        A Markdown table with the first sentence of each description.
-    """
+    """Build the short table of ``MAIN_SETTINGS``."""
     rows = []
     for name in MAIN_SETTINGS:
         field = SparsePrefillConfig.model_fields[name]
@@ -155,14 +112,7 @@ def main_settings_table() -> str:
 
 
 def methods_table() -> str:
-    """Build the table of this package's methods.
-
-    Returns:
-        A Markdown table.
-
-    Raises:
-        ValueError: A method has no summary, or a main parameter that does not exist.
-    """
+    """Build the table of this package's methods."""
     rows = []
     for spec in METHODS.builtin_specs:
         if not spec.summary:
@@ -177,11 +127,7 @@ def methods_table() -> str:
 
 
 def cards_table() -> str:
-    """Build the table of GPUs.
-
-    Returns:
-        A Markdown table.
-    """
+    """Build the table of GPUs."""
     rows = []
     for card in CARDS:
         head_dims = [str(dim) for dim in COMMON_HEAD_DIMS if widest_block(dim, card.shared_bytes) is not None]
@@ -204,18 +150,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def fill(text: str, document: str) -> str:
-    """Replace the tables in a document.
-
-    Args:
-        text: The document.
-        document: Its path from the root, which links to other pages depend on.
-
-    Returns:
-        The document with current tables.
-
-    Raises:
-        ValueError: A region has an unknown name.
-    """
+    """Replace the tables in a document."""
 
     def link(match: re.Match[str]) -> str:
         page, anchor = match[1], match[2] or ""

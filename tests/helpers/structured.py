@@ -28,7 +28,6 @@ from typing import NamedTuple
 import torch
 
 from tests.helpers.batches import shuffled_cache, write_row
-from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, without_nan
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.rows import Rows
 
@@ -203,19 +202,3 @@ def paged_batch(data: Structured, page_size: int, layout: str = "NHD", seed: int
     write_row(cache, block_table[0], data.k, data.v)
     rows = Rows((0,), (len(data.q),), (data.context_len,), block_table)
     return Batch(data.q, cache, rows, data.scale)
-
-
-def structured_prompts(heads: Heads, num_tokens: int, count: int, device: torch.device) -> list[AttentionPrompt]:
-    """Return layers of a prompt: their seeds differ, and their pages are the same, because all layers share a block
-    table."""
-    prompts = []
-    for seed in range(count):
-        data = structured(num_tokens, 0, heads.num_heads, heads.num_kv_heads, heads.head_dim, heads.dtype, device, seed)
-        prompts.append(AttentionPrompt(without_nan(paged_batch(data, heads.page_tokens))))
-    return prompts
-
-
-def structured_clusters(heads: Heads, num_layers: int) -> tuple[tuple[int, ...], ...]:
-    """Return the clusters of similar heads for SharePrefill: heads of the same kind."""
-    kinds = sorted(set(SEQUENCE))
-    return (tuple(kinds.index(SEQUENCE[head % len(SEQUENCE)]) for head in range(heads.num_heads)),) * num_layers
