@@ -92,7 +92,7 @@ class Endpoint:
         """Raise BenchError if a request of this many tokens, including its answer, is too long for the server."""
         if self.max_model_len is not None and num_tokens > self.max_model_len:
             raise BenchError(
-                f"{self.name}: given requests of {num_tokens:,} tokens, including answers, expected at most "
+                f"--lengths: {self.name}: given requests of {num_tokens:,} tokens, including answers, expected at most "
                 f"{self.max_model_len:,}, the server's max_model_len; ask for shorter prompts, or start it with a "
                 "larger --max-model-len"
             )
