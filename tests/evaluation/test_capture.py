@@ -77,7 +77,7 @@ def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
 
 
 def test_no_capture_is_an_error(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"no capture: capture\.json is missing"):
+    with pytest.raises(ConfigurationError, match=r"without capture\.json, expected a finished capture"):
         Capture.open(tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
         with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: its tensors cannot be read: ."):
             captured.read(0)
     (tmp_path / "layer-000.safetensors").unlink()
-    with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: missing; capture the prompt again"):
+    with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: the file is missing; delete its folder"):
         captured.read(0)
 
 

@@ -195,8 +195,8 @@ class MlaWorker:
             return
         kinds = sorted({type(layer).__name__ for layer in all_layers.values()})
         raise ConfigurationError(
-            f"{MLA_FLAG}: no layer of this model can prefill sparsely: given layers of {', '.join(kinds) or 'no kind'},"
-            " expected vLLM's MLAAttention with dense prefill in at least one layer; serve it without this flag"
+            f"{MLA_FLAG}: given a model with the attention layers {', '.join(kinds) or 'none'}, expected at least one "
+            "of vLLM's MLAAttention with dense prefill; serve the model without this flag"
         )
 
     def _thresholds(self, vllm_config: VllmConfig) -> dict[str, Thresholds]:
