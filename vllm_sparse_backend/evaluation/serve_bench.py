@@ -68,11 +68,6 @@ class ServerResults:
         request_ms = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
         return median(request_ms) if request_ms else None
 
-    @property
-    def pause_ms(self) -> float | None:
-        """Median over requests of the longest wait for a token after the first, in ms."""
-        return 1e3 * median(answer.pause_s for answer in self.answers) if self.answers else None
-
 
 def repeats_of(length: Length, most: int) -> int:
     """Return the number of repeats of a length: more for short prompts, whose TTFT varies more."""
@@ -135,7 +130,7 @@ def case_of(
         "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in taken_by_name.items()},
     }  # fmt: skip
     for name, taken in taken_by_name.items():
-        case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms", "pause_ms")}
+        case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms")}
     for ratio, key in (("ttft_speed_up", "first_s"), ("tpot_speed_up", "token_ms")):
         if case[f"stock_{key}"] and case[f"ours_{key}"]:
             case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
@@ -144,14 +139,15 @@ def case_of(
 
 def describe_case(case: Mapping[str, Any]) -> str:
     """Return a case as a line of progress."""
-    parts = [f"density {cell(case['density'])}"] if case["density"] is not None else []
-    if case["part"] == "latency":
-        named = {"TTFT, s": "first_s", "TPOT, ms": "token_ms"}
-        shown = {name: [case[f"{who}_{key}"] for who in (OURS, STOCK)] for name, key in named.items()}
-        times = [f"{name}: {cell(ours)} ({case['first']}: {cell(stock)})" for name, (ours, stock) in shown.items()]
-        parts = [*times, *parts, f"failed requests: {case['failures']}"]
+    parts = []
+    for name, key in (("TTFT, s", "first_s"), ("TPOT, ms", "token_ms")) if case["part"] == "latency" else ():
+        ours, stock = (cell(case[f"{who}_{key}"]) or "unknown" for who in (OURS, STOCK))
+        parts.append(f"{name}: {ours} ({case['first']}: {stock})")
+    parts.append("nothing ran sparse" if case["density"] is None else f"density {cell(case['density'])}")
+    if case.get("failures"):
+        parts.append(f"failed requests: {case['failures']}")
     place = f"{case['label']}, {case['case']}" if "case" in case else case["label"]
-    return f"{place}: {', '.join(parts) or 'nothing ran sparse'}"
+    return f"{place}: {', '.join(parts)}"
 
 
 LENGTHS = (1024, 8192, 32768, 65536, 131072)
