@@ -277,7 +277,7 @@ def test_the_length_from_which_a_device_runs_sparse(device: str, positions: int,
 def test_layers_without_softmax_attention_have_names(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, LLAMA | {"layer_types": ["linear_attention", "mamba", FULL] * 2})
     subjects = [finding.subject for finding in doctor.layer_findings(folder)]
-    assert subjects[:3] == ["linear attention", "Mamba", "can run sparse"]
+    assert subjects[:2] == ["linear attention or Mamba", "can run sparse"]
 
 
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
@@ -424,9 +424,8 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(compat, "flash_attention", lambda: None)
     monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: False)
     for folder in (None, model_folder(tmp_path, LLAMA)):
-        *others, last = doctor.attention(folder)
-        assert (last.level, last.text) == ("ok", "the engine portable, if it passes its trial at start-up")
-        texts = {(finding.subject, finding.text) for finding in others}
+        texts = {(finding.subject, finding.text) for finding in doctor.attention(folder)}
+        assert ("attention", "the engine portable, if it passes its trial at start-up") in texts
         assert ("engine flash", "not usable: there is no FlashAttention for this device") in texts
 
 

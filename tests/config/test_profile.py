@@ -301,7 +301,7 @@ def test_levels() -> None:
         ),
         ("level: fast\n", "", "level: missing, expected a name for the profile's own level, such as high"),
         ("level: fast", "level: high", "levels.high: given the name of the profile's own level"),
-        ("  high:", "  exact:", "such as high or fast, other than exact, default, on, p"),
+        ("  high:", "  exact:", "such as high or fast; exact, default, on, p are reserved"),
         ("  high:", "  1:", "given 1, expected a name of lower-case letters"),
         ("dense_layers: 0-1", "dense_layers: 0-6", "levels.high.dense_layers: given 6, expected at most 5"),
         ("dense_layers: 0-1", "min_tokens: 3", "levels.high.min_tokens: unknown field"),

@@ -287,5 +287,7 @@ def test_servers_get_room_for_what_is_asked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert serve_bench.fitting(tmp_path, 64) == [1024, 8192]
     assert serve_bench.fitting(None, 64) == list(serve_bench.LENGTHS)
-    with pytest.raises(BenchError, match=r"given requests of 20,000 tokens, expected at most its 16,384 positions"):
+    with pytest.raises(
+        BenchError, match=r"given requests of 20,000 tokens, including answers, expected at most the 16,384 positions"
+    ):
         compared_servers.started(tmp_path, [], 20_000)

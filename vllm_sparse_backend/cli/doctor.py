@@ -35,7 +35,12 @@ STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
 CHUNK_TOKENS = 8192
 """Tokens of vLLM's usual chunk on a GPU."""
 
-KINDS = {"linear_attention": "linear attention", "mamba": "Mamba", "mlp": "feed-forward only", "moe": "experts only"}
+KINDS = {
+    "linear_attention": "linear attention or Mamba",
+    "mamba": "linear attention or Mamba",
+    "mlp": "feed-forward only",
+    "moe": "experts only",
+}
 """Names of layers without softmax attention, by their kind in a config."""
 
 INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (deploy/install.py does all of this)"

@@ -68,7 +68,7 @@ def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = No
             try:
                 loaded = loaded.at_level(level)
             except ValueError as error:
-                raise failure(f"--level: {profile}: {error}") from None
+                raise failure(f"--{error}") from None
         _describe(loaded, shape)
         for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
             say(f"{name}: {_format_value(value)}")
