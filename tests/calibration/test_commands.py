@@ -96,7 +96,7 @@ def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, 
         ((NEEDLE, "--out", tmp_path / "x.work"), "the run's folder has this name"),
     ):
         code, said = command("best", *words, "--text", text, "--device", "cpu")
-        assert (code, problem in said) == (1, True), said
+        assert (code, problem in said) == (2, True), said
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

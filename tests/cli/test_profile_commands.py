@@ -2,7 +2,6 @@
 """`sparse-prefill profile`, from the command line."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
