@@ -41,11 +41,16 @@ class ConfigurationError(RuntimeError):
         super().__init__(" ".join(message.split()))
 
 
+def format_value(value: object) -> str:
+    """Format a value for a message."""
+    # The full repr of a large mapping or list would take long and then be cut.
+    text = _short.repr(value) if value is None or isinstance(value, (dict, list, bool)) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def unexpected(value: object, expected: str) -> str:
     """Format an error about a value."""
-    # The full repr of a large mapping or list would take long and then be cut.
-    shown = _short.repr(value) if value is None or isinstance(value, (dict, list, bool)) else repr(value)
-    return f"given {shown if len(shown) <= 80 else shown[:77] + '...'}, expected {expected}"
+    return f"given {format_value(value)}, expected {expected}"
 
 
 def not_one_of(value: object, allowed: Iterable[str]) -> str:
