@@ -4,10 +4,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-# make demo MODEL=/path/to/model METHOD=a_shape
-MODEL ?=
-METHOD ?=
-
 # Processes that run tests. Each takes whole files, servers first: while a server starts or answers, others compute.
 JOBS ?= 2
 SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
@@ -26,7 +22,7 @@ $(INSTALLED): pyproject.toml deploy/install.py
 	@touch $@
 
 demo: $(INSTALLED)
-	@$(BIN)/sparse-prefill demo $(if $(MODEL),'$(MODEL)') $(if $(METHOD),--method '$(METHOD)')
+	@$(BIN)/sparse-prefill demo
 
 # What to run on every change: five minutes on two cores. It starts stock vLLM and this backend, once.
 test: $(INSTALLED)

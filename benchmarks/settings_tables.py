@@ -29,11 +29,9 @@ from vllm_sparse_kernels.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    "README.md", "docs/compatibility.md", "docs/settings.md", "docs/requests.md",
+    "docs/compatibility.md", "docs/settings.md", "docs/requests.md",
     "docs/streaming_heads.md",
 )  # fmt: skip
-MAIN_SETTINGS = ("profile", "method", "params", "min_tokens", "crossover", "requests")
-"""The settings that an operator decides on; README.md shows these, and docs/settings.md shows all."""
 REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)
 PAGE = re.compile(r"(?<![\w/`(\[])((?:docs|profiles|deploy)/[\w/.-]+\.md)(#[\w-]+)?")
 """A page in a field's description, as a path from the root, with or without an anchor."""
@@ -100,17 +98,6 @@ def settings_table(section: type[Section]) -> str:
     return markdown_table(["Setting", "Type", "Default", "Description"], rows)
 
 
-def main_settings_table() -> str:
-    """Build the short table of ``MAIN_SETTINGS``."""
-    rows = []
-    for name in MAIN_SETTINGS:
-        field = SparsePrefillConfig.model_fields[name]
-        description = " ".join((field.description or "").split())
-        first_sentence = re.split(r"(?<=\.) ", description)[0]
-        rows.append([f"`{name}`", default_text(field.get_default()), first_sentence])
-    return markdown_table(["Setting", "Default", "Description"], rows)
-
-
 def methods_table() -> str:
     """Build the table of this package's methods."""
     rows = []
@@ -144,7 +131,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "requests": lambda: settings_table(RequestsConfig),
     "streaming_heads": lambda: settings_table(StreamingHeadsConfig),
     "methods": methods_table,
-    "main_settings": main_settings_table,
     "cards": cards_table,
 }
 

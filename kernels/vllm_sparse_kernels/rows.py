@@ -103,8 +103,8 @@ class Rows:
         lengths = {len(self.query_starts), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
         if len(lengths) != 1:
             raise ValueError(
-                f"Rows: given query_starts, query_lens, context_lens and block_table of different lengths "
-                f"{sorted(lengths)}, expected one entry per row in each"
+                f"Rows: given query_starts, query_lens, context_lens and block_table with {sorted(lengths)} rows, "
+                "expected the same number of rows in each"
             )
         if self.prompt_lens is not None and len(self.prompt_lens) != self.num_rows:
             raise ValueError(
@@ -143,8 +143,8 @@ class Rows:
         """
         if len(x) < self.end_token or x.stride(2) != 1:
             raise ValueError(
-                f"{name}: given shape {tuple(x.shape)} with strides {x.stride()}, expected at least {self.end_token} "
-                "tokens, which the rows have, and contiguous elements of each head"
+                f"{name}: given shape {tuple(x.shape)} with strides {x.stride()}, expected [tokens, heads, "
+                f"head_dim] with at least {self.end_token} tokens, where the last row ends, and stride 1 along head_dim"
             )
 
     @cached_property

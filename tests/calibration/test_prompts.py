@@ -64,7 +64,7 @@ def test_the_two_parts_have_no_text_in_common(text):
     assert files[0]
     assert files[1]
     assert not files[0] & files[1]
-    with pytest.raises(ConfigurationError, match="expected at least 40000000 in each half"):
+    with pytest.raises(ConfigurationError, match="expected at least 40,000,000; name a larger"):
         make_prompts(NEEDLE, text, 20_000_000, 1, 0)
 
 
@@ -87,7 +87,7 @@ def test_files_of_prompts_and_chats(tmp_path):
         ("fine\n[1]", r"b\.jsonl:2: .*given \[1\], expected an object with messages"),
         ('fine\n{"text": 3}', r"b\.jsonl:2: .*expected an object with messages"),
         ('fine\n{"messages": [3]}', r"b\.jsonl:2: .*expected an object with messages \(each with role"),
-        ("\n \n", r"b\.jsonl: given 'no prompt', expected at least one prompt"),
+        ("\n \n", r"b\.jsonl: given no prompt, expected at least one"),
     ],
 )
 def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):
@@ -139,10 +139,12 @@ def test_prompts_too_short_for_their_lines_are_refused_with_what_to_do(text):
     with pytest.raises(ConfigurationError) as caught:
         make_prompts(NEEDLE, text, 512, 1, seed=0)
     said = str(caught.value)
-    assert re.search(r"given 512 tokens, expected at least [\d,]+, because lookup lines may take at most half", said), (
-        said
+    assert re.search(
+        r"--tokens: given 512, expected at least [\d,]+: lines with facts and questions may fill half", said
+    ), said
+    assert re.search(
+        rf"the tokenizer of {NEEDLE} needs up to \d+ for a line of retrieval, \d+ for a line of hops", said
     )
-    assert re.search(rf"the tokenizer of {NEEDLE} makes \d+ of a line of retrieval, \d+ of a line of hops", said)
     assert "ask for longer prompts with --tokens" in said
     needed = int(re.search(r"at least ([\d,]+)", said)[1].replace(",", ""))
     make_prompts(NEEDLE, text, 2 * needed, 1, seed=0)

@@ -2,11 +2,14 @@
 """Properties of all commands: help on a single screen, models by name, options with the same meaning, errors and
 Ctrl-C."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
@@ -15,12 +18,13 @@ from typer.testing import CliRunner, Result
 from tests.helpers.command_line import COMMANDS
 from tests.helpers.external_tools import ROOT
 from tests.helpers.stub_server import MODEL, Api, running
-from vllm_sparse_backend.cli import app, common, profile_commands, progress
+from vllm_sparse_backend.cli import app, common, doctor, profile_commands, progress
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation import answer_run
+from vllm_sparse_backend.evaluation import answer_run, crossover_bench, serve_bench
 from vllm_sparse_backend.evaluation.client import Endpoint
+from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.evaluation.vllm_server import Server
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
@@ -38,6 +42,73 @@ def test_help_fits_a_screen_and_has_an_example(path: tuple[str, ...], option: st
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 100
     assert any(f"Example: sparse-prefill {' '.join(path)}" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("path", "command"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_lists_show_whole_summaries_and_options_name_their_values(path: tuple[str, ...], command: Any) -> None:
+    summary = command.help.partition("\n\n")[0].replace("\n", " ")
+    assert len(summary) <= 55, summary
+    values = [param for param in command.params if not getattr(param, "is_flag", False)]
+    assert all(param.metavar and param.metavar.isupper() for param in values), path
+
+
+def test_tables_have_few_columns_and_paste_as_markdown() -> None:
+    for columns in (serve_bench.COLUMNS, answer_run.COLUMNS, crossover_bench.COLUMNS):
+        header, rule = table_of("", columns, [dict.fromkeys(columns, "")]).splitlines()[:2]
+        assert len(columns) <= 7
+        assert len(header) <= 100
+        assert re.fullmatch(r"\|( -+:? \|)+", rule)
+    row = {"share": 0.987, "standard_error": 0.012, "perplexity_change": -0.7, "perplexity_change_error": None}
+    assert answer_run.cells_of(row)["share"] == "0.99 ± 0.01"
+    assert answer_run.cells_of(row)["perplexity_change"] == "-0.70"
+
+
+def test_a_line_of_serve_names_its_quantities() -> None:
+    case = {
+        "part": "latency", "label": "a_shape", "first": "stock", "case": "900 tokens", "ours_first_s": 0.02,
+        "stock_first_s": 0.08, "ours_token_ms": 30.0, "stock_token_ms": None, "density": 0.25, "failures": 0,
+    }  # fmt: skip
+    assert serve_bench.describe_case(case) == (
+        "a_shape, 900 tokens: TTFT, s: 0.02 (stock: 0.08), TPOT, ms: 30 (stock: unknown), density 0.25"
+    )
+    assert (
+        serve_bench.describe_case({"part": "density", "label": "a_shape", "density": 0.25}) == "a_shape: density 0.25"
+    )
+
+
+def test_json_goes_to_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for check in ("packages", "device", "registration", "attention", "selection", "counters"):
+        monkeypatch.setattr(doctor, check, lambda *_: iter([doctor.ok("a check", "fine")]))
+    result = run("doctor", "--json", "-")
+    assert result.exit_code == 0
+    assert [finding["text"] for finding in json.loads(result.stdout)] == ["fine"] * 6
+    assert "a check: fine" in result.stderr
+
+
+def test_profile_list_names_the_bundled_profiles() -> None:
+    lines = run("profile", "list").output.splitlines()
+    assert "| streaming " in "\n".join(lines)
+    assert any("meta-llama/Llama-3.1-8B-Instruct" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("doctor", "/nonexistent"),
+        ("doctor", "--no-such"),
+        ("bench", "serve", "--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9", "--lengths", "x"),
+        ("bench", "serve"),
+        ("bench", "serve", BUNDLED, "--lengths", 99_999),
+        ("eval", "answers", BUNDLED, "--lengths", 1024, "--facts", 900),
+        ("profile", "check", "auto"),
+        ("profile", "calibrate", BUNDLED, "--method", "sale", "--out", "x.yaml", "--level", "low=1"),
+    ],
+    ids=lambda words: " ".join(map(str, words)),
+)
+def test_errors_of_the_command_line_exit_with_2(words: tuple[object, ...]) -> None:
+    assert run(*words).exit_code == 2
 
 
 def test_an_option_takes_the_same_wherever_it_is() -> None:
@@ -78,9 +149,9 @@ def test_a_models_name_stands_for_its_files_in_the_local_cache() -> None:
     checked = run("profile", "check", "streaming", NAME)
     assert (checked.exit_code, "heads: a_shape(" in checked.output) == (0, True), checked.output
     short = run("eval", "answers", NAME, "--lengths", 1024)
-    assert (short.exit_code, "a prompt of 1,024 tokens" in short.stderr) == (1, True), short.output
+    assert (short.exit_code, "a prompt of 1,024 tokens" in short.stderr) == (2, True), short.output
     missing = run("doctor", "sparse-prefill/other")
-    assert missing.exit_code == 1
+    assert missing.exit_code == 2
     assert "expected a model folder, or the name of a model in the local hub cache" in missing.stderr
 
 
@@ -155,7 +226,7 @@ def test_a_missing_folder_is_no_model_to_download(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, says in (("/nonexistent", "which does not exist"), (tmp_path / "pipe", "which is a fifo")):
         result = run("doctor", path)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert says in result.stderr
         assert "hf download" not in result.stderr
 
@@ -164,7 +235,7 @@ def test_prompts_longer_than_the_server_takes_are_refused_before_they_are_sent()
     with running(Api()) as url:
         for command in (("bench", "serve", "--url", url), ("eval", "answers", "--facts", 1)):
             result = run(*command, "--url", url, "--lengths", 99_999)
-            assert result.exit_code == 1
+            assert result.exit_code == 2
             assert "expected at most 16,384, the server's max_model_len" in result.stderr, result.stderr
 
 

@@ -16,6 +16,7 @@ from tests.helpers.external_tools import ROOT
 from tests.helpers.folders import LLAMA_8B, model_folder
 from tests.helpers.tiny_models import MLA_CONFIG
 from vllm_sparse_backend.cli import app, doctor
+from vllm_sparse_backend.cli.attention_share import MEASURED_8B
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
@@ -177,7 +178,7 @@ def test_configs_with_values_of_another_kind(tmp_path: Path, changes: dict[str, 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "a model folder with a config.json in it"), ("{", "not JSON"), ("{}", "num_hidden_layers: given None")],
+    [(None, "a model folder with a config.json in it"), ("{", "not JSON"), ("{}", "num_hidden_layers: given null")],
 )
 def test_folders_that_are_no_models(tmp_path: Path, content: str | None, says: str) -> None:
     if content is not None:
@@ -209,7 +210,8 @@ def test_models_with_latent_attention_have_a_flag_of_their_own(
     if changes:
         assert code == 1
     else:
-        assert lines[-1] == f"Works here: vllm serve MODEL {MLA_FLAG}"
+        assert any("speed-up of TTFT: 1.38 with top_p" in line for line in lines)
+        assert lines[-1] == f"Works here: vllm serve {tmp_path} {MLA_FLAG}"
 
 
 def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,19 +223,61 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("backend: not checked" in line for line in lines)
 
 
+def rows_of(finding: doctor.Finding) -> list[list[str]]:
+    return [line.strip("|").replace(" ", "").split("|") for line in finding.text.splitlines() if line.startswith("|")]
+
+
 def test_what_can_be_won_at_all(tmp_path: Path) -> None:
-    """Figures of an 8B model, as in tests/test_attention_share.py."""
+    """Figures of an 8B model, as in tests/test_attention_share.py, up to the model's own maximum."""
     folder = model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": 131072})
     (finding,) = doctor.best_speedups(folder)
-    assert finding.text == "40% of 32,768 tokens: 1.7×; 73% of 131,072 tokens: 3.7×; 96% of 1,048,576 tokens: 22.3×"
+    header, _, *rows = rows_of(finding)
+    assert header == ["tokens", "attention'sshare", "atmost", "8B,measured"]
+    assert rows[0] == ["8,192", "14%", "1.2", "1.05"]
+    assert rows[-1] == ["131,072", "73%", "3.7", "2.85"]
     mixed = {"layer_types": [FULL] + ["sliding_attention"] * 5, "sliding_window": 1024}
-    share, _ = doctor.best_speedups(model_folder(tmp_path, LLAMA | mixed | {"max_position_embeddings": 131072}))
-    assert share.text.startswith("76.5% of 32,768 tokens'")  # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
-    model_folder(tmp_path, LLAMA | {"max_position_embeddings": 4096})
-    assert "supports only 4,096 tokens" in [*doctor.best_speedups(folder)][1].text
+    share, _ = doctor.best_speedups(model_folder(tmp_path, LLAMA | mixed | {"max_position_embeddings": 32768}))
+    assert rows_of(share)[-1][-1] == "76.5%"  # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
+    model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": 4096})
+    short, pays = doctor.best_speedups(folder)
+    assert [row[0] for row in rows_of(short)[2:]] == ["4,096"]
+    assert (pays.level, "hardly pays" in pays.text) == ("note", True)
     recurrent = LLAMA_8B | {"layer_types": [FULL, "mamba"] * 16, "max_position_embeddings": 131072}
     _, left_out = doctor.best_speedups(model_folder(tmp_path / "recurrent", recurrent))
     assert left_out.text.startswith("16 layers have a recurrence that the config describes in unknown fields")
+
+
+def test_the_measured_speed_ups_are_those_of_the_readme() -> None:
+    lines = [
+        line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| [\d,]+ \| [\d.]+ \|", line)
+    ]
+    shown = {
+        round(int(cells[1].replace(",", "")), -3): float(cells[4].strip("* "))
+        for cells in (x.split("|") for x in lines)
+    }
+    assert shown == {round(n, -3): speed_up for n, speed_up in MEASURED_8B.items()}
+
+
+@pytest.mark.parametrize(
+    ("device", "positions", "says"),
+    [
+        ("NVIDIA H100 80GB HBM3", 131072, "for prompts of at least 6,144 tokens"),
+        ("an unmeasured GPU", 131072, "for prompts of at least 17,408 tokens"),
+        ("an unmeasured GPU", 16384, "nothing will run sparse: .* of more than 16384 tokens.*supports 16,384 tokens"),
+    ],
+)
+def test_the_length_from_which_a_device_runs_sparse(device: str, positions: int, says: str, tmp_path: Path) -> None:
+    """Lengths as in docs/choosing_a_setting.md. The last model is as Phi-4."""
+    folder = model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": positions})
+    (finding,) = doctor.first_sparse_length(folder, device, "hopper")
+    assert re.search(says, finding.text)
+    assert finding.level == ("note" if "nothing" in says else "ok")
+
+
+def test_layers_without_softmax_attention_have_names(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, LLAMA | {"layer_types": ["linear_attention", "mamba", FULL] * 2})
+    subjects = [finding.subject for finding in doctor.layer_findings(folder)]
+    assert subjects[:2] == ["linear attention or Mamba", "can run sparse"]
 
 
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
@@ -337,7 +381,7 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "last", "layers"),
     [
-        ({}, 0, "Works here: vllm serve MODEL --attention-backend sparse-prefill", "can run sparse"),
+        ({}, 0, "Works here: vllm serve /", "can run sparse"),
         (
             {"sliding_window": 128, "model_type": "mistral"},
             1, "Cannot work here. model: no layer of ", "always dense (sliding_window)",
@@ -357,6 +401,7 @@ def test_its_first_lines_wait_for_no_large_package() -> None:
     program = """
 import sys
 from vllm_sparse_backend.cli import app, doctor
+from vllm_sparse_backend.cli.attention_share import MEASURED_8B
 def device():
     print("imported:", *sorted({"numpy", "openai", "torch", "transformers", "triton", "vllm"} & {*sys.modules}))
     raise SystemExit
@@ -379,9 +424,8 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(compat, "flash_attention", lambda: None)
     monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: False)
     for folder in (None, model_folder(tmp_path, LLAMA)):
-        *others, last = doctor.attention(folder)
-        assert (last.level, last.text) == ("ok", "the engine portable, if it passes its trial at start-up")
-        texts = {(finding.subject, finding.text) for finding in others}
+        texts = {(finding.subject, finding.text) for finding in doctor.attention(folder)}
+        assert ("attention", "the engine portable, if it passes its trial at start-up") in texts
         assert ("engine flash", "not usable: there is no FlashAttention for this device") in texts
 
 

@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def assert_refused(result: Result, folder: Path) -> None:
     """Check that the error is a single line and that no file is left behind."""
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     (line,) = result.output.splitlines()
     assert not isinstance(result.exception, OSError)
     assert "expected" in line or "name another file" in line

@@ -2,7 +2,6 @@
 """`sparse-prefill profile`, from the command line."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
     assert checked.output.splitlines() == imported.output.splitlines()[:-2]
     assert imported.output.splitlines()[-2] == "imported from MInference's best_pattern.json"
     again = run("import", patterns, model, out)
-    assert (again.exit_code, again.output.strip()) == (1, f"OUT: {out} already exists; name another file, or delete it")
+    assert (again.exit_code, again.output.strip()) == (2, f"OUT: {out} already exists; name another file, or delete it")
     for line in (
         "4 of 8 heads: block_sparse(top_blocks=100)",
         "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
@@ -66,13 +65,13 @@ def test_what_a_server_would_refuse_is_one_line(model: Path, tmp_path: Path) -> 
 def test_without_a_file_or_a_model_there_is_nothing_to_check() -> None:
     _is_refused(run("check", "nosuch.yaml"), "no such file", "nosuch.yaml")
     for command in ("check", "show"):
-        says = "auto: given no model, expected a MODEL, because the profile depends on it"
+        says = "MODEL: given profile auto without a model, expected a model"
         _is_refused(run(command, "auto"), says)
 
 
 def _is_refused(result: Result, *says: str) -> None:
     (line,) = result.output.splitlines()
-    assert result.exit_code == 1
+    assert result.exit_code == (2 if line.startswith("MODEL:") else 1)
     assert all(said in line for said in says), line
 
 
@@ -83,8 +82,8 @@ def levelled(tmp_path: Path) -> Path:
 
 
 def rows(result: Result) -> list[list[str]]:
-    """Return the columns of each line, separated by two blanks."""
-    return [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()]
+    """Return the cells of each line of the tables; other lines have one."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in result.output.splitlines()]
 
 
 def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
@@ -102,7 +101,7 @@ def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
 def test_show(levelled: Path) -> None:
     shown = rows(run("show", levelled))
     assert ["layers", "heads by method", "settings", "density", "p99 error"] in shown
-    assert ["0", "4 sale", "1", "0.5"] in shown
+    assert ["0", "4 sale", "1", "0.5", ""] in shown
     assert [row for row in shown if row[0][:6] in ("bounds", "device")] == [
         ["bounds: error 0.05, p99 0.4"],
         ["device: a card"],
@@ -111,10 +110,10 @@ def test_show(levelled: Path) -> None:
     assert ["6", "sale tau=0.01", "0-1"] in shown
     assert ["2", "a_shape sink_tokens=64 local_tokens=256", "1"] in shown
     fast = rows(run("show", levelled, "--level", "fast"))
-    assert ["0", "4 dense layer", "1"] in fast
+    assert ["0", "4 dense layer", "1", "", ""] in fast
     assert ["4", "sale tau=0.03", "1"] in fast
     wrong = run("show", levelled, "--level", "exat")
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
     assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output
 
 

@@ -61,7 +61,7 @@ def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
     model = llama(family="Qwen2", use_sliding_window=True, **windows)
     captured = capture(model, list(range(90)), tmp_path / "capture")
     assert list(captured.scales) == [1]
-    assert captured.left_out == {0: "not plain causal attention (a sliding window, or chunks)"}
+    assert captured.left_out == {0: "layers with a sliding window or chunks"}
     inside_window = capture(model, list(range(40)), tmp_path / "short")
     assert list(inside_window.scales) == [0, 1]
 
@@ -70,14 +70,14 @@ def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
     """A model is refused even if only some layers are of this kind, because later layers would get other hidden
     states."""
     model = llama("sinks", family="GptOss", num_local_experts=2, pad_token_id=0)
-    said = f"{model.name}: given layers with learnt sinks, expected plain attention"
+    said = f"{model.name}: given layers with learnt sinks, expected layers without"
     with pytest.raises(ConfigurationError, match=said):
         capture(model, list(range(40)), tmp_path / "capture")
     assert find_capture(model, list(range(40)), tmp_path / "capture") is None
 
 
 def test_no_capture_is_an_error(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"no capture: capture\.json is missing"):
+    with pytest.raises(ConfigurationError, match=r"without capture\.json, expected a finished capture"):
         Capture.open(tmp_path)
 
 
@@ -89,7 +89,7 @@ def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
         with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: its tensors cannot be read: ."):
             captured.read(0)
     (tmp_path / "layer-000.safetensors").unlink()
-    with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: missing; capture the prompt again"):
+    with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: the file is missing; delete its folder"):
         captured.read(0)
 
 

@@ -55,8 +55,8 @@ class TestRows:
     @pytest.mark.parametrize(
         ("queries", "contexts", "num_rows", "says"),
         [
-            ((4, 4), (0, 0), 2, "of different lengths"),
-            ((4,), (0,), 2, "of different lengths"),
+            ((4, 4), (0, 0), 2, "expected the same number of rows"),
+            ((4,), (0,), 2, "expected the same number of rows"),
             ((0,), (5,), 1, "expected query_lens >= 1 and context_lens >= 0"),
             ((3,), (-1,), 1, "expected query_lens >= 1 and context_lens >= 0"),
         ],

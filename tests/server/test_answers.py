@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from vllm_sparse_backend.demo.model import BUNDLED, CANNOT_FIND, FINDING_LAYER
+from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import answer_run, compared_servers
 from vllm_sparse_backend.evaluation.report import Report
 from vllm_sparse_backend.evaluation.vllm_server import Settings
@@ -26,6 +26,10 @@ pytestmark = [
 pytest.importorskip("vllm")
 
 TOKENS, PROMPTS, FACTS = 8192, 2, 80
+FINDING_LAYER = 1
+"""Layer of the bundled model in which the answer's tokens attend to the fact."""
+CANNOT_FIND = ("a_shape", "anchor_attention", "block_sparse", "sparge_attn")
+"""Methods that lose the fact in that layer: 64, 15, 74 and 31 of 79 answers are right (dense attention: 78)."""
 POINTS = 2
 """Percentage of answers that a method may lose."""
 STARTS = {"min_tokens": 1024, "min_query_tokens": 1}

@@ -57,7 +57,9 @@ class Capture:
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
         """Load one captured layer."""
         if not self._path(layer).is_file():
-            raise ConfigurationError(f"{self._path(layer)}: missing; capture the prompt again")
+            raise ConfigurationError(
+                f"{self._path(layer)}: the file is missing; delete its folder, and run the command again"
+            )
         with readable(self._path(layer), "tensors"):
             tensors = safetensors().load_file(self._path(layer), device=str(device))
             return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
@@ -76,8 +78,8 @@ class Capture:
         """Open the capture in a folder."""
         path = folder / "capture.json"
         if not path.is_file():
-            raise ConfigurationError(f"{folder}: no capture: capture.json is missing")
-        capture: Capture = read_json(path, Capture, "capture the prompt again")
+            raise ConfigurationError(f"{folder}: given a folder without capture.json, expected a finished capture")
+        capture: Capture = read_json(path, Capture, "delete its folder, and run the command again")
         return dataclasses.replace(capture, folder=folder)
 
 
@@ -112,7 +114,9 @@ def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
     if tokens is None:
         return min(default, positions)
     if tokens > positions:
-        raise ConfigurationError(f"--tokens: {unexpected(tokens, f'at most {positions}, the positions of {model}')}")
+        raise ConfigurationError(
+            f"--tokens: {unexpected(tokens, f'at most {positions}, max_position_embeddings of {model}')}"
+        )
     return tokens
 
 
@@ -140,7 +144,11 @@ def _empty(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
 def finish_capture(capture: Capture) -> None:
     """Mark a capture as complete by writing its ``capture.json``."""
     if not capture.scales:
-        raise ConfigurationError(f"{capture.model}: no layer to capture: {capture.left_out or 'none called attention'}")
+        reasons = ", ".join(sorted(set(capture.left_out.values()))) or "no layer with attention"
+        raise ConfigurationError(
+            f"{capture.model}: given {reasons}, expected at least one layer with plain causal attention; serve the "
+            "model without a profile"
+        )
     # Written atomically, and last: an interrupted capture has no such file. No path is stored: the folder may be moved.
     write_json(capture.folder / "capture.json", dataclasses.asdict(capture) | {"folder": "."})
 
@@ -159,7 +167,7 @@ class _Network:
             """Write query [1, num_heads, num_tokens, head_dim] and key, value [1, num_kv_heads, ...]; then attend."""
             _refuse_unlike(self.capture.model, more)
             if mask is not None:
-                self.capture.left_out[module.layer_idx] = "not plain causal attention (a sliding window, or chunks)"
+                self.capture.left_out[module.layer_idx] = "layers with a sliding window or chunks"
             else:
                 scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
                 parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
@@ -186,8 +194,8 @@ def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
     for keyword, what in (("softcap", "a soft cap on their scores"), ("s_aux", "learnt sinks")):
         if more.get(keyword) is not None:
             raise ConfigurationError(
-                f"{model}: given layers with {what}, expected plain attention, because captures support no other; "
-                "write the profile by hand, or serve the model without a profile"
+                f"{model}: given layers with {what}, expected layers without; captures do not support them, so write "
+                "the profile by hand, or serve the model without a profile"
             )
 
 
@@ -223,7 +231,9 @@ def default_text() -> Path:
     """Return the folder of the installed vLLM's sources, the default text of prompts. Does not import vLLM."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigurationError("text: not given, expected a text: vLLM, whose sources are the default, is missing")
+        raise ConfigurationError(
+            "--text: given none, expected a file or folder: vLLM, whose sources are the default, is not installed"
+        )
     return Path(spec.submodule_search_locations[0])
 
 

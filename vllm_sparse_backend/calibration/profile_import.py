@@ -52,8 +52,7 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
         tool, read = "SharePrefill's", _share_prefill
     else:
         expected = f"{PATTERNS_FORM}; or {CLUSTERS_FORM}"
-        size = f"{len(content)} entries" if isinstance(content, dict) else "one value"
-        raise ConfigurationError(f"{path}: given {size} of type {type(content).__name__}, expected {expected}")
+        raise ConfigurationError(f"{path}: {unexpected(content, expected)}")
     try:
         methods, note = read(content, shape)
     except (ConfigurationError, ValueError) as error:
@@ -64,7 +63,7 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping := dict(pairs)) != len(pairs):
-        raise ValueError("an object has the same key twice")
+        raise ValueError("given an object with the same key twice, expected each key only once")
     return mapping
 
 
@@ -82,15 +81,15 @@ def _minference(content: Any, shape: ModelShape) -> tuple[list[list[Method]], st
       differing outputs in others. The profile does not contain it.
     """
     if len(content) != shape.num_layers:
-        raise ValueError(f"given {len(content)} layers, expected a list of {shape.num_layers} for {shape}")
+        raise ValueError(f"given {len(content)} layers, expected {shape.num_layers}, as in {shape}")
     return _each("layer", content, lambda heads: _each("head", _in_order(heads, shape), _method)), ""
 
 
 def _in_order(heads: object, shape: ModelShape) -> list[object]:
     names = [str(head) for head in range(shape.num_heads)]
     if not isinstance(heads, dict) or set(heads) != set(names):
-        shown = f"heads {', '.join(heads) or 'none'}" if isinstance(heads, dict) else f"{heads!r:.80}"
-        raise ValueError(f"given {shown:.80}, expected an object with the heads 0 to {names[-1]} for {shape}")
+        shown = ", ".join(heads) if isinstance(heads, dict) else heads
+        raise ValueError(unexpected(shown, f"an object with a key for each head, 0 to {names[-1]}, as in {shape}"))
     return [heads[name] for name in names]
 
 
@@ -126,8 +125,8 @@ def _share_prefill(content: Any, shape: ModelShape) -> tuple[list[list[Method]],
     file = ClusterFile.read(content, "")
     for (layer, head), count in Counter(chain.from_iterable(file.clusters.values())).items():
         if count > 1 or layer >= shape.num_layers or head >= shape.num_heads:
-            place = f"layer {layer}, head {head}, {count} times"
-            raise ValueError(f"clusters: given {place}, expected each layer and head of {shape} at most once")
+            place = f"layer {layer}, head {head} in {count} places"
+            raise ValueError(f"clusters: given {place}, expected heads of {shape}, each in at most one place")
     if unknown := set(file.shared_clusters) - set(file.clusters):
         raise ValueError(f"shared_clusters: {not_one_of(min(unknown), file.clusters)}")
     methods = [[make_method("share_prefill", {})] * shape.num_heads for _ in range(shape.num_layers)]

@@ -113,10 +113,10 @@ def _require_room(
     needed = 2 * (num_start + sum(map(_tokens, threads.values())))
     if needed <= num_tokens:
         return
-    lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} of a line of {kind}" for kind in KINDS)
+    lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} for a line of {kind}" for kind in KINDS)
     raise ConfigurationError(
-        f"prompts: given {num_tokens:,} tokens, expected at least {needed:,}, because lookup lines may take at most "
-        f"half of a prompt: the tokenizer of {tokenizer} makes {lines}; {remedy}"
+        f"--tokens: given {num_tokens:,}, expected at least {needed:,}: lines with facts and questions may fill half "
+        f"of a prompt, and the tokenizer of {tokenizer} needs up to {lines}; {remedy}"
     )
 
 
@@ -127,8 +127,8 @@ def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
     ids = encode(half[: wanted * MOST_CHARS])
     if len(ids) < wanted:
         raise ConfigurationError(
-            f"text: {text}: given {len(ids)} tokens, expected at least {wanted} in each half; use a larger text, "
-            "or ask for fewer or shorter prompts"
+            f"--text: given {text} with {len(ids):,} tokens in one half, expected at least {wanted:,}; name a larger "
+            "text, or ask for fewer or shorter prompts"
         )
     return ids
 
@@ -182,10 +182,10 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptS
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         ids = ids if ids[: len(start)] == start else start + ids
         if len(ids) < 2:
-            raise ConfigurationError(f"{where}: {unexpected(f'{len(ids)} tokens', 'a prompt')}")
+            raise ConfigurationError(f"{where}: given a prompt of {len(ids)} tokens, expected at least 2")
         prompts.append(tuple(ids[:num_tokens]))
     if not prompts:
-        raise ConfigurationError(f"{', '.join(map(str, files))}: {unexpected('no prompt', 'at least one prompt')}")
+        raise ConfigurationError(f"{', '.join(map(str, files))}: given no prompt, expected at least one")
     return PromptSet(tuple(prompts))
 
 

@@ -17,7 +17,7 @@ def _print_version(is_requested: bool) -> None:
         raise typer.Exit
 
 
-app = group("Sparse prefill for vLLM: check an installation, run a demo, measure speed and accuracy, make profiles.")
+app = group("Sparse prefill for vLLM.")
 
 
 @app.callback()
@@ -30,7 +30,7 @@ def _options(
 
 
 app.command(epilog="Example: sparse-prefill doctor meta-llama/Llama-3.1-8B-Instruct")(doctor.doctor)
-app.command(epilog="Example: sparse-prefill demo --method sale")(demo.demo)
+app.command(epilog="Example: sparse-prefill demo")(demo.demo)
 app.add_typer(profile.profile_app, name="profile")
 app.add_typer(bench.bench, name="bench")
 app.add_typer(eval.evaluate, name="eval")

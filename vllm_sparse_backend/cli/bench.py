@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
@@ -19,15 +18,15 @@ from vllm_sparse_backend.evaluation.report import BenchError, Report, cell, tabl
 if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.serve_bench import Length
 
-bench = common.group("Measure speed on this machine, compared with dense attention and stock vLLM.")
+bench = common.group("Measure speed against dense attention and stock vLLM.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Measure TTFT and TPOT of stock vLLM and this backend on the same prompts, one request at a time.
+    """Measure TTFT and TPOT against stock vLLM.
 
-    Failed requests are reported, not counted, and make the exit code 1. For throughput under load, use `vllm bench
-    serve` on either server.
+    All servers get the same prompts, one request at a time. Failed requests are reported, not counted, and make the
+    exit code 1. For throughput under load, use `vllm bench serve` on either server.
     """
 
     model: common.ServedModel = None
@@ -37,10 +36,12 @@ class Serve:
     label: common.Labels = None
     lengths: Annotated[
         str | None,
-        typer.Option(help="Prompt tokens, comma-separated; NEW+CACHED adds a cached prefix. Default: 1K to 131K."),
+        typer.Option(metavar="N,...", help="Prompt tokens; NEW+CACHED adds a cached prefix. Default: 1K to 131K."),
     ] = None
-    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 64
-    repeats: Annotated[int, typer.Option(help="Requests for each length; long lengths get fewer.", min=1)] = 21
+    output_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each answer.", min=2)] = 64
+    repeats: Annotated[
+        int, typer.Option(metavar="N", help="Requests for each length; long lengths get fewer.", min=1)
+    ] = 21
     text: common.Text = None
     server_args: common.ServerArgs = ""
     json_path: common.Json = None
@@ -52,7 +53,7 @@ class Serve:
             from vllm_sparse_backend.evaluation import serve_bench
             from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
             from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
-            from vllm_sparse_backend.evaluation.vllm_server import device_name
+            from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU, device_name, has_cuda
 
             levels = common.levels_of(self.level)
             lengths = self.lengths
@@ -70,20 +71,18 @@ class Serve:
                 self.server_args,
             )  # fmt: skip
             report = Report("serve", ", ".join(self.url or ()) or device_name(), self.json_path)
-            report.on_case = lambda case: progress.print(_line(case))
+            report.announce = progress.print
+            report.on_case = lambda case: progress.print(serve_bench.describe_case(case))
             progress.begin("requests", workload.steps * len(servers))
             serve_bench.compare_servers(servers, workload, report, progress.step)
         _show_serve(report.cases)
+        if self.model is not None and not has_cuda():
+            common.say(NOT_FASTER_ON_CPU)
 
 
 add_command(
     bench, Serve, name="serve", example="sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768"
 )
-
-
-def _line(case: Mapping[str, Any]) -> str:
-    hidden = {"answers", "said", "part", "first", "kept_pairs", "causal_pairs"}
-    return ", ".join(f"{key} {cell(value)}" for key, value in case.items() if key not in hidden and value is not None)
 
 
 def _lengths(text: str) -> "list[Length]":
@@ -101,14 +100,14 @@ def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
     """Print tables and failed requests; exit with code 1 if a request failed."""
     from vllm_sparse_backend.evaluation import serve_bench as part
 
-    console = common.wide_console()
     for name in dict.fromkeys(case["label"] for case in cases):
         latencies = [case for case in cases if (case["label"], case["part"]) == (name, "latency")]
-        columns = part.columns(latencies[0]["first"]) if latencies else {}
-        console.print(table_of(f"{name}: one request at a time", columns, latencies))
+        if latencies:
+            title = f"{name}, one request at a time; baseline: {latencies[0]['first']}"
+            common.say(table_of(title, part.COLUMNS, latencies))
     for case in cases:
         for said in case.get("said", ()):
-            console.print(f"[red]failed[/] {case['label']}, {case['case']}: {escape(said)}")
+            common.say(f"failed: {case['label']}, {case['case']}: {said}")
     if any(case.get("failures") for case in cases):
         raise typer.Exit(1)
 
@@ -117,17 +116,18 @@ def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
 def crossover(
     model: common.MaybeModel = None,
     settings: common.SparseSettings = None,
-    out: Annotated[Path, typer.Option(help="Table to write, or to merge into.", callback=common.output)] = Path(
-        "crossover.json"
-    ),
-    longest: Annotated[int, typer.Option(help="Longest prompt to measure, in tokens.", min=1)] = 131072,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="Table to write, or to merge into.", callback=common.output)
+    ] = Path("crossover.json"),
+    longest: Annotated[int, typer.Option(metavar="N", help="Longest prompt to measure, in tokens.", min=1)] = 131072,
     chunk: common.Chunk = 8192,
     json_path: common.Json = None,
 ) -> None:
-    """Measure the prompt length from which each method is faster than dense attention: the table that `auto` uses.
+    """Measure from which length each method is faster.
 
-    Measures all methods, or those of --settings, in layers as large as those of MODEL or of an 8B model. Needs a GPU
-    with vLLM's FlashAttention. Checks each method's output against exact attention before timing it.
+    The result is the table that `auto` uses. Measures all methods, or those of --settings, in layers as large as those
+    of MODEL or of an 8B model. Needs a GPU with vLLM's FlashAttention. Checks each method's output against exact
+    attention before timing it.
     """
     with common.failures(f"{out} holds the measurements so far."):
         from vllm_sparse_backend.evaluation import crossover_bench as part
@@ -144,7 +144,7 @@ def crossover(
         steps = len(methods) * len(card.engines)
         show(f"crossover, {card.name}, {heads}", part.COLUMNS, rows, steps, lambda row: "entry" in row)
         entries = [case["entry"] for case in report.cases if "entry" in case]
-        common.wide_console().print(table_of(f"in {out}; empty: never faster", part.ENTRY_COLUMNS, entries))
+        common.say(table_of(f"in {out}; empty: never faster", part.ENTRY_COLUMNS, entries))
 
 
 def show(
@@ -164,4 +164,4 @@ def show(
                 progress.step()
             values = [f"{heading} {cell(row[key])}" for key, heading in columns.items() if row.get(key) is not None]
             progress.print(", ".join(values))
-    common.wide_console().print(table_of(title, columns, shown))
+    common.say(table_of(title, columns, shown))

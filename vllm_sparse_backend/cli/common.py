@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ from vllm_sparse_backend.evaluation.report import BenchError
 def group(help: str) -> typer.Typer:
     """Return a group of commands, all of which accept -h."""
     return typer.Typer(
-        help=help, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+        help=help, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )  # fmt: skip
 
@@ -35,6 +36,23 @@ def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
         with failures():
             require_output_file(name_of_param(param), path)
     return path
+
+
+def json_output(ctx: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Check --json. For ``-``, return a temporary file that goes to standard output when the command ends."""
+    return ctx.with_resource(_json_on_stdout()) if path == Path("-") else output(param, path)
+
+
+@contextmanager
+def _json_on_stdout() -> Iterator[Path]:
+    stdout = sys.stdout
+    with tempfile.TemporaryDirectory(prefix="sparse-prefill-") as folder, redirect_stdout(sys.stderr):
+        path = Path(folder) / STDOUT_FILE
+        try:
+            yield path
+        finally:
+            if path.exists():
+                stdout.write(path.read_text(encoding="utf-8"))
 
 
 def new_output(param: typer.CallbackParam, path: Path) -> Path:
@@ -90,31 +108,50 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """Pattern of a model's name. Other texts are paths of folders."""
 
 MODEL_HELP = "Model folder, or a name in the local hub cache."
-Json = Annotated[Path | None, typer.Option("--json", help="JSON file for all results.", callback=output)]
-Model = Annotated[Path, typer.Argument(help=MODEL_HELP, callback=local_model)]
-MaybeModel = Annotated[Path | None, typer.Argument(help=MODEL_HELP, callback=local_model)]
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="JSON file for all results; - for stdout.", callback=json_output),
+]
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
+MaybeModel = Annotated[Path | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
 ServedModel = Annotated[
-    Path | None, typer.Argument(help=f"{MODEL_HELP} The model to serve; not needed with --url.", callback=local_model)
+    Path | None,
+    typer.Argument(
+        metavar="MODEL", help=f"{MODEL_HELP} The model to serve; not needed with --url.", callback=local_model
+    ),
 ]
 SparseSettings = Annotated[
     list[str] | None,
-    typer.Option(help="sparse_prefill as JSON, or a profile; repeatable. Default: no settings."),
+    typer.Option(metavar="JSON", help="sparse_prefill as JSON, or a profile; repeatable. Default: no settings."),
 ]
-Level = Annotated[list[str] | None, typer.Option(help="Level of the requests; repeatable.")]
+Level = Annotated[list[str] | None, typer.Option(metavar="LEVEL", help="Level of the requests; repeatable.")]
 Urls = Annotated[
-    list[str] | None, typer.Option("--url", help="A running server; repeatable. The first is the baseline.")
+    list[str] | None,
+    typer.Option("--url", metavar="URL", help="A running server; repeatable. The first is the baseline."),
 ]
-Labels = Annotated[list[str] | None, typer.Option("--label", help="Name of each --url, in order.")]
-Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py and *.md, from which prompts are made.")]
-ServerArgs = Annotated[str, typer.Option("--server-args", help="Further arguments for all servers, as one text.")]
-Chunk = Annotated[int, typer.Option(help="Maximum tokens of a step (--max-num-batched-tokens).", min=1)]
+Labels = Annotated[list[str] | None, typer.Option("--label", metavar="NAME", help="Name of each --url, in order.")]
+Text = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Text file, or folder of *.py and *.md, from which prompts are made."),
+]
+ServerArgs = Annotated[
+    str, typer.Option("--server-args", metavar="ARGS", help="Further arguments for all servers, as one text.")
+]
+Chunk = Annotated[int, typer.Option(metavar="N", help="Maximum tokens of a step (--max-num-batched-tokens).", min=1)]
+
+STDOUT_FILE = "stdout.json"
+"""Name of the temporary file of ``--json -``."""
+
+USAGE = re.compile(r"--[a-z]|[A-Z]+:")
+"""Start of a message about the command line: the option or argument."""
 
 
 @contextmanager
 def failures(go_on: str = "") -> Iterator[None]:
-    """Show an error that the operator can solve as one red line, with exit code 1 and without a traceback.
+    """Show an error that the operator can solve as one red line without a traceback.
 
-    After Ctrl-C, the line ends with ``go_on``, which says how to continue.
+    The exit code is 2 for an error of the command line, otherwise 1. After Ctrl-C, the line ends with ``go_on``, which
+    says how to continue.
     """
     from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
@@ -130,20 +167,15 @@ def failures(go_on: str = "") -> Iterator[None]:
         raise failure(f"Stopped. {go_on}".rstrip(), 130) from None
 
 
-def failure(error: object, code: int = 1) -> typer.Exit:
+def failure(error: object, code: int | None = None) -> typer.Exit:
     """Print the error in red, and return the exit to raise."""
     Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
-    return typer.Exit(code)
+    return typer.Exit(code or (2 if USAGE.match(str(error)) else 1))
 
 
 def exit_on_sigterm() -> None:
     """Turn SIGTERM into SystemExit, so that servers stop and release their GPUs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-
-
-def wide_console() -> Console:
-    """Return a console that is wide enough for tables, even without a terminal."""
-    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def say(text: str) -> None:

@@ -3,13 +3,15 @@
 
 import logging
 import os
+import shlex
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.console import Console
@@ -20,13 +22,27 @@ from vllm_sparse_backend.cli.common import Json, MaybeModel, failures
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.model_shape import ModelShape, config_file
+from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds
 from vllm_sparse_backend.config.ranges import format_ranges
-from vllm_sparse_backend.evaluation.report import write_json
+from vllm_sparse_backend.evaluation.report import table_of, write_json
 from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.config.crossover_table import Thresholds
 
 Level = Literal["ok", "note", "bad"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
+CHUNK_TOKENS = 8192
+"""Tokens of vLLM's usual chunk on a GPU."""
+
+KINDS = {
+    "linear_attention": "linear attention or Mamba",
+    "mamba": "linear attention or Mamba",
+    "mlp": "feed-forward only",
+    "moe": "experts only",
+}
+"""Names of layers without softmax attention, by their kind in a config."""
+
 INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (deploy/install.py does all of this)"
 
 
@@ -43,7 +59,7 @@ ok, note, bad = (partial(Finding, level) for level in STYLES)
 
 
 def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
-    """Check this installation, and which layers of a model can run sparse.
+    """Check this installation and a model's layers.
 
     Exit code 1 if sparse prefill cannot work here.
     """
@@ -76,7 +92,8 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
         )
         raise typer.Exit(1)
     flag = MLA_FLAG if model is not None and has_mla(model) else FLAG
-    console.print(f"Works here: vllm serve MODEL {flag}", highlight=False, soft_wrap=True)
+    folder = "MODEL" if model is None else shlex.quote(str(model.parent if model.is_file() else model))
+    console.print(f"Works here: vllm serve {folder} {flag}", highlight=False, soft_wrap=True)
 
 
 def installed(distribution: str) -> str | None:
@@ -220,6 +237,7 @@ def attention(model: Path | None) -> Iterator[Finding]:
         return
     if compat.IS_CPU:
         yield ok("attention", "torch; the engines hopper, flash and portable need a GPU")
+        yield from first_sparse_length(model, compat.device_name(), "portable")
         return
     if model is not None and has_mla(model):
         yield mla_kernels()
@@ -232,7 +250,38 @@ def attention(model: Path | None) -> Iterator[Finding]:
     for name, why in refusals.items():
         yield note(f"engine {name}", f"not usable: {why}")
     forecast = f"the engine {taken}, if it passes its trial at start-up"
-    yield bad("attention", "no engine can run it") if taken is None else ok("attention", forecast)
+    if taken is None:
+        yield bad("attention", "no engine can run it")
+        return
+    yield ok("attention", forecast)
+    yield from first_sparse_length(model, compat.device_name(), taken)
+
+
+def first_sparse_length(model: Path | None, device: str, engine: str) -> Iterator[Finding]:
+    """Report the shortest prompt that runs sparse by default, and whether the model supports such prompts."""
+    from vllm_sparse_backend.config.crossover_table import load_crossover
+    from vllm_sparse_backend.config.plan import Plan
+    from vllm_sparse_backend.config.settings import SparsePrefillConfig
+
+    if model is None or has_mla(model) or all(model_check.layer_reasons(config_of(model))):
+        return
+    plan = Plan.build(SparsePrefillConfig(), ModelShape.from_folder(model))
+    thresholds = plan.thresholds(load_crossover(), device, [engine])
+    positions = max_positions(config_of(model))
+    longest = positions or max(attention_share.LENGTHS_TOKENS)
+    shortest = next((n for n in range(0, longest + 1, 1024) if _runs_sparse(thresholds, n)), None)
+    why = "".join(f"; {text}" for text in thresholds.notes)
+    if shortest is not None:
+        yield ok("sparse prefill", f"for prompts of at least {shortest:,} tokens without a cached prefix{why}")
+    else:
+        limit = "" if positions is None else f", and the model supports {positions:,} tokens"
+        yield note("sparse prefill", f"nothing will run sparse: the default is for {thresholds}{limit}{why}")
+
+
+def _runs_sparse(thresholds: "Thresholds", num_tokens: int) -> bool:
+    """Return whether a step of a prompt without a cached prefix runs sparse, in vLLM's usual chunks."""
+    ends = [*range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS), num_tokens]
+    return any(thresholds.dense_reason(min(end, CHUNK_TOKENS), end) is None for end in ends)
 
 
 def selection(model: Path | None) -> Iterator[Finding]:
@@ -287,11 +336,16 @@ def layer_findings(model: Path) -> Iterator[Finding]:
     if set(reasons) == {Fallback.MLA}:
         yield from mla_findings(config, len(reasons))
         return
-    for reason in dict.fromkeys(reasons):
-        layers = [layer for layer, other in enumerate(reasons) if other == reason]
-        where = f"{len(layers)} of {len(reasons)} layers ({format_ranges(layers)})"
+    kinds = layer_kinds(config) or [""] * len(reasons)
+    layers: dict[tuple[Fallback | None, str], list[int]] = defaultdict(list)
+    for layer, (reason, kind) in enumerate(zip(reasons, kinds)):
+        layers[reason, KINDS.get(kind, "") if reason is Fallback.NOT_DECODER else ""].append(layer)
+    for (reason, name), numbers in layers.items():
+        where = f"{len(numbers)} of {len(reasons)} layers ({format_ranges(numbers)})"
         if reason is None:
             yield ok("can run sparse", where)
+        elif name:
+            yield note(name, f"{where}: no softmax attention; no action, the model's other layers can run sparse")
         else:
             yield note(f"always dense ({reason})", f"{where}: {reason.explain}")
     if all(reasons):
@@ -315,6 +369,11 @@ def mla_findings(config: dict[str, Any], num_layers: int) -> Iterator[Finding]:
     yield ok(
         "can run sparse", f"{num_layers} of {num_layers} layers, with {MLA_FLAG}: they have multi-head latent attention"
     )
+    yield ok(
+        "speed-up of TTFT",
+        "1.38 with top_p and 2.28 with a_shape, measured on four layers of DeepSeek-R1's shape at 131,072 tokens on an "
+        "H100; other shapes were not measured",
+    )
 
 
 def mla_kernels() -> Finding:
@@ -333,16 +392,29 @@ def best_speedups(model: Path) -> Iterator[Finding]:
     """Estimate the best possible speed-up: no method reduces the time of linear layers."""
 
     config, source = config_of(model), str(config_file(model))
+    longest = max_positions(config) or max(attention_share.MEASURED_8B)
+    lengths = sorted({longest, *(n for n in attention_share.LENGTHS_TOKENS if n < longest)})
     try:
-        shares = {n: attention_share.prefill_share(config, n, source) for n in attention_share.LENGTHS_TOKENS}
+        shares = {n: attention_share.prefill_share(config, n, source) for n in lengths}
     except ConfigurationError as error:
         yield note("attention's share of prefill", f"unknown: {error}")
         return
+    columns = {"tokens": "tokens", "attention": "attention's share", "most": "at most", "measured": "8B, measured"}
     if any(share.dense_s for share in shares.values()):
-        pairs = (f"{share.of_pairs:.1%} of {n:,} tokens'" for n, share in shares.items())
-        yield ok("share of prefill attention that can run sparse, in (query, key) pairs", ", ".join(pairs))
-    speedups = (f"{share.attention:.0%} of {n:,} tokens: {share.best_speedup:.1f}×" for n, share in shares.items())
-    yield ok("share of attention in prefill, and the largest speed-up that it allows", "; ".join(speedups))
+        columns["pairs"] = "pairs that can run sparse"
+    rows = [
+        {
+            "tokens": n, "attention": f"{share.attention:.0%}", "most": f"{share.best_speedup:.1f}",
+            "measured": attention_share.MEASURED_8B.get(n), "pairs": f"{share.of_pairs:.1%}",
+        }
+        for n, share in shares.items()
+    ]  # fmt: skip
+    title = "by prompt length: at most, if sparse attention took no time; and as measured at an 8B model's shape"
+    yield ok("speed-up of TTFT", table_of(title, columns, rows).rstrip())
+    if (most := max(share.best_speedup for share in shares.values())) < attention_share.HARDLY_PAYS:
+        yield note(
+            "speed-up of TTFT", f"at most {most:.2f} at the model's {longest:,} tokens: sparse prefill hardly pays"
+        )
     num_unknown = next(iter(shares.values())).num_unknown
     if num_unknown:
         yield note(
@@ -350,9 +422,11 @@ def best_speedups(model: Path) -> Iterator[Finding]:
             f"{num_unknown} layers have a recurrence that the config describes in unknown fields; it is left out, so "
             "the speed-ups above are too large",
         )
-    longest = config.get("max_position_embeddings")
-    if isinstance(longest, int) and longest < min(shares):
-        yield note("length", f"the model supports only {longest:,} tokens, at which the speed-up is smaller")
+
+
+def max_positions(config: dict[str, Any]) -> int | None:
+    positions = config.get("max_position_embeddings")
+    return int(positions) if positions else None
 
 
 def config_of(model: Path) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.evaluation.report import Report, table_of
 
-evaluate = common.group("Measure accuracy: answers of stock vLLM and this backend to the same prompts.")
+evaluate = common.group("Measure accuracy against stock vLLM.")
 
 
 @evaluate.callback()
@@ -22,7 +21,7 @@ def commands() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Score questions whose answers are part of the prompt: is the answer the model's first choice after prefill?
+    """Score answers that are part of the prompt.
 
     An answer is right if each of its tokens has rank 1 in vLLM's prompt_logprobs. All servers get the same prompts.
     Failed requests are reported, not counted, and make the exit code 1. Results of an earlier run in --json FILE are
@@ -34,10 +33,14 @@ class Answers:
     level: common.Level = None
     url: common.Urls = None
     label: common.Labels = None
-    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "8192"
-    count: Annotated[int, typer.Option(help="Prompts of each length.", min=1)] = 4
-    facts: Annotated[int, typer.Option(help="Facts in a prompt, with one question each.", min=1, max=1000)] = 24
-    concurrency: Annotated[int, typer.Option(help="Concurrent requests; more than one may change chunks.", min=1)] = 1
+    lengths: Annotated[str, typer.Option(metavar="N,...", help="Prompt lengths in tokens.")] = "8192"
+    count: Annotated[int, typer.Option(metavar="N", help="Prompts of each length.", min=1)] = 4
+    facts: Annotated[
+        int, typer.Option(metavar="N", help="Facts in a prompt, with one question each.", min=1, max=1000)
+    ] = 24
+    concurrency: Annotated[
+        int, typer.Option(metavar="N", help="Concurrent requests; more than one may change chunks.", min=1)
+    ] = 1
     text: common.Text = None
     server_args: common.ServerArgs = ""
     json_path: common.Json = None
@@ -45,7 +48,8 @@ class Answers:
     def run(self) -> None:
         """Send the questions to all servers, and print a table."""
         common.exit_on_sigterm()
-        go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
+        is_kept = self.json_path is not None and self.json_path.name != common.STDOUT_FILE
+        go_on = f"The same command resumes from {self.json_path}." if is_kept else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run as evaluation
             from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
@@ -69,6 +73,7 @@ class Answers:
                     place = f"{case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
                     progress.print(f"{case['label']}, {place}: {evaluation.describe_case(case)}")
 
+            report.announce = progress.print
             report.on_case = show_progress
             evaluation.ask_all(servers, workload, key, report, self.concurrency)
             rows = evaluation.summaries(report.cases, [server.label for server in servers], workload.lengths)
@@ -88,15 +93,11 @@ def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
     """Print a table and failed requests; exit with code 1 if a request failed."""
     from vllm_sparse_backend.evaluation import answer_run as part
 
-    console = common.wide_console()
     caption = (
-        "right: all tokens of the answer rank first; perplexity: of all other tokens, and its change from the first row"
+        "right: all tokens of the answer rank first. perplexity: of all other tokens, compared with the first row."
     )
-    # Perplexity differences of 0.01 matter, so the usual three digits of tables are not enough.
-    forms = {"perplexity": ".4f", "perplexity_change": "+.2f"}
-    shown_rows = [row | {key: row[key] and f"{row[key]:{form}}" for key, form in forms.items()} for row in rows]
-    console.print(table_of("Answers inside the prompt", part.COLUMNS, shown_rows, caption))
+    common.say(table_of("Answers inside the prompt", part.COLUMNS, list(map(part.cells_of, rows)), caption))
     for line in part.failure_lines(cases):
-        console.print(f"[red]{escape(line)}[/]", highlight=False, soft_wrap=True)
+        common.say(line)
     if any(case.get("error") for case in cases):
         raise typer.Exit(1)

@@ -9,35 +9,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from vllm_sparse_backend.cli import profile_commands
 from vllm_sparse_backend.cli.common import MaybeModel, Model, failure, failures, group, new_output, say
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.ranges import format_ranges
+from vllm_sparse_backend.evaluation.report import table_of
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.config.profile import Level, Profile
     from vllm_sparse_kernels.methods.base import Method
 
-profile_app = group("Show, check, import and make profiles: the method and parameters of each layer and head.")
+profile_app = group("List, show, check, import and make profiles. A profile has a method for each layer and head.")
 
 DENSE_LAYER = "dense layer"
 
-PIPED_WIDTH = 10_000
-"""Width of tables outside a terminal: each row stays on one line."""
+ProfileName = Annotated[
+    str, typer.Argument(metavar="PROFILE", help="Name of a bundled profile, or path of a YAML file.")
+]
+LevelOption = Annotated[
+    str | None, typer.Option(metavar="LEVEL", help="Level to show, high or fast. Default: the profile's own.")
+]
 
-ProfileName = Annotated[str, typer.Argument(help="Name of a bundled profile, or path of a YAML file.")]
-LevelOption = Annotated[str | None, typer.Option(help="Level to show, high or fast. Default: the profile's own.")]
+
+@profile_app.command("list", epilog="Example: sparse-prefill profile list")
+def list_profiles() -> None:
+    """List the bundled profiles."""
+    from vllm_sparse_backend.config.profile import bundled_profiles, load_profile
+
+    models = {name: load_profile(path).model for name, path in bundled_profiles().items()}
+    rows = ((name, "any" if model is None else ", ".join(model.names)) for name, model in models.items())
+    _table(("profile", "model"), rows)
 
 
 @profile_app.command(epilog="Example: sparse-prefill profile check mine.yaml MODEL")
 def check(profile: ProfileName, model: MaybeModel = None) -> None:
-    """Check a profile as a server does at start-up, and describe it; exit code 1 if it is invalid.
+    """Check and describe a profile.
 
-    `auto` with a model shows which bundled profile a server would use, or what it would run without one.
+    The checks are those of a server at start-up; exit code 1 if the profile is invalid. `auto` with a model shows which
+    bundled profile a server would use, or what it would run without one.
     """
     from vllm_sparse_backend.config.plan import Plan
     from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -51,14 +61,14 @@ def check(profile: ProfileName, model: MaybeModel = None) -> None:
 
 @profile_app.command(epilog="Example: sparse-prefill profile show mine.yaml MODEL")
 def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = None) -> None:
-    """Show a profile in two tables, by layer and by setting."""
+    """Show a profile by layer and by setting."""
     with failures():
         loaded, shape = _load(profile, model)
         if level is not None:
             try:
                 loaded = loaded.at_level(level)
             except ValueError as error:
-                raise failure(f"{profile}: {error}") from None
+                raise failure(f"--{error}") from None
         _describe(loaded, shape)
         for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
             say(f"{name}: {_format_value(value)}")
@@ -69,9 +79,11 @@ def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = No
 
 @profile_app.command("import", epilog="Example: sparse-prefill profile import patterns.json MODEL mine.yaml")
 def import_file(
-    file: Annotated[Path, typer.Argument(help="MInference's patterns, or SharePrefill's clusters.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="MInference's patterns, or SharePrefill's clusters.")],
     model: Model,
-    out: Annotated[Path, typer.Argument(help="The profile to write; it must not exist yet.", callback=new_output)],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The profile to write; it must not exist yet.", callback=new_output)
+    ],
 ) -> None:
     """Convert another tool's JSON file to a profile."""
     from vllm_sparse_backend.calibration.profile_import import import_profile
@@ -87,7 +99,10 @@ def import_file(
 
 @profile_app.command(epilog="Example: sparse-prefill profile schema > profile.schema.json")
 def schema() -> None:
-    """Print the JSON Schema of profiles, for editors and for tools that write profiles."""
+    """Print the JSON Schema of profiles.
+
+    Editors, and tools that write profiles, read it.
+    """
     from vllm_sparse_backend.config.profile_schema import profile_schema
 
     typer.echo(json.dumps(profile_schema(), indent=2, ensure_ascii=False))
@@ -103,7 +118,9 @@ def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
     shape = ModelShape.from_folder(model) if model is not None else None
     if name == auto_profile.AUTO:
         if shape is None:
-            raise failure("auto: given no model, expected a MODEL, because the profile depends on it")
+            raise failure(
+                "MODEL: given profile auto without a model, expected a model, because the profile depends on it"
+            )
         config = SparsePrefillConfig(profile=name)
         documents = Documents.read(config, shape)
         say(documents.source)
@@ -153,10 +170,7 @@ def _format_value(value: object) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    table = Table(*(escape(column) for column in columns), box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    Console(width=None if Console().is_terminal else PIPED_WIDTH).print(table, highlight=False)
+    say(table_of("", {column: column for column in columns}, [dict(zip(columns, row)) for row in rows]))
 
 
 def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.common import (
@@ -21,11 +19,11 @@ from vllm_sparse_backend.cli.common import (
     new_output,
     output_folder,
     say,
-    wide_console,
 )
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.evaluation.output_files import require_output_folder, write_text
+from vllm_sparse_backend.evaluation.report import table_of
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
@@ -41,9 +39,10 @@ DEFAULT_TOKENS = 32768
 Level = Annotated[
     list[str] | None,
     typer.Option(
+        metavar="NAME=BOUND",
         help="Error bound of a level (high or fast), as NAME=MEAN[:P99[:P999[:HEADS]]]: the largest mean, p99 and "
         "p99.9 over a head's queries, and mean over heads; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: "
-        "|o - dense| summed over channels, mean over tokens. Repeatable. Default: high=0.1:0.4."
+        "|o - dense| summed over channels, mean over tokens. Repeatable. Default: high=0.1:0.4.",
     ),
 ]
 
@@ -53,36 +52,49 @@ class JobOptions(ABC):
     """Options of both commands: a model, prompts and the output file."""
 
     model: Model
-    out: Annotated[Path, typer.Option(help="The profile to write; it must not exist yet.", callback=new_output)]
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The profile to write; it must not exist yet.", callback=new_output)
+    ]
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="A text, or .jsonl of prompts or chats; repeatable. Default: made from --text."),
+        typer.Option(
+            metavar="FILE", help="A text, or .jsonl of prompts or chats; repeatable. Default: made from --text."
+        ),
     ] = None
-    held_out: Annotated[list[Path] | None, typer.Option(help="The same, for the final check.")] = None
+    held_out: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="The same, for the final check.")] = None
     text: Annotated[
-        Path | None, typer.Option(help="Text file, or folder of *.py, to make prompts from. Default: vLLM's sources.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text file, or folder of *.py, to make prompts from. Default: vLLM's sources."
+        ),
     ] = None
     tokens: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             help="Length of generated prompts, and limit for --prompts. Default: 32,768, or the model's positions.",
             min=64,
         ),
     ] = None
-    count: Annotated[int, typer.Option(help="Number of generated prompts.", min=1)] = 3
+    count: Annotated[int, typer.Option(metavar="N", help="Number of generated prompts.", min=1)] = 3
     chunk: Chunk = 8192
     min_tokens: Annotated[
         int | None,
         typer.Option(
+            metavar="N",
             help="Dense first positions, set in the profile. Default: not set; errors leave out the first 4,096.",
             min=0,
         ),
     ] = None
-    device: Annotated[str | None, typer.Option(help="cuda; or cpu, which runs the slow references.")] = None
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="cuda; or cpu, which runs the slow references.")
+    ] = None
     work: Annotated[
         Path | None,
         typer.Option(
-            help="Folder from which an interrupted run resumes. Default: next to --out.", callback=output_folder
+            metavar="FOLDER",
+            help="Folder from which an interrupted run resumes. Default: next to --out.",
+            callback=output_folder,
         ),
     ] = None
 
@@ -109,9 +121,9 @@ class JobOptions(ABC):
             jobs[0].clear()
         _report(profile, self.out)
         for table in tables:
-            wide_console().print(table, highlight=False)
+            say(table)
 
-    def tables(self, job: "Job", profile: "Profile") -> list[Table]:
+    def tables(self, job: "Job", profile: "Profile") -> list[str]:
         """Return tables to print after the profile's figures. They may read the job's captures."""
         return []
 
@@ -160,11 +172,18 @@ class JobOptions(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Best(JobOptions):
-    """Choose each head's fastest method on this device, with an error close to the default method's."""
+    """Choose each head's fastest method on this device.
 
-    high: Annotated[float, typer.Option(help="Largest error of a head, relative to the default method's.", min=1)] = 1.5
-    fast: Annotated[float | None, typer.Option(help="The same for a second level.", min=1)] = None
-    method: Annotated[list[str] | None, typer.Option(help="A method to choose from; repeatable. Default: all.")] = None
+    Each head's error is close to that of the default method.
+    """
+
+    high: Annotated[
+        float, typer.Option(metavar="FACTOR", help="Largest error of a head, relative to the default method's.", min=1)
+    ] = 1.5
+    fast: Annotated[float | None, typer.Option(metavar="FACTOR", help="The same for a second level.", min=1)] = None
+    method: Annotated[
+        list[str] | None, typer.Option(metavar="METHOD", help="A method to choose from; repeatable. Default: all.")
+    ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import calibration_loop
@@ -175,7 +194,7 @@ class Best(JobOptions):
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
         return calibration_loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
 
-    def tables(self, job: "Job", profile: "Profile") -> list[Table]:
+    def tables(self, job: "Job", profile: "Profile") -> list[str]:
         """Return a table for each level: the gain of each class of heads."""
         from vllm_sparse_backend.calibration.class_times import times_of_classes
 
@@ -188,25 +207,30 @@ class Best(JobOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate(JobOptions):
-    """Calibrate one method as its paper does: each head gets its sparsest setting within the bound, or stays dense."""
+    """Calibrate one method as its paper does.
+
+    Each head gets its sparsest setting within the bound, or stays dense.
+    """
 
     method: Annotated[
         str,
         typer.Option(
+            metavar="METHOD",
             help="minference, sparge_attn+skip (with its λ), share_prefill+paper (the paper's clusters and "
-            "thresholds, without a bound), or a method with a ladder; NAME:FIELD=VALUE for a part."
+            "thresholds, without a bound), or a method with a ladder; NAME:FIELD=VALUE for a part.",
         ),
     ]
     level: Level = None
     distance: Annotated[
         float | None,
-        typer.Option(help="Distance up to which share_prefill joins heads. Default: 10 (authors: 40)."),
+        typer.Option(metavar="X", help="Distance up to which share_prefill joins heads. Default: 10 (authors: 40)."),
     ] = None
     taus: Annotated[
         str | None,
         typer.Option(
-            help="MOST:LEAST of sale's τ, which is halved from MOST down to LEAST; heads that need less are dense. The "
-            "authors' code uses 0.008:0.0001. Default: 0.256:0.001, with steps between."
+            metavar="MOST:LEAST",
+            help="The range of sale's τ, which is halved from MOST down to LEAST; heads that need less are dense. The "
+            "authors' code uses 0.008:0.0001. Default: 0.256:0.001, with steps between.",
         ),
     ] = None
 
@@ -264,24 +288,24 @@ def pays(crossover: "ProfileCrossover | None") -> str:
     return f"never faster {where}: auto leaves every row dense; use longer prompts, or a larger error bound"
 
 
-def class_table(title: str, classes: "Sequence[ClassTimes]") -> Table:
+def class_table(title: str, classes: "Sequence[ClassTimes]") -> str:
     """Return a table with a row for each class of heads, and a row for all of them."""
     from vllm_sparse_backend.evaluation.crossover_bench import method_label
 
-    table = Table(title=escape(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for name in ("heads", "method", "settings", "density", "before, %", "after, %"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for row in classes:
-        shares = f"{100 * row.share_before:.1f}", f"{100 * row.share_after:.1f}"
-        label = escape(method_label(row.kind))
-        table.add_row(str(row.num_heads), label, str(row.num_settings), f"{row.density:.3f}", *shares)
-    num_heads = sum(row.num_heads for row in classes)
-    density = sum(row.num_heads * row.density for row in classes) / num_heads
-    before, after = sum(row.share_before for row in classes), sum(row.share_after for row in classes)
-    num_settings = sum(row.num_settings for row in classes)
-    total = (str(num_heads), "all", str(num_settings), f"{density:.3f}", f"{100 * before:.1f}", f"{100 * after:.1f}")
-    table.add_row(*total, style="bold")
-    return table
+    total_heads = sum(row.num_heads for row in classes)
+    rows = [
+        *((row.num_heads, method_label(row.kind), row.num_settings, row.density, row.share_before, row.share_after)
+          for row in classes),
+        (total_heads, "all", sum(row.num_settings for row in classes),
+         sum(row.num_heads * row.density for row in classes) / total_heads,
+         sum(row.share_before for row in classes), sum(row.share_after for row in classes)),
+    ]  # fmt: skip
+    columns = ("heads", "method", "settings", "density", "before, %", "after, %")
+    cells = [
+        dict(zip(columns, (heads, method, settings, f"{density:.3f}", f"{100 * before:.1f}", f"{100 * after:.1f}")))
+        for heads, method, settings, density, before, after in rows
+    ]
+    return table_of(title, {column: column for column in columns}, cells)
 
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:

@@ -13,7 +13,18 @@ from typing import Any, Self, get_args, get_type_hints
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-_short = reprlib.Repr()
+
+class _JsonRepr(reprlib.Repr):
+    """Shows null, true and false as JSON and YAML have them, also within lists and mappings."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+
+_short = _JsonRepr()
 _short.maxstring = _short.maxother = 80
 _short.maxlist = _short.maxdict = 20
 
@@ -30,11 +41,16 @@ class ConfigurationError(RuntimeError):
         super().__init__(" ".join(message.split()))
 
 
+def format_value(value: object) -> str:
+    """Format a value for a message."""
+    # The full repr of a large mapping or list would take long and then be cut.
+    text = _short.repr(value) if value is None or isinstance(value, (dict, list, bool)) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def unexpected(value: object, expected: str) -> str:
     """Format an error about a value."""
-    # The full repr of a large mapping or list would take long and then be cut.
-    shown = _short.repr(value) if isinstance(value, (dict, list)) else repr(value)
-    return f"given {shown if len(shown) <= 80 else shown[:77] + '...'}, expected {expected}"
+    return f"given {format_value(value)}, expected {expected}"
 
 
 def not_one_of(value: object, allowed: Iterable[str]) -> str:

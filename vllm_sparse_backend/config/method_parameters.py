@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from vllm_sparse_backend.config.errors import not_one_of, reason_of, unexpected
+from vllm_sparse_backend.config.errors import format_value, not_one_of, reason_of, unexpected
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
@@ -81,7 +81,7 @@ def summarize(methods: Sequence[Method]) -> str:
 
 
 def _call(name: str, values: Mapping[str, object]) -> str:
-    return f"{name}({', '.join(f'{field}={value!r}' for field, value in values.items())})"
+    return f"{name}({', '.join(f'{field}={format_value(value)}' for field, value in values.items())})"
 
 
 @cache

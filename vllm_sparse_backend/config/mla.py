@@ -7,6 +7,7 @@ Every setting without a meaning for MLA is refused: none is ignored silently.
 from collections.abc import Iterator
 
 from vllm_sparse_backend.config.crossover_table import AUTO
+from vllm_sparse_backend.config.errors import format_value
 from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -39,7 +40,7 @@ def mla_method(method: Method) -> MlaMethod:
 def describe(method: MlaMethod) -> str:
     """Format a method with its parameters for the log."""
     name = next(name for name, parameters in _METHODS.items() if isinstance(method, parameters))
-    return f"{name}({', '.join(f'{field}={value!r}' for field, value in method._asdict().items())})"
+    return f"{name}({', '.join(f'{field}={format_value(value)}' for field, value in method._asdict().items())})"
 
 
 def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
@@ -87,6 +88,6 @@ def _parameter_problems(config: SparsePrefillConfig) -> Iterator[str]:
     for field, value in config.params.items():
         if field not in known:
             yield (
-                f"{OPTION} {KEY}.params.{field}: given {value!r}, but {name} has only the parameters "
+                f"{OPTION} {KEY}.params.{field}: given {format_value(value)}, but {name} has only the parameters "
                 f"{', '.join(known)} for multi-head latent attention; leave it out"
             )

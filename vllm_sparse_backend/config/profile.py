@@ -50,8 +50,8 @@ LEVEL_NAME = "[a-z][a-z0-9_.-]*"
 def _to_level_name(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(LEVEL_NAME, value) and value not in OTHERS:
         return value
-    expected = f"a name of small letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
-    raise ValueError(unexpected(value, f"{expected}, other than {', '.join(OTHERS)}"))
+    expected = f"a name of lower-case letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
+    raise ValueError(unexpected(value, f"{expected}; {', '.join(OTHERS)} are reserved"))
 
 
 # Within allOf, because pydantic turns the plain pattern of a key into `patternProperties`, which also allows other
@@ -214,18 +214,20 @@ class Profile(Level):
     @classmethod
     def _any_model(cls, value: object) -> object:
         if value is None or (isinstance(value, str) and value != ANY_MODEL):
-            raise ValueError(unexpected(value, f"the model's shape, or {ANY_MODEL}"))
+            raise ValueError(
+                unexpected(value, f"a mapping with the model's architecture, layers and heads, or {ANY_MODEL}")
+            )
         return None if value == ANY_MODEL else value
 
     @model_validator(mode="after")
     def _consistent(self) -> "Profile":
         problems = [] if self.model is None else self._out_of_range(self.model)
         if self.level in self.levels:
-            problems.append(
-                f"levels.{self.level}: given, but {self.level} is the profile's own level, expected another"
-            )
+            problems.append(f"levels.{self.level}: given the name of the profile's own level, expected another name")
         if self.levels and self.level is None:
-            problems.append(f"level: missing, expected a name such as {BOUNDS[0]}, because levels are given")
+            problems.append(
+                f"level: missing, expected a name for the profile's own level, such as {BOUNDS[0]}, next to levels"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from vllm_sparse_backend.config.errors import ConfigurationError, looks_like, not_one_of, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, format_value, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.config.plan import DEFAULT, Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.settings import KEY, OPTION, RequestsConfig, StreamingHeadsConfig
@@ -167,7 +167,7 @@ class Choices:
         why = self.refusal
         if why is None:
             why = f"this server's settings (requests.allow) permit only {self.offers(default_level)}"
-        raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; remove it")
+        raise ValueError(f"vllm_xargs {FIELD}: given {format_value(value)}, but {why}; remove it")
 
     def named_by(self, value: object, default_level: str = DEFAULT) -> RequestLevel:
         """Return the level that a value names, whether the request may have it or not."""
@@ -180,7 +180,7 @@ class Choices:
                 return RequestLevel(SHARE, value)
             why = "no head of this server's plan selects by attention mass (top_p), so there is no p to set"
             expected = f"expected one of {self.offers(default_level)}"
-            raise ValueError(f"vllm_xargs {FIELD}: given {value!r}, but {why}; {expected}")
+            raise ValueError(f"vllm_xargs {FIELD}: given {format_value(value)}, but {why}; {expected}")
         raise ValueError(f"vllm_xargs {FIELD}: {unexpected(value, f'one of {self.offers(default_level)}')}")
 
     def mark(self, level: RequestLevel) -> Mark:

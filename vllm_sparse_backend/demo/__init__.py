@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo, with a small model and questions that the server tests also use."""
+"""The demo, and the small model that tests of servers also use."""

@@ -20,7 +20,7 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.evaluation.answers import Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
-from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, announce_start, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report
@@ -40,13 +40,9 @@ COLUMNS = {
     "tokens": "tokens",
     "answers": "right",
     "share": "share",
-    "standard_error": "± s.e.",
-    "of_first": "of the first's",
-    "perplexity": "perplexity",
-    "perplexity_change": "change, %",
-    "perplexity_change_error": "± s.e.",
-    "density": "density, all lengths",
-    "failed": "failed requests",
+    "of_first": "÷ first",
+    "perplexity_change": "perplexity, %",
+    "density": "density",
 }
 
 
@@ -172,7 +168,7 @@ def missing_requests(
     """Return, by label, the prompts that a report lacks. Raises BenchError if two servers share a label."""
     if len({contestant.label for contestant in contestants}) < len(contestants):
         raise BenchError(
-            f"labels {', '.join(contestant.label for contestant in contestants)}, expected each label only once"
+            f"--label: given {', '.join(contestant.label for contestant in contestants)}, expected each label only once"
         )
     answered = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
     return {
@@ -190,7 +186,8 @@ def ask_all(
     todo = missing_requests(contestants, workload, report)
     waiting = [contestant for contestant in contestants if todo[contestant.label]]
     for _, group in groupby(waiting, key=lambda contestant: contestant.open):
-        with opened(levels := list(group)) as endpoints:
+        announce_start(levels := list(group), report)
+        with opened(levels) as endpoints:
             # The first server that is ready makes the prompts for all servers.
             if not workload.make(endpoints[0]):
                 whose = "its tokenizer differs from the first server's"
@@ -308,3 +305,18 @@ def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[in
                 "density": density.get(label), "failed": len(cases_of_row) - len(good),
             })  # fmt: skip
     return rows
+
+
+def cells_of(row: Case) -> Case:
+    """Format a row of ``summaries`` for ``COLUMNS``, with standard errors; density is over all lengths."""
+    return row | {
+        "share": with_error(row["share"], row["standard_error"], ".2f"),
+        "perplexity_change": with_error(row["perplexity_change"], row["perplexity_change_error"], "+.2f"),
+    }
+
+
+def with_error(value: float | None, error: float | None, form: str) -> str:
+    """Format a number and its standard error, such as ``0.99 ± 0.01``."""
+    if value is None:
+        return ""
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:.2f}")

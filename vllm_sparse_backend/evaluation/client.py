@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,6 @@ class TimedAnswer:
     first_token_s: float
     last_token_s: float
     tokens: int
-    pause_s: float = 0.0
-    """Longest time between two arrivals of tokens."""
 
     @property
     def token_s(self) -> float | None:
@@ -92,7 +89,7 @@ class Endpoint:
         """Raise BenchError if a request of this many tokens, including its answer, is too long for the server."""
         if self.max_model_len is not None and num_tokens > self.max_model_len:
             raise BenchError(
-                f"{self.name}: given requests of {num_tokens:,} tokens, including answers, expected at most "
+                f"--lengths: {self.name}: given requests of {num_tokens:,} tokens, including answers, expected at most "
                 f"{self.max_model_len:,}, the server's max_model_len; ask for shorter prompts, or start it with a "
                 "larger --max-model-len"
             )
@@ -128,7 +125,7 @@ class Endpoint:
                     break
         if tokens < wanted or (stop_after is None and tokens > wanted):
             raise RequestError(f"the answer has {tokens} tokens, expected {wanted}")
-        return TimedAnswer(stamps[0], stamps[-1], tokens, max((b - a for a, b in pairwise(stamps)), default=0.0))
+        return TimedAnswer(stamps[0], stamps[-1], tokens)
 
     def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}

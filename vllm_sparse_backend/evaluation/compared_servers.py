@@ -15,7 +15,7 @@ from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.config.model_shape import name_of_path
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, Report
 from vllm_sparse_backend.evaluation.vllm_server import (
     CPU_CACHE,
     Server,
@@ -24,6 +24,9 @@ from vllm_sparse_backend.evaluation.vllm_server import (
     sparse_args,
     split_args,
 )
+
+STOCK = "stock"
+"""Label of the server without this backend."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ class Contestant:
         return Contestant(label, name_of_path(str(model)), what, start)
 
 
+def announce_start(contestants: Sequence[Contestant], report: Report) -> None:
+    """Say which server is going to start, because a start takes a minute."""
+    first = contestants[0]
+    if not first.is_running:
+        report.announce(f"starting {'stock vLLM' if first.label == STOCK else f'sparse-prefill ({first.what})'}")
+
+
 @contextmanager
 def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
     """Open all servers at the same time, each only once."""
@@ -99,7 +109,8 @@ def contestants_from_options(
     Raises BenchError if the options contradict each other.
     """
     if (model is None) == (not urls):
-        raise BenchError("given neither MODEL nor --url, expected a MODEL to serve, or the --url of running servers")
+        given = "neither a model nor --url" if model is None else "a model and --url"
+        raise BenchError(f"MODEL: given {given}, expected a model to serve, or the --url of running servers")
     if labels and len(labels) != len(urls):
         raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
     if model is not None:
@@ -120,7 +131,10 @@ def started(
     ``extra`` has further arguments for all servers.
     """
     if (most := max_positions(model)) is not None and max_len > most:
-        raise BenchError(f"{model}: given requests of {max_len:,} tokens, expected at most its {most:,} positions")
+        raise BenchError(
+            f"--lengths: given requests of {max_len:,} tokens, including answers, expected at most the {most:,} "
+            f"positions of {model}"
+        )
     args = ("--max-model-len", str(max_len), *split_args(extra))
     labels, whole = (
         [str(settings_of_server) for settings_of_server in settings],
@@ -128,7 +142,7 @@ def started(
     )
     # Settings with equal short names are named by their whole text.
     labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
-    contestants = [Contestant.served("stock", model, args, "stock")]
+    contestants = [Contestant.served(STOCK, model, args, STOCK)]
     for name, text, settings_of_server in zip(labels, whole, settings):
         what = text + _content_of(settings_of_server)
         contestants += Contestant.served(name, model, (*args, *sparse_args(settings_of_server.values)), what).at(levels)

@@ -63,13 +63,9 @@ FORMAT = 1
 COLUMNS = {
     "method": "method",
     "engine": "engine",
-    "ladder": "ladder",
     "context_len": "after",
     "query_len": "new",
-    "density": "density",
-    "dense_ms": "dense ms",
-    "ms": "ms",
-    "times_faster": "times faster",
+    "times_faster": "speed-up",
     "problem": "not timed",
     "least": "sparse from",
 }

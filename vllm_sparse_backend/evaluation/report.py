@@ -11,8 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
@@ -29,6 +27,8 @@ class Report:
     def __init__(self, bench: str, device: str, json_path: Path | None = None, command: str | None = None) -> None:
         self.on_case: Callable[[dict[str, Any]], object] = lambda case: None
         """Called with each new case."""
+        self.announce: Callable[[str], object] = lambda line: None
+        """Called with a line before something that takes long."""
         self.bench, self.device, self.json_path = bench, device, json_path
         self.command = command or command_of(sys.argv[1:])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -81,15 +81,21 @@ def versions() -> dict[str, str]:
 
 def table_of(
     title: str, columns: Mapping[str, str], cases: Sequence[Mapping[str, Any]], caption: str | None = None
-) -> Table:
-    """Return cases as a table. ``columns`` maps a case's key to its heading; missing values stay empty."""
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
-    for key, heading in columns.items():
-        numeric = any(isinstance(case.get(key), int | float) for case in cases)
-        table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
-    for case in cases:
-        table.add_row(*(cell(case.get(key)) for key in columns))
-    return table
+) -> str:
+    """Return cases as a Markdown table. ``columns`` maps a case's key to its heading; missing values stay empty."""
+    rows = [[*columns.values()], *([cell(case.get(key)).replace("|", r"\|") for key in columns] for case in cases)]
+    widths = [max(3, *map(len, column)) for column in zip(*rows)]
+    numeric = [any(isinstance(case.get(key), int | float) for case in cases) for key in columns]
+    if not numeric[-1]:
+        widths[-1] = 3  # its long texts need no padding
+    rule = ["-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, numeric)]
+    lines = [
+        " | ".join(
+            text.rjust(width) if right else text.ljust(width) for text, width, right in zip(row, widths, numeric)
+        )
+        for row in (rows[0], rule, *rows[1:])
+    ]
+    return "\n\n".join(filter(None, [title, "\n".join(f"| {line} |" for line in lines), caption])) + "\n"
 
 
 def cell(value: object) -> str:

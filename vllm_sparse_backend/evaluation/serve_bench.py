@@ -5,7 +5,7 @@ Running servers alternate: each prompt goes through the servers in order and the
 command starts are measured one after the other, each with the whole device to itself. The levels of a server alternate.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -13,33 +13,25 @@ from statistics import median
 from typing import Any
 
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
-from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
+from vllm_sparse_backend.evaluation.compared_servers import STOCK, Contestant, announce_start, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.report import BenchError, Report, cell
 from vllm_sparse_backend.evaluation.vllm_server import max_positions
 
-STOCK, OURS = "stock", "ours"
-"""Names in cases and headings, of the first server (stock vLLM, unless options name levels or other servers) and of the
-server that is compared with it."""
+OURS = "ours"
+"""Name in cases of the server that is compared with the first one. The first is called ``STOCK``, also if it is another
+server or level."""
 
 
-def columns(first: str) -> dict[str, str]:
-    """Return the headings by a case's key. ``first`` is the label of the server that others are compared with."""
-    return {
-        "case": "prompt",
-        "repeats": "times",
-        "stock_first_s": f"{first}: TTFT, s",
-        "ours_first_s": OURS,
-        "ttft_speed_up": "TTFT speed-up",
-        "density": "density",
-        "stock_token_ms": f"{first}: TPOT, ms",
-        "ours_token_ms": OURS,
-        "tpot_speed_up": f"{first} ÷ {OURS}",
-        "stock_pause_ms": f"{first}: longest pause, ms",
-        "ours_pause_ms": OURS,
-        "failures": "failed",
-    }
-
+COLUMNS = {
+    "case": "prompt",
+    "ours_first_s": "TTFT, s",
+    "stock_first_s": "baseline",
+    "ttft_speed_up": "speed-up",
+    "density": "density",
+    "ours_token_ms": "TPOT, ms",
+    "stock_token_ms": "baseline",
+}
 
 MOST_TO_WARM_UP = 32768
 """Maximum tokens of a warm-up prompt. A longer prompt does not warm up better."""
@@ -75,11 +67,6 @@ class ServerResults:
         """Median over requests of the mean time between tokens, in ms."""
         request_ms = [1e3 * taken for answer in self.answers if (taken := answer.token_s) is not None]
         return median(request_ms) if request_ms else None
-
-    @property
-    def pause_ms(self) -> float | None:
-        """Median over requests of the longest wait for a token after the first, in ms."""
-        return 1e3 * median(answer.pause_s for answer in self.answers) if self.answers else None
 
 
 def repeats_of(length: Length, most: int) -> int:
@@ -143,11 +130,24 @@ def case_of(
         "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in taken_by_name.items()},
     }  # fmt: skip
     for name, taken in taken_by_name.items():
-        case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms", "pause_ms")}
+        case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms")}
     for ratio, key in (("ttft_speed_up", "first_s"), ("tpot_speed_up", "token_ms")):
         if case[f"stock_{key}"] and case[f"ours_{key}"]:
             case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
     return case
+
+
+def describe_case(case: Mapping[str, Any]) -> str:
+    """Return a case as a line of progress."""
+    parts = []
+    for name, key in (("TTFT, s", "first_s"), ("TPOT, ms", "token_ms")) if case["part"] == "latency" else ():
+        ours, stock = (cell(case[f"{who}_{key}"]) or "unknown" for who in (OURS, STOCK))
+        parts.append(f"{name}: {ours} ({case['first']}: {stock})")
+    parts.append("nothing ran sparse" if case["density"] is None else f"density {cell(case['density'])}")
+    if case.get("failures"):
+        parts.append(f"failed requests: {case['failures']}")
+    place = f"{case['label']}, {case['case']}" if "case" in case else case["label"]
+    return f"{place}: {', '.join(parts)}"
 
 
 LENGTHS = (1024, 8192, 32768, 65536, 131072)
@@ -187,14 +187,15 @@ def compare_servers(
     labels = [contestant.label for contestant in contestants[1:]]
     if not labels:
         raise BenchError(
-            f"given one server ({contestants[0].label}), expected at least two to compare; repeat --url, or name two "
-            "levels of a server of this backend with --level"
+            f"--url: given one server ({contestants[0].label}), expected at least two to compare; repeat it, or name "
+            "two levels of a server of this backend with --level"
         )
     if len(set(labels)) < len(labels):
         raise BenchError(f"--label: given {', '.join(labels)} next to the first server, expected each label only once")
     how = (workload.output_tokens, workload.most_repeats, step)
     for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
-        with opened(members := list(group)) as servers:
+        announce_start(members := list(group), report)
+        with opened(members) as servers:
             prompts = Prompts.of(servers[0], workload.text)  # each time the same
             for length, taken in alternate_requests(servers, workload.lengths, prompts, *how):
                 for contestant, of_server in zip(members, taken, strict=True):

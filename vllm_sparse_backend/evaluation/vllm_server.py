@@ -60,6 +60,9 @@ def root_cause(log: str) -> str | None:
     return match[1] if match else None
 
 
+NOT_FASTER_ON_CPU = "On a CPU, this is not faster than stock vLLM. README.md has the speed-ups on a GPU."
+
+
 def has_cuda() -> bool:
     import torch
 

@@ -151,7 +151,7 @@ def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
 
 
 def warn_of_stores(vllm_config: VllmConfig) -> None:
-    """Warn if servers with other settings may share a store with this server and read sparse keys and values from it."""
+    """Warn if servers with other settings may share a store with this server and read its sparse keys and values."""
     if stores := stores_by_token(vllm_config):
         logger.warning(
             "sparse-prefill: %s stores keys and values by their tokens only. Past the first positions, which are "

@@ -56,7 +56,7 @@ def _warn_of_stores(vllm_config: VllmConfig, reason: str) -> None:
 
 
 def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """List why streaming heads, which the operator turned on, cannot be found in this server or would change nothing."""
+    """List why streaming heads, which the operator turned on, cannot be found here or would change nothing."""
     reasons = _too_short(vllm_config, resolved), _always_dense(vllm_config, resolved), _impossible(vllm_config)
     for reason in chain.from_iterable(reasons):
         yield f"streaming_heads: given with {reason}; {LEAVE_OUT}"

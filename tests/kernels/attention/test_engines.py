@@ -288,8 +288,8 @@ def test_tensors_without_the_rows_tokens(engine, device):
         (batch.q, out[:4], "out"),
         (batch.q, out.mT.contiguous().mT, "out"),
     ):
-        expected = "expected at least 5 tokens, which the rows have, and contiguous elements of each head"
-        with pytest.raises(ValueError, match=f"attend: {name}: given shape .* with strides .*, {expected}"):
+        expected = "with at least 5 tokens, where the last row ends, and stride 1 along head_dim"
+        with pytest.raises(ValueError, match=f"attend: {name}: given shape .* with strides .* {expected}"):
             engine.attend(q, batch.cache, index, result, 1.0)
 
 

@@ -26,7 +26,6 @@ TWO = (replace(SPEC, name="one"), replace(SPEC, name="two"))
 USE = """
 import json
 from pathlib import Path
-from vllm_sparse_backend.demo.run import demo_settings
 from vllm_sparse_backend.evaluation.crossover_bench import method_label, methods_of_settings
 from vllm_sparse_backend.calibration.calibration_loop import calibratable_methods, independent_methods
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -43,7 +42,6 @@ print(json.dumps({
     "listed": "strided" in METHODS,
     "plan": [name_of(group.method), group.method.stride_tokens, list(group.heads)],
     "schema": "strided" in names,
-    "demo": demo_settings("strided", bundled=False)["params"],
     "calibrated": "strided" in calibratable_methods() and "strided" in independent_methods(),
     "measured": method_label(methods_of_settings([{"method": "strided", "params": {"stride_tokens": 512}}], shape)[0]),
 }))
@@ -67,7 +65,6 @@ def test_an_installed_method_is_one_like_any_other(environment: dict[str, str]) 
         "listed": True,
         "plan": ["strided", 512, [0, 1, 2, 3]],
         "schema": True,
-        "demo": {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512},
         "calibrated": True,
         "measured": "strided stride_tokens=512",
     }

@@ -69,7 +69,7 @@ class Refused(HTTPException):
 
 
 class LevelsMiddleware:
-    """ASGI middleware that reads levels. It runs inside vLLM's own middleware, which has already checked the API key."""
+    """ASGI middleware that reads levels, inside vLLM's own middleware, which has already checked the API key."""
 
     def __init__(self, app: Any, endpoint: "LevelsEndpoint") -> None:
         self.app = app

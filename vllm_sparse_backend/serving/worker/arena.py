@@ -316,8 +316,9 @@ class Memory:
                 buffer.zero_()  # otherwise the host would map its pages one by one while serving
         if rank == 0:
             logger.info(
-                "sparse-prefill: an arena of %d MiB for selection and attention; the longest row takes %d, the largest "
-                "step %d", num_bytes >> 20, size.longest_row >> 20, size.largest_step >> 20,
+                "sparse-prefill: reserved an arena of %d MiB for temporary tensors of selection and attention; the "
+                "longest request needs %d MiB of it, and the largest step %d MiB",
+                num_bytes >> 20, size.longest_row >> 20, size.largest_step >> 20,
             )  # fmt: skip
         return Memory(Arena(device, buffer), Room(layers, num_bytes))
 

@@ -195,8 +195,8 @@ class MlaWorker:
             return
         kinds = sorted({type(layer).__name__ for layer in all_layers.values()})
         raise ConfigurationError(
-            f"{MLA_FLAG}: no layer of this model can prefill sparsely: given layers of {', '.join(kinds) or 'no kind'},"
-            " expected vLLM's MLAAttention with dense prefill in at least one layer; serve it without this flag"
+            f"{MLA_FLAG}: given a model with the attention layers {', '.join(kinds) or 'none'}, expected at least one "
+            "of vLLM's MLAAttention with dense prefill; serve the model without this flag"
         )
 
     def _thresholds(self, vllm_config: VllmConfig) -> dict[str, Thresholds]:
@@ -336,7 +336,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         return bool(self.stock.supports_out()) if hasattr(self.stock, "supports_out") else False
 
     def begin_step(self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int) -> None:
-        """Take the rows of a step, before ``prepare_metadata``. Those of a draft model stay dense and are not counted."""
+        """Take the rows of a step, before ``prepare_metadata``. A draft model's stay dense and are not counted."""
         if not self._is_of_draft_model:
             self._batch = self.shared.batch_of(common, common_prefix_len, max_decode_tokens)
 

@@ -217,7 +217,7 @@ def measure(
 
 
 def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence[int]) -> str:
-    """Hash what a result depends on, on this rank: weights, configuration, dtype of the cache, prompt, rule and rank."""
+    """Hash what a result depends on, on this rank: weights, configuration, the cache's dtype, prompt, rule and rank."""
     rule = (
         *(calibration.SINK_TOKENS, calibration.WINDOW_TOKENS, calibration.BLOCK_TOKENS, calibration.HEAVY_SHARE),
         *(calibration.MAX_FAR_SHARE, calibration.MAX_HEAVY_QUERIES),

@@ -56,7 +56,7 @@ def warm_up(
     order: Sequence[int] = compat.TOKENS_FIRST,
     gather: Callable[[Report], Sequence[Report]] = lambda report: [report],
 ) -> None:
-    """Choose the engines of each distinct plan, and run all plans over a small cache with the layout of vLLM's cache."""
+    """Choose the engines of each distinct plan, and run all plans over a small cache with vLLM's layout."""
     start = time.monotonic()
     cache, table = _cache_for_batches(spec, device, order)
     picker = EnginePicker(engine)
