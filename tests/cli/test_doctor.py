@@ -177,7 +177,7 @@ def test_configs_with_values_of_another_kind(tmp_path: Path, changes: dict[str, 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(None, "a model folder with a config.json in it"), ("{", "not JSON"), ("{}", "num_hidden_layers: given None")],
+    [(None, "a model folder with a config.json in it"), ("{", "not JSON"), ("{}", "num_hidden_layers: given null")],
 )
 def test_folders_that_are_no_models(tmp_path: Path, content: str | None, says: str) -> None:
     if content is not None:

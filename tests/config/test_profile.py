@@ -108,7 +108,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         "model.num_layers: missing",
         "model.num_layer: unknown field: given 'num_layer', expected one of",
         "(did you mean 'num_layers'?)",
-        "model.head_dim: given True, expected a valid integer",
+        "model.head_dim: given true, expected a valid integer",
         "min_tokens: given 1000.0, expected an integer",
         "default: foo: unknown parameter of dense: given, but dense has no parameters; leave it out",
         "layers.0-x: given '0-x', expected numbers and ranges",
@@ -134,7 +134,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         ("[" * 100_000, "nested deeper than"),
         (HEADER + "x: 2024-13-45", "not YAML: month"),
         ("a: \x00", "not YAML: "),
-        ("format: 1\nmodel:\ndefault: {method: dense}", "model: given None, expected the model's shape, or any"),
+        ("format: 1\nmodel:\ndefault: {method: dense}", "model: given null, expected the model's shape, or any"),
         (HEADER.replace("num_kv_heads: 2", "num_kv_heads: 3"), "given 3, expected a divisor of num_heads 8"),
         (HEADER + "layers: {0-3: {}, 2: {}}", "layers: given 2 in both '0-3' and 2, expected it once"),
         (HEADER + "layers: {2: {heads: {0-3: {method: dense}, 3: {method: dense}}}}", "layers.2.heads: given 3 in"),
@@ -203,7 +203,7 @@ def test_shape_of_a_model_config(changes: dict[str, Any], expected: ModelShape) 
 
 
 def test_model_config_that_says_too_little(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"config\.json: num_layers: given None.*; num_heads: given None"):
+    with pytest.raises(ConfigurationError, match=r"config\.json: num_layers: given null.*; num_heads: given null"):
         ModelShape.from_config({"architectures": ["M"]})
     with pytest.raises(ConfigurationError, match=r"config\.json: cannot be read"):
         ModelShape.from_folder(tmp_path)

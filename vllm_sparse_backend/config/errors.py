@@ -8,12 +8,24 @@ import difflib
 import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
+from types import NoneType
 from typing import Any, Self, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
-_short = reprlib.Repr()
+
+class _JsonRepr(reprlib.Repr):
+    """Shortens values, and writes ``null``, ``true`` and ``false`` as in the JSON or YAML that users wrote."""
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802 — reprlib's name for the type
+        return "null"
+
+
+_short = _JsonRepr()
 _short.maxstring = _short.maxother = 80
 _short.maxlist = _short.maxdict = 20
 
@@ -33,7 +45,7 @@ class ConfigurationError(RuntimeError):
 def unexpected(value: object, expected: str) -> str:
     """Format an error about a value."""
     # The full repr of a large mapping or list would take long and then be cut.
-    shown = _short.repr(value) if isinstance(value, (dict, list)) else repr(value)
+    shown = _short.repr(value) if isinstance(value, (dict, list, bool, NoneType)) else repr(value)
     return f"given {shown if len(shown) <= 80 else shown[:77] + '...'}, expected {expected}"
 
 
