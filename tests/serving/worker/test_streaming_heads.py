@@ -126,9 +126,9 @@ class TestFinding:
         )
 
     def test_a_fingerprint_tells_heads_apart_whatever_the_number_of_ranks(self) -> None:
-        whole = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {3}})]
-        halves = [(rank, {0: 2, 1: 2}, heads) for rank, heads in enumerate([{0: {1}, 1: set()}, {0: {0}, 1: {1}}])]
-        others = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {2}})]
+        whole: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {3}})]
+        halves: Any = [(rank, {0: 2, 1: 2}, heads) for rank, heads in enumerate([{0: {1}, 1: set()}, {0: {0}, 1: {1}}])]
+        others: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {2}})]
         prints = [streaming_heads.fingerprint(by_rank) for by_rank in (whole, halves, others)]
         assert prints[0] == prints[1] != prints[2]
 
@@ -226,7 +226,7 @@ class TestFinding:
         assert "longer than" not in caplog.text
 
     @pytest.mark.parametrize(
-        "get_model", [lambda: None.model, lambda: torch.nn.Linear(1, 1)], ids=["no model", "another model"]
+        "get_model", [lambda: SimpleNamespace().model, lambda: torch.nn.Linear(1, 1)], ids=["no model", "another model"]
     )
     def test_by_default_a_model_that_cannot_run_is_a_warning(
         self, by_default: Any, lines: list[str], get_model: Callable[[], torch.nn.Module]
