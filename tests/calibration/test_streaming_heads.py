@@ -139,7 +139,7 @@ class TestPrompt:
 
     def test_a_tokenizer_of_many_tokens_is_an_error_of_the_setting(self) -> None:
         """The options of the command that also makes such prompts are no remedy for a server."""
-        with pytest.raises(ConfigurationError, match=r"tokenizer of bits makes .*; set streaming_heads to null"):
+        with pytest.raises(ConfigurationError, match=r"tokenizer of bits needs .*; set streaming_heads to null"):
             streaming_prompt(lambda text: [0] * 20 * len(text), [], "bits")
 
 

@@ -195,8 +195,15 @@ def test_a_process_of_another_backend_is_left_alone(tmp_path: Path) -> None:
     assert with_another == registered
     modules = ("block_pool", "kv_cache_utils")
     hashes = {f"vllm.v1.core.{module}.generate_block_hash_extra_keys" for module in modules}
-    assert in_core - registered == {*hashes, "vllm.v1.engine.core.EngineCore.preprocess_add_request"}
-    assert in_worker - in_core == {"vllm.v1.worker.worker_base.WorkerWrapperBase.__getattr__"}
+    core = {
+        "vllm.v1.engine.core.EngineCore.preprocess_add_request",
+        "vllm.v1.executor.abstract.Executor.determine_available_memory",
+    }
+    assert in_core - registered == hashes | core
+    connected = {
+        f"vllm.v1.worker.{module}.init_worker_distributed_environment" for module in ("cpu_worker", "gpu_worker")
+    }
+    assert in_worker - in_core == {"vllm.v1.worker.worker_base.WorkerWrapperBase.__getattr__", *connected}
 
 
 class TestUnreadSettings:

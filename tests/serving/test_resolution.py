@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings are parsed once per process, and resolved equally in all processes of a server, on any devices."""
 
-import asyncio
 import json
 import pickle
-from argparse import Namespace
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +11,8 @@ import pytest
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.vllm_objects import CPU, make_config
-from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.serving import compat, resolution
-from vllm_sparse_backend.serving.frontend import worker_agreement
 from vllm_sparse_backend.serving.level_policy import choices
 from vllm_sparse_backend.serving.resolution import resolve, settings_of
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
@@ -115,36 +111,3 @@ def test_settings_that_others_share_a_store_by_differ_with_what_auto_stands_for(
         monkeypatch.setattr(config, "kv_transfer_config", store)
         salts.append(choices(config).salts["default"])
     assert salts[0] != salts[1]
-
-
-class TestAgreement:
-    """A headless node builds its own configuration, so the server compares it with its workers before it serves."""
-
-    def client(self, config: Any, *workers: Any) -> Any:
-        async def collective_rpc(method: str, timeout: Any, args: Any) -> Any:
-            return list(workers)
-
-        return SimpleNamespace(vllm_config=config, engine_core=SimpleNamespace(), collective_rpc=collective_rpc)
-
-    def start(self, client: Any) -> None:
-        asyncio.run(worker_agreement.AgreementEndpoint().init_state(client, None, Namespace()))
-
-    def test_workers_of_the_same_configuration_agree(self, sent: Any, on: Callable[[str], None]) -> None:
-        answer = worker_agreement.worker_numbers(SimpleNamespace(vllm_config=sent, rank=0))
-        on(FRONT)
-        self.start(self.client(sent, json.loads(json.dumps(answer))))
-
-    def test_a_node_of_another_device_is_refused(
-        self, sent: Any, default_model: Any, table: str, on: Callable[[str], None]
-    ) -> None:
-        on(WORKER)
-        headless = make_config(default_model, {"method": "a_shape", "crossover": table})
-        answer = worker_agreement.worker_numbers(SimpleNamespace(vllm_config=headless, rank=3))
-        on(FRONT)
-        with pytest.raises(ConfigurationError) as caught:
-            self.start(self.client(sent, json.loads(json.dumps(answer))))
-        for part in ("engine 0, rank 3, on NVIDIA H200", "default.hopper: (4096, 512)", "expected default.hopper: (20"):
-            assert part in str(caught.value)
-
-    def test_servers_of_other_backends_are_not_asked(self, default_model: Any) -> None:
-        self.start(self.client(make_config(default_model, backend=None), "nonsense"))

@@ -21,7 +21,7 @@ import transformers
 from tests.helpers.vllm_configs import llama, served
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.serving import compat, startup
+from vllm_sparse_backend.serving import compat, hooks, startup, streaming_startup
 from vllm_sparse_backend.serving.resolution import resolve
 
 WINDOWED = llama(layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=1024)
@@ -190,7 +190,7 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
     ],
 )
 def test_servers_that_cannot_find_streaming_heads(changes: dict[str, Any], says: str | None) -> None:
-    expected = f"^--attention-backend sparse-prefill: streaming_heads: .*{re.escape(says)}.*leave" if says else ""
+    expected = f"^--additional-config sparse_prefill.streaming_heads: .*{re.escape(says)}.*leave" if says else ""
     with pytest.raises(ConfigurationError, match=expected) if says else nullcontext():
         startup.check(streaming({"streaming_heads": {}}, **changes))
 
@@ -229,25 +229,55 @@ def test_without_a_setting_servers_that_cannot_find_them_do_without(
     assert says is None or says in logged[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "changes", "is_warned"),
-    [
-        ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, True),
-        ({"min_tokens": 4096}, {"model_config.max_model_len": 16_384}, True),
-        ({"min_tokens": 16_384}, {"model_config.max_model_len": 16_384}, False),
-        ({}, {}, False),
-        ({"streaming_heads": None}, {"model_config.max_model_len": 16_384}, False),
-        ({"method": "sale"}, {}, False),
-    ],
-)
-def test_servers_that_share_a_store_may_differ_in_streaming_heads(
-    settings: dict[str, Any], changes: dict[str, Any], is_warned: bool, lines: list[str]
+def test_an_unreadable_configuration_leaves_a_server_without_streaming_heads(lines: list[str]) -> None:
+    """A later release may name its fields differently."""
+    config = streaming({}, **{"parallel_config.pipeline_parallel_size": "a number"})
+    startup.check(config)
+    assert resolve(config).streaming_heads is None
+    assert "all heads score keys in long prompts: TypeError" in lines[-1]
+
+
+class TestHeadsInKeysOfBlocks:
+    """Servers that share a store of blocks read only blocks of servers with the same streaming heads."""
+
+    def core(self, store: str | None, fingerprint: str = "abc") -> Any:
+        connector = None if store is None else SimpleNamespace(kv_connector=store, kv_connector_extra_config={})
+        config = streaming({}, kv_transfer_config=connector)
+        startup.check(config)
+        executor = SimpleNamespace(vllm_config=config, collective_rpc=lambda method: [fingerprint] * 2)
+        streaming_startup.learn_heads(executor)
+        return SimpleNamespace(model_executor=executor)
+
+    @pytest.mark.parametrize(
+        ("store", "fingerprint", "salt", "expected"),
+        [
+            ("OffloadingConnector", "abc", "sparse_prefill:default:1", "sparse_prefill:default:1:abc"),
+            ("OffloadingConnector", "", "sparse_prefill:default:1", "sparse_prefill:default:1"),
+            ("OffloadingConnector", "abc", "a client's", "a client's"),
+            ("OffloadingConnector", "abc", None, None),
+            (None, "abc", "sparse_prefill:p=0.5", "sparse_prefill:p=0.5"),
+        ],
+        ids=["sparse", "none found", "client", "exact", "no store"],
+    )
+    def test_salts(self, store: str | None, fingerprint: str, salt: str | None, expected: str | None) -> None:
+        request = SimpleNamespace(cache_salt=salt)
+        streaming_startup.add_heads_to_salt(self.core(store, fingerprint), request)
+        assert request.cache_salt == expected
+
+
+def test_replaced_weights_are_a_warning_if_heads_were_measured(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such servers have other fingerprints, so a decode server would find no block of its prefill server."""
-    connector = SimpleNamespace(kv_connector="MooncakeStoreConnector", kv_connector_extra_config={})
-    startup.check(streaming(settings, kv_transfer_config=connector, **changes))
-    warned = [line for line in lines if "in MooncakeStoreConnector its blocks have other hashes" in line]
-    assert len(warned) == is_warned
+    monkeypatch.setattr(hooks, "is_selected", lambda attention_config: True)
+    found, without = streaming({}), streaming({"method": "a_shape"})
+    for config in (found, without):
+        startup.check(config)
+        for _ in range(2):
+            config.attention_config = None
+            worker = SimpleNamespace(vllm_config=config, reload_weights=lambda: None)
+            wrapper = SimpleNamespace(worker=worker)
+            hooks._counting(lambda self, attr: getattr(self.worker, attr))(wrapper, "reload_weights")()
+    assert len([line for line in lines if "reload_weights can replace the model's weights" in line]) == 1
 
 
 def test_the_first_process_decides_for_all() -> None:

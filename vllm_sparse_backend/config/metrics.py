@@ -11,9 +11,6 @@ from typing import Literal
 PREFIX = "sparse_prefill_"
 WORKER_METHOD = "sparse_prefill_samples"
 """Name of the ``collective_rpc`` call that returns a worker's samples."""
-AGREEMENT_METHOD = "sparse_prefill_numbers"
-"""Name of the ``collective_rpc`` call that returns the lengths from which a worker's rows run sparse. All processes
-must agree on them (``serving/frontend/worker_agreement.py``)."""
 
 FRESH_QUERY = "sparse_prefill=fresh"
 """Query of /metrics that waits for counts polled after the request arrived, for tools that compare two scrapes."""
@@ -66,7 +63,8 @@ _TABLE = (
     Metric("device_bytes", "gauge", "Device memory that the worker holds, without the driver's.", per_rank=True),
     Metric("layers", "gauge", "Layers of the model, by the engine of their prefill attention.", ("attention",)),
     Metric("streaming_heads", "gauge",
-           "Heads of the model that keep only the first and the nearest keys in long prompts."),
+           "Heads of the model that keep only the first and the nearest keys in long prompts. Label: a hash of them.",
+           ("fingerprint",)),
     Metric("up", "gauge", "Whether the engine answers the polls for these metrics: 1 or 0."),
 )
 # fmt: on

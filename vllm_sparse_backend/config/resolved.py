@@ -72,10 +72,7 @@ class Resolved:
             }
             for level, plan in plans.items()
         }
-        finds_streaming = carried_streaming(additional_config)
-        if finds_streaming is None:
-            finds_streaming = config.requires_streaming_heads
-        streaming_heads = config.streaming_heads if finds_streaming else None
+        streaming_heads = config.streaming_heads if carried_streaming(additional_config) else None
         return Resolved(config, read, plans, table, thresholds_by_engine, device, pools, streaming_heads)
 
     def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:

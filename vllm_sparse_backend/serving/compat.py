@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.identity import RELEASES
 from vllm_sparse_kernels import PagedCache
@@ -102,6 +103,31 @@ def gather_over_stages(value: T) -> list[T]:
     from vllm.distributed.parallel_state import get_pp_group
 
     return list(chain.from_iterable(_gather(get_pp_group(), gather_over_ranks(value))))
+
+
+def gather_over_world(value: T, timeout_s: float) -> list[T]:
+    """Gather a value from all workers that vLLM has connected with each other.
+
+    Raises ConfigurationError if one of them does not enter the exchange.
+    """
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size > 1:
+        try:
+            torch.distributed.monitored_barrier(group.cpu_group, timedelta(seconds=timeout_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            first_line = str(error).partition("\n")[0]
+            raise ConfigurationError(
+                f"sparse-prefill: not all workers compared their settings within {timeout_s:.0f} s ({first_line}); "
+                "start all nodes with the same backend and the same version of this package"
+            ) from error
+    return _gather(group, value)
+
+
+def is_first_rank(vllm_config: VllmConfig) -> bool:
+    """Return whether this worker logs for its engine."""
+    return tensor_parallel(vllm_config)[0] == pipeline_parallel(vllm_config)[0] == 0
 
 
 def _gather(group: Any, value: T) -> list[T]:
@@ -241,18 +267,18 @@ def stock_backend(
     return str(DenseBackend.get_name() if first is None else first.backend.name)
 
 
-def cache_folder() -> Path:
-    """Return the folder in which vLLM caches what it computes at start-up."""
-    from vllm import envs
-
-    return Path(envs.VLLM_CACHE_ROOT).expanduser()
-
-
 def tokenizer(vllm_config: VllmConfig) -> Any:
     """Return the served model's tokenizer."""
     from vllm.tokenizers import cached_tokenizer_from_config
 
     return cached_tokenizer_from_config(vllm_config.model_config)
+
+
+def is_from_transformers(tokenizer: Any) -> bool:
+    """Return whether a tokenizer has transformers' interface."""
+    from transformers import PreTrainedTokenizerBase
+
+    return isinstance(tokenizer, PreTrainedTokenizerBase)
 
 
 def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import DOCUMENTS, REQUESTS
-from vllm_sparse_backend.config.metrics import AGREEMENT_METHOD, WORKER_METHOD
+from vllm_sparse_backend.config.metrics import WORKER_METHOD
 from vllm_sparse_backend.identity import BACKEND, FLAG, LOGGER, MLA_BACKEND, MLA_FLAG, NAMES, RELEASES
 from vllm_sparse_backend.serving.registration import (
     is_our_mla_prefill,
@@ -51,6 +51,7 @@ SERVER = "servers' processes"
 CORE = "the engine's core"
 WORKER = "workers"
 MLA_WORKER = "workers, for multi-head latent attention"
+CONNECTED = "workers, once they are connected"
 STREAMING_OLDER = "workers with the older runner, for streaming heads"
 STREAMING_NEWER = "workers with Model Runner V2, for streaming heads"
 STREAMING_ON_CPU = "workers on a CPU, for streaming heads"
@@ -68,7 +69,10 @@ differ between executors.
 MLA_LAYER = "sparse_prefill_layer"
 """Attribute of vLLM's implementation of an MLA layer: its number, if it can run sparse."""
 
-LOOKED_UP = frozenset((WORKER_METHOD, AGREEMENT_METHOD, *FOR_NO_REQUEST))
+REPLACE_WEIGHTS = ("reload_weights", "update_weights")
+"""Methods of a worker that replace the model's weights."""
+
+LOOKED_UP = frozenset((WORKER_METHOD, *REPLACE_WEIGHTS, *FOR_NO_REQUEST))
 """Methods of a worker that vLLM calls by name, and that we provide or wrap."""
 
 
@@ -221,9 +225,8 @@ def _with_our_endpoints(original: Function) -> Function:
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
         from vllm_sparse_backend.serving.frontend.metrics_endpoint import MetricsEndpoint
         from vllm_sparse_backend.serving.frontend.middleware import LevelsEndpoint
-        from vllm_sparse_backend.serving.frontend.worker_agreement import AgreementEndpoint
 
-        return [*original(*args, **kwargs), MetricsEndpoint(), LevelsEndpoint(), AgreementEndpoint()]
+        return [*original(*args, **kwargs), MetricsEndpoint(), LevelsEndpoint()]
 
     return load_endpoint_plugins
 
@@ -244,10 +247,11 @@ def _counting(original: Function) -> Function:
             from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
 
             return functools.partial(worker_samples, self.worker)
-        if attr == AGREEMENT_METHOD:
-            from vllm_sparse_backend.serving.frontend.worker_agreement import worker_numbers
+        if attr in REPLACE_WEIGHTS:
+            from vllm_sparse_backend.serving.streaming_startup import warn_of_weights
 
-            return functools.partial(worker_numbers, self.worker)
+            warn_of_weights(worker.vllm_config, attr)
+            return original(self, attr)
         return _uncounted(original(self, attr))
 
     return look_up
@@ -321,7 +325,9 @@ def _marked_in_core(original: Function) -> Function:
         if not is_selected(self.vllm_config.attention_config):
             return original(self, request)
         from vllm_sparse_backend.serving.core import unmarked_requests
+        from vllm_sparse_backend.serving.streaming_startup import add_heads_to_salt
 
+        add_heads_to_salt(self, request)
         refusal = unmarked_requests.mark_new_request(self, request)
         prepared = original(self, request)
         if refusal is not None:
@@ -331,6 +337,20 @@ def _marked_in_core(original: Function) -> Function:
         return prepared
 
     return preprocess_add_request
+
+
+def _learning_heads(original: Function) -> Function:
+    """Ask the workers which streaming heads they found, once they have measured the memory for their cache."""
+
+    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if is_selected(self.vllm_config.attention_config):
+            from vllm_sparse_backend.serving.streaming_startup import learn_heads
+
+            learn_heads(self)
+        return result
+
+    return determine_available_memory
 
 
 # --- workers: the requests of a step's rows ---
@@ -373,7 +393,20 @@ def _batch_told(original: Function) -> Function:
     return prepare_attn
 
 
-# --- workers: streaming heads ---
+# --- workers: their settings, and streaming heads ---
+
+
+def _agreeing(original: Function) -> Function:
+    """Compare the settings of all workers as soon as vLLM has connected them, before any model loads."""
+
+    def init_worker_distributed_environment(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(vllm_config, *args, **kwargs)
+        if is_selected(vllm_config.attention_config):
+            from vllm_sparse_backend.serving.worker.agreement import agree
+
+            agree(vllm_config)
+
+    return init_worker_distributed_environment
 
 
 def _profiled(original: Function) -> Function:
@@ -405,7 +438,7 @@ def _find_streaming_heads(vllm_config: Any, runner: Any) -> None:
     if is_selected(vllm_config.attention_config) and carried_streaming(vllm_config.additional_config):
         from vllm_sparse_backend.serving.worker.streaming_heads import find_streaming_heads
 
-        find_streaming_heads(vllm_config, runner.get_model())
+        find_streaming_heads(vllm_config, lambda: runner.get_model())
 
 
 # --- workers: multi-head latent attention ---
@@ -455,17 +488,9 @@ def _worker_begins(vllm_config: Any) -> None:
     problem = install_counters()
     if problem is not None:
         logger.warning("%s", problem)
-    from vllm_sparse_backend.config.resolved import carried_streaming
-    from vllm_sparse_backend.serving.resolution import settings_of
-
-    if not carried_streaming(vllm_config.additional_config):
-        return
-    try:
-        install_for_streaming_heads(vllm_config)
-    except ConfigurationError as error:
-        if settings_of(vllm_config).requires_streaming_heads:
-            raise
-        logger.warning("%s; all heads score keys in long prompts", error)
+    _install(CONNECTED)
+    name = "init_worker_distributed_environment"
+    _replace_by_name(name, _imported(f"vllm.v1.worker.gpu_worker.{name}"))
 
 
 # --- the table ---
@@ -525,6 +550,10 @@ HOOKS = (
          "only requests of the same level find cached blocks past the exact positions"),
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _marked_in_core,
          "requests of a front process without Python are checked and marked"),
+    Hook(CORE, "vllm.v1.executor.abstract", "Executor", "determine_available_memory", (), _learning_heads,
+         "servers that share a store of blocks read only blocks of servers with the same streaming heads"),
+    Hook(CONNECTED, "vllm.v1.worker.gpu_worker", "", "init_worker_distributed_environment", ("vllm_config",), _agreeing,
+         "workers that have other settings are refused before any of them waits for another"),
     Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
          _known, "the rows of a step are mapped to requests, and requests to levels"),
     Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
@@ -626,14 +655,16 @@ def install_in_worker(vllm_config: Any) -> None:
         _install(where)
 
 
-def install_for_streaming_heads(vllm_config: Any) -> None:
-    """Install a worker's hooks that find streaming heads at its start."""
+def streaming_problem(vllm_config: Any) -> str | None:
+    """Install a worker's hooks that find streaming heads at its start. Returns why they cannot be installed."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        _install(STREAMING_ON_CPU)
-    else:
-        _install(STREAMING_NEWER if vllm_config.use_v2_model_runner else STREAMING_OLDER)
+    newer = vllm_config.use_v2_model_runner
+    try:
+        _install(STREAMING_ON_CPU if current_platform.is_cpu() else STREAMING_NEWER if newer else STREAMING_OLDER)
+    except ConfigurationError as error:
+        return str(error)
+    return None
 
 
 def install_for_mla() -> None:

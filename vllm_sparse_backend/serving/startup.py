@@ -19,7 +19,7 @@ from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import RELEASES
 from vllm_sparse_backend.serving import compat, rust_frontend, streaming_startup
 from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
-from vllm_sparse_backend.serving.resolution import carry_settings, carry_streaming, resolve
+from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 
@@ -34,7 +34,7 @@ def check(vllm_config: VllmConfig) -> None:
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
     refuse_on_cpu(resolved.config.engine)
     refuse(vllm_config, resolved)
-    carry_streaming(vllm_config, streaming_startup.decide(vllm_config, resolved))
+    streaming_startup.decide(vllm_config, resolved)
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
     choices(vllm_config, resolved)
     hf_config, plan = compat.hf_config(vllm_config), resolved.plan
@@ -94,8 +94,6 @@ def shared_refusals(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str
 
 def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     yield from shared_refusals(vllm_config, resolved)
-    if resolved.config.requires_streaming_heads:
-        yield from streaming_startup.problems(vllm_config, resolved)
     # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
     if _optional(vllm_config, "speculative_config", "enable_adaptive_verification"):
         yield (

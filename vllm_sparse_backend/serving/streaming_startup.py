@@ -6,83 +6,75 @@ By default, a server that cannot find them does without. If the operator sets ``
 
 import logging
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from vllm_sparse_backend.calibration.streaming_heads import PROMPT_TOKENS
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.config.resolved import Resolved, carried_streaming
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, kv_connectors
+from vllm_sparse_backend.serving.resolution import carry_streaming, resolve, settings_of
 
-logger = logging.getLogger(LOGGER)
+logger = init_logger(LOGGER)
 
-LEAVE_OUT = f"leave {OPTION} {KEY}.streaming_heads out"
+HEADS = "sparse_prefill_heads"
+"""Attribute of vLLM's executor: the fingerprint of the streaming heads that its workers found."""
 
 
-def decide(vllm_config: VllmConfig, resolved: Resolved) -> bool:
-    """Decide whether this server finds streaming heads. The first process decides for all."""
-    decided = carried_streaming(vllm_config.additional_config)
-    if decided is not None:
-        return decided
+def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
+    """Add to the configuration whether this server finds streaming heads. The first process decides for all."""
     config = resolved.config
-    if config.streaming_heads is None or config.not_for_streaming() is not None:
-        return False
-    if next(_always_dense(vllm_config, resolved), None) is not None:
-        return False
-    useless = next(_too_short(vllm_config, resolved), None)
-    impossible = None if useless else next(_impossible(vllm_config), None)
-    if impossible is not None:
-        logger.info(
-            "sparse-prefill: all heads score keys in long prompts: streaming heads are not found with %s", impossible
-        )
-    reason = useless or impossible
+    if carried_streaming(vllm_config.additional_config) is not None:
+        return
+    carry_streaming(vllm_config, config.streaming_heads is not None and config.not_for_streaming() is None)
+    if not carried_streaming(vllm_config.additional_config):
+        return
+    try:
+        useless = next(_useless(vllm_config, resolved), None)
+        reason = useless or next(_impossible(vllm_config), None)
+    except Exception as error:
+        do_without(vllm_config, describe(error))
+        return
     if reason is not None:
-        _warn_of_stores(vllm_config, reason)
-    return reason is None
+        do_without(vllm_config, f"given with {reason}", logging.DEBUG if useless else logging.INFO)
 
 
-def _warn_of_stores(vllm_config: VllmConfig, reason: str) -> None:
-    """Warn that servers with streaming heads do not share blocks with this server, which has none."""
-    stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
-    if stores:
-        logger.warning(
-            "sparse-prefill: this server does not find streaming heads (%s), so in %s its blocks have other hashes "
-            "than those of servers that find them. If such servers share the store, set %s %s.streaming_heads to null "
-            "on all of them", reason, ", ".join(sorted(stores)), OPTION, KEY,
-        )  # fmt: skip
+def do_without(vllm_config: VllmConfig, problem: str, level: int = logging.WARNING, is_logged: bool = True) -> None:
+    """Leave this process without streaming heads. Raises ConfigurationError if the operator set them."""
+    if settings_of(vllm_config).requires_streaming_heads:
+        raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
+    carry_streaming(vllm_config, False)
+    if is_logged:
+        logger.log(level, "sparse-prefill: all heads score keys in long prompts: %s", problem)
 
 
-def problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """List why streaming heads, which the operator turned on, cannot be found here or would change nothing."""
-    reasons = _too_short(vllm_config, resolved), _always_dense(vllm_config, resolved), _impossible(vllm_config)
-    for reason in chain.from_iterable(reasons):
-        yield f"streaming_heads: given with {reason}; {LEAVE_OUT}"
+def describe(error: Exception) -> str:
+    """Format an error as one line."""
+    first_line, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {first_line}"
 
 
-def _always_dense(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """Yield why no row of this server runs sparse."""
-    if resolved.is_dense:
-        yield "a pooling model, every row of which prefills dense"
-    max_len, exact_tokens = vllm_config.model_config.max_model_len, resolved.exact_tokens()
-    if exact_tokens is None or exact_tokens >= max_len:
-        limit = "no crossover" if exact_tokens is None else f"min_tokens {exact_tokens}"
-        yield f"{limit} and --max-model-len {max_len}, so that every row prefills dense"
-
-
-def _too_short(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    """Yield why the rows of this server are too short for streaming heads."""
-    settings = resolved.config.streaming_heads
+def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+    """Yield why streaming heads would change nothing in this server."""
+    settings, max_len = resolved.config.streaming_heads, vllm_config.model_config.max_model_len
     assert settings is not None
-    max_len = vllm_config.model_config.max_model_len
     needed = max(settings.min_context_tokens + 1, PROMPT_TOKENS)
     if max_len < needed:
         yield (
             f"--max-model-len {max_len}, expected at least {needed}: the heads are measured on {PROMPT_TOKENS} tokens, "
             f"and keep fewer keys after {settings.min_context_tokens} tokens of a request"
         )
+    if resolved.is_dense:
+        yield "a pooling model, every row of which prefills dense"
+    exact_tokens = resolved.exact_tokens()
+    if exact_tokens is None or exact_tokens >= max_len:
+        limit = "no crossover" if exact_tokens is None else f"min_tokens {exact_tokens}"
+        yield f"{limit} and --max-model-len {max_len}, so that every row prefills dense"
 
 
 def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
@@ -135,3 +127,40 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
 def _flag(part: Any, name: str) -> bool:
     """Return whether a flag of vLLM's configuration is set; False if this version does not have it."""
     return bool(getattr(part, name, False))
+
+
+def worker_fingerprint(worker: Any) -> str:
+    """Return the fingerprint of the streaming heads of all ranks; empty without streaming heads. Runs in a worker."""
+    from vllm_sparse_backend.serving.worker.streaming_heads import streaming_of
+
+    streaming = streaming_of(worker.vllm_config)
+    return "" if streaming is None else streaming.fingerprint
+
+
+def learn_heads(executor: Any) -> None:
+    """Ask the workers for their fingerprint, in the engine's core, if other servers may read this server's blocks."""
+    vllm_config = executor.vllm_config
+    if carried_streaming(vllm_config.additional_config) and kv_connectors(vllm_config) & BY_BLOCK_HASH:
+        vars(executor)[HEADS] = executor.collective_rpc(worker_fingerprint)[0]
+
+
+def add_heads_to_salt(engine_core: Any, request: Any) -> None:
+    """Add the fingerprint to a salt of ours, before the core hashes the blocks of a new request.
+
+    The front process writes the salt, but does not know which heads the workers found: an offline engine asks them
+    nothing at its start, and engines of a server may find different heads.
+    """
+    fingerprint, salt = vars(engine_core.model_executor).get(HEADS), request.cache_salt
+    if fingerprint and salt and salt.startswith(f"{FIELD}:"):
+        request.cache_salt = f"{salt}:{fingerprint}"
+
+
+def warn_of_weights(vllm_config: VllmConfig, source: str) -> None:
+    """Warn, once, that a worker's weights may no longer be those on which heads were measured."""
+    resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
+    if resolved.streaming_heads is None and resolved.documents.profile is None:
+        return
+    logger.warning_once(
+        "sparse-prefill: %s can replace the model's weights, but streaming heads and profiles were measured on earlier "
+        "weights, and stay as they are; restart the server to find streaming heads again", source,
+    )  # fmt: skip

@@ -10,11 +10,11 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
-from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import KEY, OPTION
+from vllm_sparse_backend.config.resolved import carried_streaming
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.startup import other_decode, slow_path
+from vllm_sparse_backend.serving.streaming_startup import do_without
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
@@ -71,12 +71,8 @@ class LayerAdoption:
         impls = {number: impl for number, impl in self._group_layers if reasons[number] is None}
         if not impls:
             return None
-        if worker.resolved.streaming_heads is not None and worker.streaming_heads is None:
-            problem = "this worker got its KV cache before it ran the model to find the streaming heads"
-            if worker.resolved.config.requires_streaming_heads:
-                raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
-            if worker.should_log("no streaming heads"):
-                logger.warning("sparse-prefill: all heads score keys in long prompts: %s", problem)
+        if worker.streaming is None and carried_streaming(vllm_config.additional_config):
+            do_without(vllm_config, "this worker got its KV cache before it ran the model to find the streaming heads")
         memory = worker.reserve_memory()
         numbers = tuple(sorted(impls))
         worker.recorder.add_layers(numbers, worker.resolved.plans)

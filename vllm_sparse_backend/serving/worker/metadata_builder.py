@@ -90,7 +90,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             worker.recorder, heads_by_reach(self.vllm_config), counts_rows=adopted.is_first_group
         )
         streaming = worker.resolved.streaming_heads
-        has_heads = any((worker.streaming_heads or {}).values())  # otherwise long rows would be a launch of their own
+        has_heads = worker.streaming is not None and worker.streaming.count  # else long rows would need a launch
         self.streaming_context_tokens = streaming.min_context_tokens if streaming and has_heads else None
 
     def build(

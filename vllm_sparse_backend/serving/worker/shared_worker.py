@@ -2,6 +2,7 @@
 """State that the layers of one worker share: settings, arena and counters."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from vllm.config import VllmConfig
@@ -19,6 +20,19 @@ from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, methods_by_h
 from vllm_sparse_kernels.methods import name_of
 
 
+@dataclass(frozen=True)
+class StreamingHeads:
+    """The streaming heads of a rank by layer, and a fingerprint of those of all ranks."""
+
+    by_layer: Mapping[int, frozenset[int]]
+    fingerprint: str
+
+    @property
+    def count(self) -> int:
+        """Number of streaming heads on this rank."""
+        return sum(map(len, self.by_layer.values()))
+
+
 class Worker:
     """State that the layers of one worker share. Each group of layers and each microbatch has its own builder."""
 
@@ -32,7 +46,7 @@ class Worker:
             self.recorder = Recorder(device, is_first_rank=self.rank == 0)
         self.memory = memory
         self.requests = RunnerRequests({EXACT, *self.resolved.plans})
-        self.streaming_heads: Mapping[int, frozenset[int]] | None = None
+        self.streaming: StreamingHeads | None = None
         self._logged: set[str] = set()
         self._layers: dict[tuple[LayerPlan, int | None], Layer] = {}
 
@@ -70,7 +84,7 @@ class Worker:
         Its index has blocks of the same width as without streaming heads. The other heads thus keep the same keys, and
         the arena has room for it.
         """
-        heads = (self.streaming_heads or {}).get(number, frozenset())
+        heads = frozenset[int]() if self.streaming is None else self.streaming.by_layer[number]
         methods = methods_by_head(groups)
         scored = {head for head, method in enumerate(methods) if name_of(method) == SCORING_METHOD}
         if not heads & scored:

@@ -2,154 +2,94 @@
 """Finds the streaming heads of the served model when a worker starts, before its layers get their plans.
 
 The worker runs the model on one generated prompt (``calibration.streaming_heads``). In this run, each layer computes
-its attention in plain torch, without the KV cache, which does not exist yet, and measures its heads. The result is kept
-in vLLM's cache folder under a hash of the weights. The next start with the same weights reads it.
+its attention in plain torch, without the KV cache, which does not exist yet, and measures its heads.
 """
 
-import contextlib
 import hashlib
 import json
-import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
-from weakref import WeakSet
 
 import torch
-from pydantic import BaseModel, ConfigDict, StrictInt, ValidationError
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from vllm_sparse_backend.calibration import streaming_heads as calibration
 from vllm_sparse_backend.calibration.capture import begin_ids
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.streaming_startup import describe, do_without
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.model_layers import model_layers, plain_impls
-from vllm_sparse_backend.serving.worker.shared_worker import Worker
+from vllm_sparse_backend.serving.worker.shared_worker import StreamingHeads, Worker
 
-logger = logging.getLogger(LOGGER)
+logger = init_logger(LOGGER)
 T = TypeVar("T")
 
-FOLDER = "sparse_prefill/streaming_heads"
-"""Folder of the results in vLLM's cache folder."""
 
-WITHOUT = "sparse-prefill: all heads score keys in long prompts"
-"""Begins the line that a worker logs if it cannot find streaming heads."""
-
-CHECKSUM_BYTES = 4 << 20
-"""Bytes of a weight that are summed up at a time: each takes 16 bytes of temporary memory."""
-
-_asked: WeakSet[torch.nn.Module] = WeakSet()
-"""Models for which this process has already looked for streaming heads. It must not do so twice, because all ranks have
-to take part."""
-
-StreamingHeads = Mapping[int, frozenset[int]]
-"""By layer, the numbers of its streaming heads on this rank."""
-
-
-class _File(BaseModel):
-    """The file of a result."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    layers: dict[int, tuple[StrictInt, ...]]
-
-
-def find_streaming_heads(vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+def find_streaming_heads(vllm_config: VllmConfig, get_model: Callable[[], torch.nn.Module]) -> None:
     """Find the streaming heads on this rank, before the layers are adopted.
 
     All ranks of all pipeline stages must call this. If one of them cannot find its heads, no rank has streaming heads.
     """
-    if model in _asked:
-        return
-    _asked.add(model)
-    layers = {layer.number: layer.impl for layer in model_layers(vllm_config).values()}
-    problem = layer_problem(vllm_config) if layers else "a worker has no layer that can run sparse"
-    problems = [other for other in compat.gather_over_stages(problem) if other]
-    if not layers:
-        return  # the metadata builders refuse such a worker, with the reasons, or warn of such a pipeline stage
-    worker = next(iter(layers.values())).shared_worker(vllm_config, compat.current_device(), planned=True)
-    is_required = worker.resolved.config.requires_streaming_heads
-    worker.streaming_heads = {}
-    if problems:
-        if is_required:
-            raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problems[0]}; leave streaming_heads out")
-        if worker.rank == 0:
-            logger.info("%s: %s", WITHOUT, problems[0])
-        return
     start = time.monotonic()
-    stage, num_stages = compat.pipeline_parallel(vllm_config)
-    place = f"rank {worker.rank}" + (f" of pipeline stage {stage}" if num_stages > 1 else "")
-    ranks = _Ranks(worker.rank, place, is_required)
-    inputs = ranks.attempt("the prompt and the checksums of the weights", lambda: _inputs(vllm_config, model))
-    if inputs is None:
+    try:
+        # vLLM may profile a model again, for example to measure the memory of its CUDA graphs.
+        if _on_all_ranks(vllm_config, lambda: streaming_of(vllm_config)) is not None:
+            return
+        search = _on_all_ranks(vllm_config, lambda: _Search(vllm_config, get_model()))
+        heads = _on_all_ranks(vllm_config, search.run)
+    except _SearchError as failed:
+        do_without(vllm_config, str(failed), is_logged=compat.is_first_rank(vllm_config))
         return
-    prompt, key = inputs
-    # Heads of a rank also depend on the weights of all others.
-    path = result_path(key, compat.gather_over_stages(key))
-    heads = read_result(path, {number: impl.num_heads for number, impl in layers.items()})
-    # A rank with a result must run the model too if another rank has none, because ranks exchange activations.
-    is_known = all(compat.gather_over_stages(heads is not None))
-    if not is_known:
-        heads = ranks.attempt("the run of the model", lambda: measure(vllm_config, model, layers, prompt))
-        if heads is not None:
-            write_result(path, heads)
-    if heads is None:
-        return
-    worker.streaming_heads = heads
-    _log(worker, heads, sum(impl.num_heads for impl in layers.values()), is_known, time.monotonic() - start)
+    by_rank = compat.gather_over_stages((search.worker.rank, search.num_heads, heads))
+    search.worker.streaming = StreamingHeads(heads, fingerprint(by_rank))
+    if compat.is_first_rank(vllm_config):
+        _log(search.worker, by_rank, time.monotonic() - start)
 
 
-@dataclass(frozen=True)
-class _Ranks:
-    """The ranks of all pipeline stages, which need streaming heads on all of them or on none."""
-
-    rank: int
-    place: str
-    is_required: bool
-
-    def attempt(self, step: str, call: Callable[[], T]) -> T | None:
-        """Call a function on all ranks. Every rank must call this, and waits for the others."""
-        result, problem, error = None, None, None
-        try:
-            result = call()
-        except Exception as caught:
-            error = caught
-            reason = str(error).partition("\n")[0]
-            problem = f"{step} failed on {self.place}: {type(error).__name__}: {reason}"
-            # Logged before this rank waits: another rank may wait for this one in the run.
-            logger.warning("sparse-prefill: streaming heads are not found: %s", problem)
-        problems = [other for other in compat.gather_over_stages(problem) if other]
-        if not problems:
-            return result
-        if self.is_required:
-            raise error or ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problems[0]}")
-        if self.rank == 0:
-            logger.warning("%s: %s", WITHOUT, problems[0])
-        return None
+class _SearchError(Exception):
+    """A rank cannot find its streaming heads. All ranks raise it."""
 
 
-def _inputs(vllm_config: VllmConfig, model: torch.nn.Module) -> tuple[list[int], str]:
-    """Return the prompt, and this rank's part of the key of the result."""
-    prompt = _prompt(vllm_config)
-    return prompt, result_key(vllm_config, model, prompt)
+def _on_all_ranks(vllm_config: VllmConfig, function: Callable[[], T]) -> T:
+    """Call a function on all ranks, and wait for the others. If it fails on one rank, it fails on all."""
+    problem = None
+    try:
+        result = function()
+    except Exception as error:
+        stage, num_stages = compat.pipeline_parallel(vllm_config)
+        place = f" of pipeline stage {stage}" if num_stages > 1 else ""
+        problem = f"rank {compat.tensor_parallel(vllm_config)[0]}{place}: {describe(error)}"
+    first_problem = next(filter(None, compat.gather_over_stages(problem)), None)
+    if first_problem is not None:
+        raise _SearchError(first_problem)
+    return result
 
 
-def result_path(key: str, keys: Sequence[str]) -> Path:
-    """Return the file of a result."""
-    name = hashlib.sha256(json.dumps([key, *keys]).encode()).hexdigest()[:32]
-    return compat.cache_folder() / FOLDER / f"{name}.json"
+class _Search:
+    """What a rank needs to find its streaming heads. The constructor raises an error if it cannot."""
+
+    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module) -> None:
+        self.vllm_config, self.model = vllm_config, model
+        self.impls = {layer.number: layer.impl for layer in model_layers(vllm_config).values()}
+        if not self.impls:
+            raise ConfigurationError("this worker has no layer that can run sparse")
+        refuse_layers(vllm_config)
+        first = next(iter(self.impls.values()))
+        self.worker = first.shared_worker(vllm_config, compat.current_device(), planned=True)
+        self.num_heads = {number: impl.num_heads for number, impl in self.impls.items()}
+        self.prompt = _prompt(vllm_config)
+
+    def run(self) -> dict[int, frozenset[int]]:
+        """Run the model, and return the streaming heads of this rank by layer."""
+        return measure(self.vllm_config, self.model, self.impls, self.prompt)
 
 
-def layer_problem(vllm_config: VllmConfig) -> str | None:
-    """Return which layer mixes tokens in another way than attention that ``measure`` can compute."""
+def refuse_layers(vllm_config: VllmConfig) -> None:
+    """Raise ConfigurationError if a layer mixes tokens in another way than attention that ``measure`` can compute."""
     plain = plain_impls(vllm_config)
     compilation = vllm_config.compilation_config
     experts = frozenset(compilation.static_all_moe_layers)  # listed among the layers, but they mix no tokens
@@ -167,15 +107,16 @@ def layer_problem(vllm_config: VllmConfig) -> str | None:
             problem = "reads the cache of another layer"
         else:
             continue
-        return f"layer {name} {problem}, expected causal attention of every layer over its own keys"
-    return None
+        raise ConfigurationError(f"layer {name} {problem}, expected causal attention of every layer over its own keys")
 
 
 def _prompt(vllm_config: VllmConfig) -> list[int]:
     tokenizer: Any = compat.tokenizer(vllm_config)
+    # The text is longer than the model's context. transformers warns of that, but only a part of the text is used.
+    quiet = {"verbose": False} if compat.is_from_transformers(tokenizer) else {}
 
     def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
 
     name = vllm_config.model_config.tokenizer
     prompt = calibration.streaming_prompt(encode, begin_ids(tokenizer), name)
@@ -190,21 +131,27 @@ def _prompt(vllm_config: VllmConfig) -> list[int]:
 
 def measure(
     vllm_config: VllmConfig, model: torch.nn.Module, layers: Mapping[int, SparsePrefillImpl], prompt: Sequence[int]
-) -> StreamingHeads:
+) -> dict[int, frozenset[int]]:
     """Run the model on a prompt and return the streaming heads of its layers."""
     measured: dict[SparsePrefillImpl, calibration.FarAttention] = {}
+    errors: list[Exception] = []
     impls = plain_impls(vllm_config).values()  # those of a draft model do not run
 
     def attend(impl: SparsePrefillImpl, layer: Any, qkv: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         query, key, value = qkv
-        traits = calibration.AttentionTraits(
-            scale=impl.scale * compat.query_scale(query, layer),
-            window_tokens=layer.sliding_window,
-            softcap=impl.logits_soft_cap or 0.0,
-            sinks=impl.sinks,
-        )
-        attention, measured[impl] = calibration.attend_and_measure(query, key, value, traits)
-        out.copy_(attention.view_as(out))
+        try:
+            traits = calibration.AttentionTraits(
+                scale=impl.scale * compat.query_scale(query, layer),
+                window_tokens=layer.sliding_window,
+                softcap=impl.logits_soft_cap or 0.0,
+                sinks=impl.sinks,
+            )
+            attention, measured[impl] = calibration.attend_and_measure(query, key, value, traits)
+            out.copy_(attention.view_as(out))
+        except Exception as error:
+            # The run goes on: other ranks would wait for this one where the layers exchange activations.
+            errors.append(error)
+            out.zero_()
 
     for impl in impls:
         impl.attend_without_cache = attend
@@ -213,84 +160,41 @@ def measure(
     finally:
         for impl in impls:
             impl.attend_without_cache = None
+    if errors:
+        raise errors[0]
     return {number: measured[impl].streaming_heads() for number, impl in layers.items()}
 
 
-def result_key(vllm_config: VllmConfig, model: torch.nn.Module, prompt: Sequence[int]) -> str:
-    """Hash what a result depends on, on this rank: weights, configuration, the cache's dtype, prompt, rule and rank."""
-    rule = (
-        *(calibration.SINK_TOKENS, calibration.WINDOW_TOKENS, calibration.BLOCK_TOKENS, calibration.HEAVY_SHARE),
-        *(calibration.MAX_FAR_SHARE, calibration.MAX_HEAVY_QUERIES),
+RankHeads = tuple[int, Mapping[int, int], Mapping[int, frozenset[int]]]
+"""The tensor-parallel rank and, by layer, the number of its heads and the streaming heads among them."""
+
+
+def fingerprint(by_rank: Sequence[RankHeads]) -> str:
+    """Hash the streaming heads of all ranks, by their numbers in the whole model."""
+    heads = sorted(
+        (number, rank * num_heads[number] + head)
+        for rank, num_heads, by_layer in by_rank
+        for number, layer_heads in by_layer.items()
+        for head in layer_heads
     )
-    config = {name: value for name, value in compat.hf_config(vllm_config).items() if not name.startswith("_")}
-    cache_dtype = str(vllm_config.cache_config.cache_dtype)  # queries of an fp8 cache are rounded
-    place = *compat.tensor_parallel(vllm_config), *compat.pipeline_parallel(vllm_config)
-    data = [rule, place, list(prompt), config, cache_dtype, weight_checksums(model)]
-    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(heads).encode()).hexdigest()[:12]
 
 
-def weight_checksums(model: torch.nn.Module) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """Return a checksum of each weight of this rank. Waits for the device."""
-    return [
-        (name, str(tensor.dtype), tuple(tensor.shape), int(_checksum(tensor)))
-        for name, tensor in chain(model.named_parameters(), model.named_buffers())
-        if tensor.numel()
-    ]
+def streaming_of(vllm_config: VllmConfig) -> StreamingHeads | None:
+    """Return what this process's worker found."""
+    workers = [layer.impl.worker for layer in model_layers(vllm_config).values()]
+    return next((worker.streaming for worker in workers if worker is not None), None)
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of all bytes, each times an odd number that depends on its place, modulo 2⁶⁴."""
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    chunk_bytes = min(CHECKSUM_BYTES, flat.numel())
-    factors = 2 * torch.arange(chunk_bytes, device=flat.device) + 1
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for number, chunk in enumerate(flat.split(chunk_bytes)):
-        total += (2 * number + 1) * (chunk * factors[: chunk.numel()]).sum()
-    return total
-
-
-def read_result(path: Path, num_heads: Mapping[int, int]) -> StreamingHeads | None:
-    """Read a result that an earlier start wrote."""
-    try:
-        layers = _File.model_validate_json(path.read_bytes()).layers
-    except FileNotFoundError:
-        return None
-    except (OSError, ValidationError) as error:
-        logger.warning("sparse-prefill: %s cannot be read, and is replaced: %s", path, str(error).splitlines()[0])
-        return None
-    fits = layers.keys() == num_heads.keys() and all(
-        0 <= head < num_heads[number] for number, heads in layers.items() for head in heads
-    )
-    if not fits:
-        logger.warning("sparse-prefill: %s is for other layers or heads, and is replaced", path)
-        return None
-    return {number: frozenset(heads) for number, heads in layers.items()}
-
-
-def write_result(path: Path, heads: StreamingHeads) -> None:
-    """Write a result for the next start. If that fails, the next start measures again."""
-    text = _File(layers={number: tuple(sorted(layer_heads)) for number, layer_heads in heads.items()}).model_dump_json()
-    # Several workers may write the same file: each writes its own, and the last to be renamed stays.
-    partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")  # readable for other users of the folder, as the umask permits
-        os.replace(partial, path)
-    except OSError as error:
-        logger.warning("sparse-prefill: %s cannot be written (%s); the next start measures again", path, error.strerror)
-        with contextlib.suppress(OSError):
-            partial.unlink()
-
-
-def _log(worker: Worker, heads: StreamingHeads, num_heads: int, is_known: bool, seconds: float) -> None:
-    if worker.rank != 0:
-        return
-    settings = worker.resolved.streaming_heads
+def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
+    settings, streaming = worker.resolved.streaming_heads, worker.streaming
     assert settings is not None
-    source = "from an earlier start" if is_known else f"measured in {seconds:.1f} s"
+    assert streaming is not None
     logger.info(
-        "sparse-prefill: %d of %d heads of this rank are streaming heads (%s): in steps after at least %d tokens of a "
-        "request, they keep only %d first and %d nearest keys",
-        sum(map(len, heads.values())), num_heads, source, settings.min_context_tokens, calibration.SINK_TOKENS,
+        "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): in steps after at "
+        "least %d tokens of a request, they keep only %d first and %d nearest keys",
+        sum(len(heads) for _, _, by_layer in by_rank for heads in by_layer.values()),
+        sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
+        streaming.fingerprint, seconds, settings.min_context_tokens, calibration.SINK_TOKENS,
         calibration.WINDOW_TOKENS,
     )  # fmt: skip

@@ -44,7 +44,10 @@ def worker_samples(worker: Any, start: bool = True) -> dict[str, Any]:
         samples += counts
         if shared.memory is not None:
             samples += _memory_samples(shared.memory)
-        samples.append(("streaming_heads", [], sum(map(len, (shared.streaming_heads or {}).values()))))
+        streaming = shared.streaming
+        samples.append(
+            ("streaming_heads", [streaming.fingerprint if streaming else ""], streaming.count if streaming else 0)
+        )
     if compat.tensor_parallel(worker.vllm_config)[0] == 0:
         samples += [("layers", [name], names.count(name)) for name in dict.fromkeys(names)]
     samples += [("compilations", [when], count) for when, count in compile_monitor.counts().items()]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nodes with other settings: two processes, with gloo between them, compare their settings before a model loads."""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+
+pytestmark = pytest.mark.full
+
+LENGTHS = {"min_tokens": 100, "min_query_tokens": 1}
+SETTINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "equal": ({}, {}),
+    "streaming heads": ({}, {"streaming_heads": None}),
+    "required": ({}, {"streaming_heads": {}}),
+    "lengths": ({}, {"min_tokens": 4096}),
+    "method": ({"streaming_heads": None}, {"method": "a_shape", "streaming_heads": None}),
+    "version": ({}, {}),
+    "no hook": ({}, {}),
+    "error": ({}, {}),
+    "absent": ({}, {}),
+}
+"""By case, the settings of both ranks."""
+
+
+def break_second(case: str, agreement: Any, cpu_worker: Any) -> Callable[[], None]:
+    """Change this process as the case says. Returns what undoes it."""
+    if case == "version":
+        agreement.package_version = lambda package: "9.9.9"
+    elif case == "error":
+        agreement.settings_of_worker = lambda resolved: 1 / 0
+    elif case == "no hook":
+        real, cpu_worker.CPUWorker.determine_available_memory = cpu_worker.CPUWorker.determine_available_memory, None
+        return lambda: setattr(cpu_worker.CPUWorker, "determine_available_memory", real)
+    real_values = {name: REAL[name] for name in ("package_version", "settings_of_worker")}
+    return lambda: vars(agreement).update(real_values)
+
+
+REAL: dict[str, Any] = {}
+
+
+def run_rank(rank: int, folder: Path, name: str) -> None:
+    """Connect with the other process, as a worker does, and compare the settings of each case."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.worker import cpu_worker, gpu_worker
+
+    from tests.helpers.vllm_objects import make_config, make_model
+    from vllm_sparse_backend.config.keys import KEY, STREAMING
+    from vllm_sparse_backend.serving import hooks
+    from vllm_sparse_backend.serving.worker import agreement
+
+    REAL.update(vars(agreement))
+    os.environ["VLLM_DIST_IDENT"] = name
+    model = make_model(folder / f"model-{rank}")
+
+    def configure(settings: Mapping[str, Any]) -> Any:
+        config: Any = make_config(model, LENGTHS)
+        parallel = config.parallel_config
+        parallel.pipeline_parallel_size, parallel.rank, parallel.world_size = 2, rank, 2
+        finds_heads = settings.get("streaming_heads", {}) is not None
+        config.additional_config = {KEY: {**LENGTHS, **settings}, STREAMING: finds_heads}
+        return config
+
+    results: dict[str, Any] = {}
+    for case, settings in SETTINGS.items():
+        config = configure(settings[rank])
+        undo = break_second(case, agreement, cpu_worker) if rank else lambda: None
+        agreement.TIMEOUT_S = 5.0 if case == "absent" else 60.0
+        start, message = time.monotonic(), ""
+        try:
+            with set_current_vllm_config(config):
+                if not results:
+                    hooks._worker_begins(config)
+                    assert (
+                        cpu_worker.init_worker_distributed_environment is gpu_worker.init_worker_distributed_environment
+                    )
+                    gpu_worker.init_worker_distributed_environment(
+                        config, rank, f"file://{folder}/{name}", rank, "gloo"
+                    )
+                elif case != "absent" or not rank:
+                    agreement.agree(config)
+        except Exception as error:
+            message = str(error)
+        finally:
+            undo()
+        results[case] = [message, config.additional_config[STREAMING], time.monotonic() - start]
+    (folder / f"{rank}.json").write_text(json.dumps(results))
+    if rank:
+        time.sleep(10)  # the other rank waits for this one
+    os._exit(0)  # on a normal exit, gloo can abort a process whose peer has already ended
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, bool, float]]]:
+    """By rank and case: the error, whether the rank finds streaming heads, and the seconds that it waited."""
+    folder, name = tmp_path_factory.mktemp("ranks"), f"store-{uuid4().hex}"  # of the shared memory too
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=run_rank, args=(rank, folder, name)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=600)
+        if process.is_alive():
+            process.kill()
+        assert process.exitcode == 0
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("streaming heads", ("streaming_heads: off", "streaming_heads: after 16384 tokens")),
+        ("required", ("after 16384 tokens, set by the operator", "expected streaming_heads: after 16384 tokens as")),
+        ("lengths", ("default with engine any other: [4096, 1]", "default with engine any other: [100, 1]")),
+        ("method", ("method: method a_shape", "method: method default")),
+        ("version", ("version of this package: 9.9.9",)),
+        ("error", ("rank 1 cannot resolve its settings: ZeroDivisionError",)),
+    ],
+)
+def test_nodes_that_disagree_stop_and_name_both_sides(results: Any, case: str, parts: tuple[str, ...]) -> None:
+    for rank in range(2):
+        message, _, seconds = results[rank][case]
+        for part in ("rank 1", *parts):
+            assert part in message, message
+        assert seconds < 60
+
+
+def test_nodes_that_agree_start(results: Any) -> None:
+    assert [results[rank]["equal"][:2] for rank in range(2)] == [["", True]] * 2
+
+
+def test_a_rank_that_cannot_find_streaming_heads_leaves_both_without(results: Any) -> None:
+    assert [results[rank]["no hook"][:2] for rank in range(2)] == [["", False]] * 2
+
+
+def test_a_rank_that_does_not_compare_is_named(results: Any) -> None:
+    """Such a node runs another backend, or an earlier version of this package."""
+    message, _, seconds = results[0]["absent"]
+    assert "not all workers compared their settings within 5 s" in message
+    assert "1" in message.partition("(")[2]
+    assert seconds < 20
