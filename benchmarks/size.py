@@ -20,8 +20,9 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 def docstring(node: ast.AST) -> ast.stmt | None:
     """Return the docstring's statement."""
-    is_documented = isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node) is not None
-    return node.body[0] if is_documented else None
+    if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+        return None
+    return None if ast.get_docstring(node) is None else node.body[0]
 
 
 def nodes(node: ast.AST) -> Iterator[ast.AST]:
