@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.figures import read_figures
 from tests.helpers.external_tools import ROOT
-from vllm_sparse_backend.config.crossover_table import AUTO, load_crossover, resolve_thresholds
+from vllm_sparse_backend.config.crossover_table import AUTO, Place, load_crossover, resolve_thresholds
 from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_kernels.methods import METHODS
 
@@ -258,7 +258,7 @@ def test_dense_prompts(row: list[str]) -> None:
     shape = (num_heads, KV_HEADS[num_heads], 128 if head_dim == "any" else number(head_dim))
     crossovers = load_crossover()
     method = METHODS[PRESETS["default"][0]].parameters()
-    thresholds = resolve_thresholds(AUTO, AUTO, [method], crossovers, DEVICES[device], "hopper", shape)
+    thresholds = resolve_thresholds(AUTO, AUTO, [method], crossovers, Place(DEVICES[device], "hopper", shape))
     assert thresholds.min_tokens == number(dense_positions)
     shortest = next(length for length in range(1, 200_000) if thresholds.dense_reason(length, length) is None)
     assert shortest == number(dense_below)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`profile best` and `profile calibrate` from the command line, on the demo's model."""
 
-import json
-
 import pytest
 from typer.testing import CliRunner
 
@@ -47,10 +45,7 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     layers = [i for i in range(profile.model.num_layers) if i not in profile.dense_layers]
     methods = {method for layer in layers for method in profile.methods_of(layer, profile.model.num_heads)} - {Dense()}
     assert {name_of(method) for method in methods} <= names
-    assert not list((tmp_path / "out.work").glob("*/"))  # captures are deleted
-    assert ("high: % of dense attention's time, estimated | heads | method" in said) == (words[0] == "best")
-    assert ("fast: % of dense attention's time, estimated | heads" in said) == (words[0] == "best")
-    assert json.loads((tmp_path / "out.work" / "job.json").read_text())["min_tokens"] == 64
+    assert [path.name for path in tmp_path.iterdir()] == ["out.yaml"]  # captures are deleted
     assert command("check", out, NEEDLE)[0] == 0
     assert "already exists" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
 
@@ -72,9 +67,8 @@ LEVEL = ("calibrate", "--method", "sale", "--level")
             "--level: given 'high=1:0.4abs', expected one number before abs, such as high=0.4a",
         ),
         ([*LEVEL, "high=0abs"], "--level: given 'high=0abs', expected errors above 0, and each level only once"),
-        (["calibrate", "--method", "sale", "--taus", "0.1"], "--taus: given '0.1', expected MOST:LEAST with 0 < LEAST"),
         (["best", "--device", "gpu"], "--device: given 'gpu', expected one of cpu"),
-        (["calibrate", "--method", "minference", "--level", "high=1:1:1:1"], "a bound of the mean of all heads"),
+        ([*LEVEL, "high=1:1:1:1"], "--level: given 'high=1:1:1:1', expected errors above 0"),
         (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),
     ],
 )
@@ -86,18 +80,14 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(words, problem,
 
 
 def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, tmp_path):
-    (tmp_path / "file").touch()
     for words, problem in (
         ((NEEDLE, "--out", tmp_path / "missing" / "x.yaml"), "there is no folder"),
         (("owner/name", "--out", tmp_path / "x.yaml"), "expected a model folder, or the name of a model in the"),
         ((NEEDLE, "--out", tmp_path / "x.yaml", "--tokens", 1_000_000), "--tokens: given 1000000, expected at most"),
-        ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file" / "a"), "expected a writable folder"),
-        ((NEEDLE, "--out", tmp_path / "x.yaml", "--work", tmp_path / "file"), "--work: given"),
-        ((NEEDLE, "--out", tmp_path / "x.work"), "the run's folder has this name"),
     ):
         code, said = command("best", *words, "--text", text, "--device", "cpu")
         assert (code, problem in said) == (2, True), said
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_prompts_of_a_short_model_are_as_long_as_it_has_positions(tmp_path):

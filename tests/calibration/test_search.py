@@ -2,19 +2,20 @@
 """The choice of each search for heads with known figures, and the loop that runs the searches."""
 
 import random
-import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from tests.helpers.calibration_cases import make_job
 from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes, of
-from vllm_sparse_backend.calibration import calibration_loop, minference
-from vllm_sparse_backend.calibration.head_costs import Cost, LayerCost
+from vllm_sparse_backend.calibration import loop
+from vllm_sparse_backend.calibration.costs import Cost, Costs
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
-from vllm_sparse_backend.calibration.search import LadderSearch, Search, halved, ladder_of, sparsest
-from vllm_sparse_backend.calibration.sparge_attn import SpargeAttnSearch
+from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
+from vllm_sparse_backend.calibration.search import choose_cheapest, choose_sparsest, halved, ladder_of, sparsest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -60,9 +61,11 @@ def test_on_any_curve_the_bound_holds(seed):
 
 def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
     judge = FakeJudge(*[by_theta(lambda theta, first=first: float(theta < first)) for first in (0, 7, 19, 99)])
-    assert LadderSearch(BOUND, LADDER).choose(judge, any_method) == [LADDER[0], LADDER[7], Dense(), Dense()]
+    methods = choose_sparsest(judge, BOUND, any_method, settings=LADDER)
+    assert methods == [LADDER[0], LADDER[7], Dense(), Dense()]
     # The next setting is taken if a setting is not allowed because it missed the bound next to other heads.
-    assert LadderSearch(BOUND, LADDER).choose(judge, lambda head, method: method != LADDER[7])[1] == LADDER[8]
+    again = choose_sparsest(judge, BOUND, lambda head, method: method != LADDER[7], settings=LADDER)
+    assert again[1] == LADDER[8]
 
 
 def test_steps_are_halved_where_one_number_differs():
@@ -74,17 +77,11 @@ def test_steps_are_halved_where_one_number_differs():
     assert halved([]) == []
 
 
-class Given(Search):
-    """A search that chooses the first allowed method of a preset list for each head."""
-
-    def __init__(self, *choices) -> None:
-        self.choices = choices
-
-    def choose(self, judge, is_allowed):
-        return [
-            next((method for method in methods if is_allowed(i, method)), Dense())
-            for i, methods in enumerate(self.choices)
-        ]
+def first_allowed(*choices):
+    """Return a search that chooses the first allowed method of a preset list for each head."""
+    return lambda judge, bound, is_allowed: [
+        next((method for method in methods if is_allowed(i, method)), Dense()) for i, methods in enumerate(choices)
+    ]
 
 
 def test_what_fails_beside_others_gives_way_until_all_hold():
@@ -99,7 +96,7 @@ def test_what_fails_beside_others_gives_way_until_all_hold():
             return [figures(0.2 if mixed and type(method) is AShape else 0.01, 0.5) for method in methods]
 
     judge = Layer(*[lambda method: figures(0.0, 1.0)] * 3)
-    methods, seen = calibration_loop.choose_jointly(judge, Given([a_shape, lines], [a_shape], [blocks]), BOUND)
+    methods, seen = loop.choose_jointly(judge, first_allowed([a_shape, lines], [a_shape], [blocks]), BOUND)
     assert methods == [lines, Dense(), blocks]
     assert judge.passes == [[a_shape, a_shape, blocks], methods]
     assert len(seen) == 3
@@ -108,8 +105,8 @@ def test_what_fails_beside_others_gives_way_until_all_hold():
 def test_a_search_that_always_fails_ends_dense():
     judge = FakeJudge(lambda method: figures(float("nan"), 0.5), lambda method: figures(0.2, 0.5))
     everything = [AnchorAttention(theta=float(i)) for i in range(30)]
-    assert calibration_loop.choose_jointly(judge, Given(everything, everything), BOUND) == ([Dense()] * 2, None)
-    assert len(judge.passes) == calibration_loop.MOST_ROUNDS
+    assert loop.choose_jointly(judge, first_allowed(everything, everything), BOUND) == ([Dense()] * 2, None)
+    assert len(judge.passes) == loop.MOST_ROUNDS
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "dense"])
@@ -121,53 +118,96 @@ def test_ladders_are_of_their_method_and_have_its_own_settings(name):
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "value"),
-    [("sale", "channels", "all"), ("sale:channels=half", "channels", "half"),
-     ("flex_vertical_slash:estimating=spread,last_queries=256", "last_queries", 256),
-     ("anchor_attention:whole_blocks=true", "sample_tokens", 8)],
+    ("name", "distance", "problem"),
+    [("sage", None, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
+     ("sale", 3.0, "--distance: given with --method sale, expected only with share_prefill"),
+     ("share_prefill", 0.0, "--distance: given 0.0, expected a number above 0")],
 )  # fmt: skip
-def test_a_methods_settings_are_of_one_kind(text, field, value, tmp_path):
-    search = calibration_loop.parse_strategy(text, {"high": BOUND})(make_job(tmp_path, num_tokens=600), BOUND)
-    assert {getattr(setting, field) for setting in search.settings} == {value}
-    assert set(search.settings) > {
-        setting for setting in ladder_of(text.split(":")[0]) if getattr(setting, field) == value
-    }
+def test_what_cannot_be_calibrated_is_refused(name, distance, problem):
+    with pytest.raises(ConfigurationError, match=problem):
+        loop.method_strategy(name, distance)
+    with pytest.raises(ConfigurationError, match="--method: given 'share_prefill', expected one of a_shape"):
+        loop.cheapest_strategy(["share_prefill"])
 
 
-def test_a_ladder_takes_options_that_are_on_or_off(tmp_path):
-    text = "anchor_attention:dense_tail=true,first_group=true"
-    search = calibration_loop.parse_strategy(text, {"high": BOUND})(make_job(tmp_path, num_tokens=6200), BOUND)
-    plain = calibration_loop.parse_strategy("anchor_attention", {"high": BOUND})(
-        make_job(tmp_path, num_tokens=6200), BOUND
-    )
-    assert search.settings == [replace(setting, dense_tail=True, first_group=True) for setting in plain.settings]
+def test_prompts_in_which_a_method_keeps_every_key_are_refused(tmp_path):
+    anchor, best = loop.method_strategy("anchor_attention"), loop.cheapest_strategy(["anchor_attention"])
+    for strategy, least in ((anchor, 2048), (best, 512)):  # some settings of the ladder have whole blocks
+        expected = f"prompts: given '{least} tokens', expected prompts of more than {least} tokens: anchor_attention.* "
+        with pytest.raises(ConfigurationError, match=expected + "keeps every key of shorter prompts; pass --tokens"):
+            strategy(make_job(tmp_path / "short", num_tokens=least))
+        strategy(make_job(tmp_path / "long", num_tokens=least + 1))
+
+
+# The cheapest methods
+
+CHEAP, CLOSE = SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)
+LOCAL, FINE = AShape(64, 512), Sale(tau=0.03)
+TIGHT = Bound(0.05)
+
+
+def costs_of(kinds: dict[str, tuple[float, float]]) -> Costs:
+    """Return costs: 10 ms for each dense head; ``kinds`` has the times of a selection and of each head, by name."""
+    return Costs(0.0, 40.0, lambda method: Cost(*kinds.get(name_of(method), (0.0, 0.0)), full_ms=10.0))
+
+
+def cheapest(kinds: dict[str, tuple[float, float]]):
+    return partial(choose_cheapest, settings=[LOCAL, CHEAP, CLOSE, FINE], costs=costs_of(kinds))
+
+
+def judge_of(*heads: dict[Method, tuple[float, float]]) -> FakeJudge:
+    """Return a judge with these (error, density) by head. Unlisted methods lose everything; dense loses nothing."""
+
+    def curve(outcomes):
+        return lambda m: figures(0.0, 1.0) if isinstance(m, Dense) else figures(*outcomes.get(m, (1.0, 0.01)))
+
+    return FakeJudge(*map(curve, heads))
+
+
+def test_each_head_has_the_cheapest_that_holds():
+    sure = {LOCAL: (0.2, 0.05), CHEAP: (0.04, 0.3), CLOSE: (0.01, 0.6), FINE: (0.03, 0.2)}
+    heads = sure, sure | {FINE: (0.9, 0.2)}, sure | {FINE: (0.9, 0.2), CHEAP: (0.06, 0.3)}, {CLOSE: (0.06, 0.6)}
+    judge = judge_of(*heads)
+    assert loop.choose_jointly(judge, cheapest({}), TIGHT)[0] == [FINE, CHEAP, CLOSE, Dense()]
+    # Two passes for two settings of a kind, one for each other setting, and one for the final choice.
+    assert len(judge.passes) == 5
+    assert judge.passes[-1] == [FINE, CHEAP, CLOSE, Dense()]
+
+
+def test_no_head_loses_more_than_so_many_times_what_the_default_does():
+    """Bisection finds the sparsest setting of each kind within the bound: at most 17 passes for five kinds of 37
+    settings."""
+    bound, lost = Bound(of_default=1.5), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
+    judge = judge_of(lost, lost | dict.fromkeys([m for m in lost if m.kept_mass < 0.99], (float("nan"), 0.1)))
+    strategy = loop.cheapest_strategy(["top_p", "sale", "a_shape"])
+    job = SimpleNamespace(costs=costs_of({}), prompts=SimpleNamespace(prompts=[range(32768)]))
+    methods, results = loop.choose_jointly(judge, strategy(job).choose, bound)
+    assert [method.kept_mass for method in methods] == [0.95, 0.99]
+    assert [bound.used_fraction(result) for result in results] == pytest.approx([1 / 1.5, 0.2 / 1.5])
+    assert len(judge.passes) <= sum(map(most_passes, (10, 3, 9, 9, 6))) + 1
+
+
+ONE = {CHEAP: (0.04, 0.5), CLOSE: (0.01, 0.9)}
+BOTH = ONE | {FINE: (0.04, 0.3)}
 
 
 @pytest.mark.parametrize(
-    ("text", "more", "problem"),
-    [("anchor_attention:dense_tail=1", {}, "given 'dense_tail=1', expected values of one of its ladders, or options"),
-     ("anchor_attention:dense=true", {}, "given 'dense=true', expected values of one of its ladders, or options that"),
-     ("sage", {}, "--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"),
-     ("sale:channels=few", {}, "--method sale: given 'channels=few', expected values of one of its ladders"),
-     ("minference:gamma=0.9", {}, "--method minference: given 'gamma=0.9', expected no fields: its search has"),
-     ("share_prefill+paper:gamma=0.9", {}, r"--method share_prefill\+paper: given 'gamma=0.9', expected no fields"),
-     ("share_prefill+paper", {}, r"--level: given with --method share_prefill\+paper, expected none: its settings are"),
-     ("sale", {"distance": 3.0}, "--distance: given with --method sale, expected only with share_prefill"),
-     ("a_shape", {"taus": "0.008:0.0001"}, "--taus: given with --method a_shape, expected only with sale"),
-     *(("sale", {"taus": taus}, f"--taus: given '{taus}', expected MOST:LEAST with 0 < LEAST < MOST < 1, such as 0.008")
-       for taus in ("0.008", "a:b", "0.1:0.2", "1:0.1", "0.1:0", "0.1:nan", "0.1:0.01:0.001"))],
-)  # fmt: skip
-def test_what_cannot_be_calibrated_is_refused(text, more, problem):
-    with pytest.raises(ConfigurationError, match=problem):
-        calibration_loop.parse_strategy(text, {"high": BOUND}, **more)
-    with pytest.raises(ConfigurationError, match="--method: given 'share_prefill', expected one of a_shape"):
-        calibration_loop.cheapest_strategy(["share_prefill"])
+    ("kinds", "heads", "expected"),
+    [
+        ({}, [BOTH], [FINE]),
+        ({"sale": (0.0, 2.5)}, [BOTH], [CHEAP]),  # a sparser method that takes more time is not chosen
+        # A selection takes 3 ms for any number of heads: it saves time for three heads, but not for one.
+        ({"sale": (3.0, 0.0)}, [BOTH, ONE, ONE, ONE], [CHEAP] * 4),
+        ({"sale": (3.0, 0.0)}, [BOTH, BOTH, BOTH, ONE], [FINE] * 3 + [CHEAP]),
+        ({"sparge_attn": (10.0, 0.0)}, [ONE] * 4, [CHEAP] * 4),
+        ({"sparge_attn": (30.0, 0.0)}, [ONE] * 4, [Dense()] * 4),  # as much as dense attention of the layer
+    ],
+)
+def test_selections_own_time_counts(kinds, heads, expected):
+    assert loop.choose_jointly(judge_of(*heads), cheapest(kinds), TIGHT)[0] == expected
 
 
-@pytest.mark.parametrize("name", ["minference", "share_prefill", "sparge_attn", "sparge_attn+skip"])
-def test_an_absolute_bound_is_for_ladders(name):
-    with pytest.raises(ConfigurationError, match=re.escape(f"given an absolute bound with --method {name}, expected")):
-        calibration_loop.parse_strategy(name, {"high": Bound(absolute=0.4)})
+# SALE
 
 
 def released_calibration(error_of: Callable[[float], float], bound: float) -> float:
@@ -180,44 +220,22 @@ def released_calibration(error_of: Callable[[float], float], bound: float) -> fl
 
 @pytest.mark.parametrize("least_error", [0.0, 0.3])
 @pytest.mark.parametrize("slope", [1.0, 60.0, 250.0, 900.0, 3000.0, 4000.0, 1e5])
-def test_sale_is_calibrated_as_by_its_authors(slope, least_error, tmp_path):
-    """The threshold is the same for errors that grow with it. The head is dense if the code's threshold is 0."""
+def test_sale_is_calibrated_as_by_its_authors(slope, least_error):
+    """The head is dense if the threshold of the authors' code is 0."""
 
     def absolute(tau: float) -> float:
         return least_error * (tau > 0) + slope * tau
-
-    bound = Bound(absolute=0.4)
-    search = calibration_loop.parse_strategy("sale", {"high": bound}, taus="0.008:0.0001")(make_job(tmp_path), bound)
-    assert [setting.tau for setting in search.settings] == [0.008 / 2**i for i in range(7)]
 
     def curve(method: Method) -> HeadResult:
         tau = 0.0 if isinstance(method, Dense) else method.tau
         return replace(figures(9.0 * tau, 0.5), absolute=absolute(tau))
 
-    (method,) = search.choose(FakeJudge(curve), any_method)
+    bound = Bound(absolute=0.4)
+    (method,) = sale.choose_threshold(FakeJudge(curve), bound, any_method)
     wanted = released_calibration(absolute, bound.absolute)
     assert method == (Sale(tau=wanted) if wanted else Dense())
-
-
-def test_thresholds_of_other_settings(tmp_path):
-    parsed = calibration_loop.parse_strategy("sale:channels=half", {"high": BOUND}, taus="0.1:0.03")
-    assert parsed(make_job(tmp_path), BOUND).settings == [Sale(tau=0.1, channels="half"), Sale(0.05, channels="half")]
-    spent = Bound(absolute=0.4, mean=0.1)
-    parsed = calibration_loop.parse_strategy("sale", {"high": spent}, taus="0.1:0.03")
-    assert parsed(make_job(tmp_path), spent).among == [Sale(tau=0.1), Sale(tau=0.05)]
-
-
-@pytest.mark.parametrize(("text", "least"), [("anchor_attention", 2048), ("anchor_attention:whole_blocks=true", 512)])
-def test_prompts_in_which_a_method_keeps_every_key_are_refused(text, least, tmp_path):
-    parse = calibration_loop.parse_strategy(text, {"high": BOUND})
-    problem = (
-        f"prompts: given '{least} tokens', expected prompts of more than {least} tokens: anchor_attention.* keeps "
-    )
-    with pytest.raises(ConfigurationError, match=problem + "every key of shorter prompts; pass --tokens, or longer"):
-        parse(make_job(tmp_path / "short", num_tokens=least), BOUND)
-    assert parse(make_job(tmp_path / "long", num_tokens=least + 1), BOUND).settings
-    with pytest.raises(ConfigurationError, match="expected prompts of more than 512 tokens"):
-        calibration_loop.cheapest_strategy(["anchor_attention"])(make_job(tmp_path / "best", num_tokens=512), BOUND)
+    (again,) = sale.choose_threshold(FakeJudge(curve), bound, lambda head, other: other != method)
+    assert again == (Sale(tau=wanted / 2) if wanted > 0.0002 else Dense())
 
 
 # SpargeAttn
@@ -242,29 +260,23 @@ def sparge_head(least_tau: float, best_theta: float = 0.0, margin: float = -5.0,
 
 def test_sparge_attn_finds_pairs_and_margins():
     judge = FakeJudge(sparge_head(0.5), sparge_head(0.7, 0.5, -2.04), sparge_head(2.0), sparge_head(0.999))
-    methods = SpargeAttnSearch(Bound(0.09, 0.09), skipping=True).choose(judge, any_method)
+    bound = Bound(0.09, 0.09)
+    methods = sparge_attn.choose_thresholds(judge, bound, any_method, skipping=True)
     # The second head keeps 0.7² · 1.125, but 0.75² at θ = 0; the last keeps nearly everything.
     expected = [SpargeAttn(0.5, 0.0, skip_margin=-5.0), SpargeAttn(0.7, 0.5, skip_margin=-2.1), Dense(), Dense()]
     assert methods == expected
     # The pair may use eight ninths of the bound: 0.081 is too much if the bound is 0.09.
     judge = FakeJudge(sparge_head(0.5, first=0.081))
-    assert SpargeAttnSearch(Bound(0.09, 0.09), skipping=True).choose(judge, any_method) == [Dense()]
-    assert SpargeAttnSearch(Bound(0.09, 0.09)).choose(judge, any_method) == [SpargeAttn(0.5, 0.0)]
+    assert sparge_attn.choose_thresholds(judge, bound, any_method, skipping=True) == [Dense()]
+    assert sparge_attn.choose_thresholds(judge, bound, any_method) == [SpargeAttn(0.5, 0.0)]
 
 
 # MInference
 
 
-class Costs:
+def pattern_costs(selection: float = 0.02) -> Costs:
     """A head's time is its share of pairs, plus a constant share for patterns that select."""
-
-    layer = LayerCost(0.0, 3.0)
-
-    def __init__(self, selection: float = 0.02) -> None:
-        self.selection = selection
-
-    def of(self, method):
-        return Cost(0.0, 0.0 if isinstance(method, (AShape, Dense)) else self.selection, 1.0)
+    return Costs(0.0, 3.0, lambda method: Cost(0.0, 0.0 if isinstance(method, (AShape, Dense)) else selection, 1.0))
 
 
 def kept(method) -> float:
@@ -286,7 +298,7 @@ def pattern_head(error=lambda method: 0.0):
 
 def test_candidates_of_minference_cost_the_same():
     judge = FakeJudge(*[pattern_head()] * 3)
-    half, paper, double = minference.search_spaces(judge, Costs(), (0.5, 1.0, 2.0))
+    half, paper, double = minference.search_spaces(judge, pattern_costs(), (0.5, 1.0, 2.0))
     assert paper[0] == minference.TARGET
     for budget, space in ((0.5, half), (1.0, paper), (2.0, double)):
         assert [type(method) for method in space] == [type(method) for method in minference.CANDIDATES]
@@ -297,16 +309,10 @@ def test_candidates_of_minference_cost_the_same():
 
 def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
     # A selection that costs more than the whole budget.
-    ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), Costs(0.2), (1.0,))
+    ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), pattern_costs(0.2), (1.0,))
     assert only == minference.TARGET
     budgets = (1.0, 7.0, 7.1, 100.0)  # 0.9 · 40,000 / 5,120 = 7.03
-    assert len(list(minference.search_spaces(FakeJudge(pattern_head()), Costs(), budgets))) == 2
-
-
-def candidates(spaces, bound=BOUND) -> minference.MInferenceSearch:
-    search = minference.MInferenceSearch.__new__(minference.MInferenceSearch)
-    search.bound, search.spaces = bound, spaces
-    return search
+    assert len(list(minference.search_spaces(FakeJudge(pattern_head()), pattern_costs(), budgets))) == 2
 
 
 def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():
@@ -314,7 +320,8 @@ def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():
     errors = {small[0]: (0.05, 0.2, 0.2, 0.2), small[1]: (0.02, 0.2, 0.2, 0.04), large[0]: (0.0, 0.05, 0.2, 0.0),
               large[1]: (0.0, 0.03, 0.2, 0.0)}  # fmt: skip
     heads = [lambda method, i=i: figures(errors[method][i], 0.95 if i == 3 else 0.5) for i in range(4)]
-    methods = candidates([small, large]).choose(FakeJudge(*heads), any_method)
+    choose = partial(minference.choose_pattern, spaces=[small, large])
+    methods = choose(FakeJudge(*heads), BOUND, any_method)
     assert methods == [small[1], large[1], Dense(), Dense()]  # all candidates of the last budget keep nearly everything
-    again = candidates([small, large]).choose(FakeJudge(*heads), lambda head, method: method != small[1])
+    again = choose(FakeJudge(*heads), BOUND, lambda head, method: method != small[1])
     assert again[0] == small[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: clusters of synthetic maps, and each head's choice between its own pattern and its cluster's."""
+"""SharePrefill: clusters of synthetic maps, and each head's γ in its cluster."""
 
 import sys
 from dataclasses import replace
@@ -10,30 +10,23 @@ import pytest
 import torch
 
 from tests.helpers.calibration_cases import HEADS, LAYERS, TopicCapturer, make_job
-from tests.helpers.fake_judge import FakeJudge, figures, most_passes
-from vllm_sparse_backend.calibration import head_clusters as module
-from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
-from vllm_sparse_backend.calibration.calibration_loop import calibrate, parse_strategy
-from vllm_sparse_backend.calibration.head_clusters import (
-    EarlyStop,
+from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes
+from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
+from vllm_sparse_backend.calibration.job import Job
+from vllm_sparse_backend.calibration.judge import Served
+from vllm_sparse_backend.calibration.loop import calibrate, method_strategy
+from vllm_sparse_backend.calibration.papers import share_prefill as module
+from vllm_sparse_backend.calibration.papers.share_prefill import (
     attention_maps,
+    choose_shares,
     cluster_heads,
+    has_converged,
     map_side,
     representations,
     ward_labels,
 )
-from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
-from vllm_sparse_backend.calibration.layer_judge import Served
-from vllm_sparse_backend.calibration.layer_walk import LayerWalk
-from vllm_sparse_backend.calibration.share_prefill import (
-    SharePrefillSearch,
-    SharingOptions,
-    survey_layer,
-    worthwhile_clusters,
-)
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import Profile
-from vllm_sparse_backend.evaluation.report import write_json
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
@@ -67,13 +60,13 @@ def test_heads_of_a_kind_share_a_cluster_across_layers():
     assert set(flat[28:]) == {NOISE}
 
 
-def test_training_stops_where_the_loss_no_longer_drops_by_enough():
-    """On a CPU, training stops if the loss drops by less than a hundredth of the first loss in ``patience`` epochs; on
+def test_training_stops_where_the_loss_no_longer_drops_by_enough(monkeypatch):
+    """On a CPU, training stops if the loss drops by less than a hundredth of the first loss in ``PATIENCE`` epochs; on
     other devices, by less than a thousandth of the best loss."""
+    monkeypatch.setattr(module, "PATIENCE", 3)
 
     def epochs(device_type: str, losses: list[float]) -> int:
-        stop = EarlyStop(device_type, patience=3)
-        return next((i for i, loss in enumerate(losses, 1) if stop.has_converged(loss)), 0)
+        return next((i for i in range(1, len(losses) + 1) if has_converged(losses[:i], device_type)), 0)
 
     falling = [1.0, 0.5, 0.2] + [0.05 * 0.9**i for i in range(30)]  # by a tenth per epoch, forever
     # Three epochs reduce the loss by 0.271 of it: less than 0.01 once it is below 0.0369, in epoch 7 = 0.05 · 0.9³.
@@ -91,34 +84,6 @@ def test_maps_are_small_on_a_cpu():
     assert (map_side(1024, "cuda:0"), map_side(1 << 20, "cuda")) == (1024, 1936)
     with pytest.raises(ConfigurationError, match="prompts: given '15 tokens', expected at least 16 tokens"):
         map_side(15, "cpu")
-
-
-def test_few_pixels_take_one_thread_and_all_come_back(monkeypatch):
-    """Threads of a small batch wait for each other: an epoch of 20 maps took 3 s on a busy machine, and 0.08 s
-    alone."""
-    seen, before = [], torch.get_num_threads()
-    monkeypatch.setattr(module.EarlyStop, "has_converged", lambda stop, loss: seen.append(torch.get_num_threads()))
-    torch.set_num_threads(2)
-    try:
-        representations(torch.rand(3, 16, 16), epochs=1)
-        monkeypatch.setattr(module, "THREAD_PIXELS", 3 * 16 * 16 // 2)
-        representations(torch.rand(3, 16, 16), epochs=1)
-        assert (seen, torch.get_num_threads()) == ([1, 2], 2)
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_training_reports_its_progress(monkeypatch):
-    """A stage has a step for each epoch, and reports why it stopped early."""
-    monkeypatch.setattr(module, "PATIENCE", 2)
-    stages, steps, lines = [], [], []
-    progress = JobProgress(lambda what, most: stages.append((what, most)), lambda: steps.append(1), lines.append)
-    representations(torch.rand(3, 16, 16), epochs=2, progress=progress)
-    assert stages == [("autoencoder of 3 maps of 16 × 16, epochs at most", 2)]
-    assert (len(steps), lines) == (2, [])
-    monkeypatch.setattr(module.EarlyStop, "has_converged", lambda stop, loss: True)
-    representations(torch.rand(3, 16, 16), progress=progress)
-    assert (len(steps), lines) == (3, ["autoencoder: converged after 1 epochs"])
 
 
 @pytest.mark.parametrize(("distance", "joined"), [(0.99, 3), (1.0, 2), (10.96, 2), (10.98, 1)])
@@ -179,142 +144,66 @@ LADDER = [SharePrefill(gamma=gamma, max_sparsity=0.9, max_distance=0.3) for gamm
 BOUND = Bound(0.1, 0.6)
 
 
-def own(gamma: float) -> SharePrefill:
-    return replace(LADDER[0], gamma=gamma)
-
-
-def head(alone: float, shared: float | None = None):
-    """Return an error curve.
-
-    The error is just below 0.1 at γ ``alone`` without a cluster and at ``shared`` as a member; None is a pivot. The
-    density is γ, and half of it as a member.
-    """
+def head(gamma: float | None):
+    """Return an error curve that meets the bound from γ on, with a density of half of γ; None is a pivot."""
 
     def curve(method: Method) -> HeadResult:
-        if isinstance(method, Dense) or (method.cluster != NOISE and shared is None):
+        if isinstance(method, Dense) or gamma is None:
             return figures(0.0, 1.0)
-        if method.cluster == NOISE:
-            return figures(0.09999 * (1 - method.gamma) / (1 - alone), method.gamma)
-        return figures(0.09999 * (1 - method.gamma) / (1 - shared), method.gamma / 2)
+        return figures(0.0 if method.gamma >= gamma else 0.2, method.gamma / 2)
 
     return curve
 
 
-def test_survey_asks_each_head_by_itself_and_in_its_cluster():
-    judge = FakeJudge(head(0.8), head(0.7, 0.9), head(0.5, 0.99), head(0.5), head(0.9995, 0.8), head(0.3, 0.8))
-    clusters = (0, 0, 0, NOISE, 1, 1)
-    choices = survey_layer(judge, BOUND, LADDER, clusters)
-    assert [options.alone for options in choices] == [own(0.8), own(0.7), own(0.5), own(0.5), Dense(), own(0.3)]
-    members = [own(0.8), own(0.9), own(0.99), None, own(0.8), None]  # the last head keeps less without its cluster
-    expected = [method and replace(method, cluster=number) for method, number in zip(members, clusters, strict=True)]
-    assert [options.shared for options in choices] == expected
-    assert [options.saved for options in choices] == pytest.approx([-0.2, 0.7 - 0.45, 0.5 - 0.495, 0, 0.6, 0])
-    # No head is judged in another cluster, and a member is judged together with its whole cluster.
-    assert {tuple(method.cluster for method in methods) for methods in judge.passes} == {clusters, (NOISE,) * 6}
-    assert len(judge.passes) <= 2 * most_passes(len(LADDER))
-    without = FakeJudge(head(0.8), head(0.7))
-    survey_layer(without, BOUND, LADDER, (NOISE, NOISE))
-    assert len(without.passes) <= most_passes(len(LADDER))
+def test_each_head_gets_the_smallest_share_within_the_bound(monkeypatch):
+    monkeypatch.setattr(module, "default_ladder", lambda name: LADDER)
+    monkeypatch.setattr(module, "halved", list)
+    judge = FakeJudge(head(None), head(0.7), head(0.9), head(0.9995), head(0.5), head(None))
+    choose = partial(choose_shares, clusters=[(0, 0, 1, 1, NOISE, NOISE)])
+    members = [replace(LADDER[4], cluster=1), Dense(), replace(LADDER[1], cluster=NOISE), Dense()]
+    # A pivot keeps the paper's γ. A head without a cluster that is dense at any γ is dense.
+    expected = [SharePrefill(cluster=0), replace(LADDER[2], cluster=0), *members]
+    assert choose(judge, BOUND, any_method) == expected
+    assert len(judge.passes) <= most_passes(len(LADDER))
+    # A method that missed the bound next to others gives way to the next one.
+    again = choose(judge, BOUND, lambda head, method: method not in expected[:2])
+    assert again[:2] == [Dense(), replace(LADDER[3], cluster=0)]
 
 
-def choice(cluster: int, saved: float | None = None) -> SharingOptions:
-    return SharingOptions(own(0.5), None if saved is None else SharePrefill(cluster=cluster), saved or 0.0)
+def sharing_job(folder: Path, monkeypatch: pytest.MonkeyPatch, clusters=((0,) * HEADS,) * LAYERS) -> Job:
+    """Return a job on heads whose attention fits a block pattern but no lines, with preset clusters."""
+    monkeypatch.setattr(module, "head_clusters", lambda *_: clusters)
+    return make_job(folder, num_tokens=1300, seed=1, capturer=TopicCapturer(), served=Served(512, 512))
 
 
-def test_clusters_are_dissolved_where_pivots_cost_as_much_as_others_save():
-    """Costs and savings are summed over all layers. A cluster is also dissolved if no head is left to share with."""
-    pays = [choice(0, -0.5), choice(0, 0.3)], [choice(0, 0.3)]
-    costs = [choice(1, -0.5), choice(1, 0.3)], [choice(1, 0.1)]
-    alone = [choice(2, 0.3), choice(2)], [choice(2)]
-    nothing = [choice(3, 0.0), choice(NOISE)], [choice(3, 0.0)]
-    layers = [[options for case in (pays, costs, alone, nothing) for options in case[layer]] for layer in range(2)]
-    assert worthwhile_clusters(layers) == {0}
-
-
-def sharing_job(folder: Path, **changes: object) -> Job:
-    """Heads whose attention fits a block pattern but no lines, all in the same cluster, as if left by an earlier
-    run."""
-    fields = {"num_tokens": 1300, "seed": 1, "capturer": TopicCapturer(), "served": Served(512, 512)} | changes
-    write_json(folder / "clusters-1000.json", [[0] * HEADS] * LAYERS)
-    return make_job(folder, **fields)
-
-
-def searched(job: Job, bound: Bound = BOUND) -> Profile:
-    return calibrate(job, partial(SharePrefillSearch, ladder=LADDER, distance=1000.0), {"high": bound}, "a test")
+def shared_profile(job: Job, bound: Bound) -> Profile:
+    return calibrate(job, method_strategy("share_prefill", 1000.0), {"high": bound}, "a test")
 
 
 @pytest.mark.full
-def test_the_profile_that_is_written_was_judged_as_a_whole(tmp_path):
-    """The judged figures match the profile layer by layer, every head meets the bound, and the profile can be rebuilt
-    without captures."""
-    job = sharing_job(tmp_path / "work")
-    profile = searched(job)
-    provenance = profile.provenance
-    assert provenance.held_out["heads_within_bound"] == 1
-    methods = [profile.methods_of(layer, HEADS) for layer in range(LAYERS)]
-    members = [[isinstance(method, SharePrefill) and method.cluster == 0 for method in layer] for layer in methods]
+def test_the_profile_that_is_written_was_judged_with_the_state_of_earlier_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "default_ladder", lambda name: LADDER)
+    paper = partial(SharePrefill, max_sparsity=0.9, max_distance=0.3)
+    monkeypatch.setattr(module, "SharePrefill", paper)
+    profile = shared_profile(sharing_job(tmp_path / "work", monkeypatch), BOUND)
+    assert profile.provenance.held_out["heads_within_bound"] == 1
+    members = [
+        [getattr(method, "cluster", NOISE) == 0 for method in profile.methods_of(layer, HEADS)]
+        for layer in range(LAYERS)
+    ]
     assert members == [[True] * (HEADS - 1) + [False]] * LAYERS
-    density, error, p99 = (provenance.figures.rows(name, profile.model) for name in ("density", "error", "p99_error"))
+    density, error, p99 = (
+        profile.provenance.figures.rows(name, profile.model) for name in ("density", "error", "p99_error")
+    )
     assert density[0][0] == 1  # the pivot, whose pattern the second layer also uses
     assert max(density[0][1:3] + density[1][:3]) < 0.5
     assert max(map(max, error)) <= 0.09
     assert max(map(max, p99)) <= 0.54
-    flow = LayerWalk(job, "prompts")  # without others: only the relations between heads are used
-    for layer, of_layer in enumerate(methods):
-        flow.others = tuple(method for i, other in enumerate(methods) if i != layer for method in other)
-        figures_of = flow._read().figures(of_layer)
-        assert [result.density for result in figures_of] == pytest.approx(density[layer], rel=1e-3)
-        flow.chosen.append(of_layer)
-    job.clear()
-    again = sharing_job(tmp_path / "work")
-    assert searched(again).to_yaml() == profile.to_yaml()
-    assert again.capturer.captured == []
-    with pytest.raises(ConfigurationError, match="use --method flex_vertical_slash, a larger"):
-        searched(sharing_job(tmp_path / "work"), Bound(1e-9))
 
 
-def test_a_cluster_that_is_left_with_one_head_is_dissolved():
-    search = SharePrefillSearch.__new__(SharePrefillSearch)
-    search.left = {0, 1}
-    member = [replace(LADDER[0], cluster=number) for number in (0, 0, 1)]
-    assert search.should_repeat([member[:2], [member[2], Dense()]], 0.0)
-    assert search.left == {0}
-    assert not search.should_repeat([member[:2], [Dense(), Dense()]], 0.0)
-
-
-@pytest.mark.parametrize(
-    ("clusters", "choices", "said"),
-    [
-        (
-            ((0, 0, 0), (0, 0, NOISE)),
-            [[choice(0, -0.9), choice(0, 0.2), choice(0)], [choice(0, 0.3), choice(0), choice(NOISE)]],
-            r"given 5 of 6 heads in clusters \(clusters: 1, --distance 10\), expected .* many: 2; dense .* need: 1\)",
-        ),
-        (
-            ((NOISE,) * 3,),
-            [[choice(NOISE)] * 3],
-            r"given 0 of 3 heads in clusters \(clusters: 0, .* many: 0; .* need: 0\)",
-        ),
-    ],
-)
-def test_a_search_without_a_gain_reports_its_clusters_and_what_to_do(clusters, choices, said):
-    search = SharePrefillSearch.__new__(SharePrefillSearch)
-    search.clusters, search.distance, search.choices = clusters, 10.0, choices
-    search.left = worthwhile_clusters(choices)
-    with pytest.raises(ConfigurationError, match=said) as refusal:
-        search._require_any()
-    for remedy in ("--method flex_vertical_slash", "--level", "--distance", "--method share_prefill+paper"):
-        assert f"{remedy}" in str(refusal.value).partition("; use ")[2]
-
-
-def paper_profile(job: Job, distance: float = 1000.0) -> Profile:
-    strategy = parse_strategy("share_prefill+paper", {"high": Bound()}, distance)
-    return calibrate(job, strategy, {"high": Bound()}, "a test")
-
-
-def test_the_papers_profile_has_its_clusters_and_thresholds_without_a_bound(tmp_path):
-    """Every head is in its cluster with the defaults, also heads whose error no bound would allow."""
-    profile = paper_profile(sharing_job(tmp_path / "work"))
+def test_without_a_bound_every_head_has_the_papers_thresholds(tmp_path, monkeypatch):
+    """Including heads whose error no bound would allow."""
+    profile = shared_profile(sharing_job(tmp_path / "work", monkeypatch), Bound())
     for layer in range(LAYERS):
         assert list(profile.methods_of(layer, HEADS)) == [SharePrefill(cluster=0)] * HEADS
     assert profile.provenance.bounds == {}
@@ -322,8 +211,7 @@ def test_the_papers_profile_has_its_clusters_and_thresholds_without_a_bound(tmp_
     assert profile.provenance.held_out["error"] > 0
 
 
-def test_the_papers_profile_needs_a_cluster(tmp_path):
-    job = sharing_job(tmp_path / "work")
-    write_json(tmp_path / "work" / "clusters-1000.json", [[NOISE] * HEADS] * LAYERS)
+def test_sharing_needs_a_cluster(tmp_path, monkeypatch):
+    job = sharing_job(tmp_path / "work", monkeypatch, ((NOISE,) * HEADS,) * LAYERS)
     with pytest.raises(ConfigurationError, match="found no cluster at --distance 1000, expected at least 5 heads"):
-        paper_profile(job)
+        shared_profile(job, Bound())

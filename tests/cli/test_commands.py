@@ -182,7 +182,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for command in (("best",), ("calibrate", "--method", "sale")):
         result = run("profile", *command, BUNDLED, "--out", tmp_path / "out.yaml", "--tokens", 1024)
         assert result.exit_code == 130
-        assert f"Stopped. The same command resumes from {tmp_path / 'out.work'}." in result.stderr
+        assert not list(tmp_path.iterdir())  # captures are deleted
     monkeypatch.setattr(answer_run, "ask_all", stop)
     result = run("eval", "answers", BUNDLED, "--json", tmp_path / "a.json")
     assert result.exit_code == 130

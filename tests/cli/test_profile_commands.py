@@ -91,8 +91,6 @@ def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
     assert [line.split("(")[0] for line in lines[1:]] == [
         "level high, 6 of 8 heads: sale",
         "level high, 2 of 8 heads: a_shape",
-        "level high, never faster on a card with hopper, up to 32,768 tokens: auto leaves every row dense; use "
-        "longer prompts, or a larger error bound",
         "level fast, 4 of 8 heads: sale",
         "level fast, 4 of 8 heads: in dense_layers, always dense",
     ]

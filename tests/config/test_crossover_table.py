@@ -261,33 +261,3 @@ def test_a_table_that_is_none_is_an_error_that_names_it(content: str, expected: 
         load_crossover(str(path))
     assert str(caught.value).startswith(f"{path}: ")
     assert expected in str(caught.value)
-
-
-def test_what_a_profile_says_of_its_own_heads_goes_before_the_table(tmp_path: Path) -> None:
-    """This applies to the device and engines of the measurement. A number set by the operator takes precedence over
-    both."""
-    measured = {
-        "device": CARD,
-        "engines": ["hopper"],
-        "longest_tokens": 65536,
-        "min_tokens": 4096,
-        "min_query_tokens": 256,
-    }
-    a_shape = {"method": "a_shape"}
-    fast = {"default": a_shape, "crossover": measured | {"min_tokens": None}}
-    path = profile_file(tmp_path, model=SHAPE, level="high", default=a_shape, crossover=measured, levels={"fast": fast})
-    crossovers = table(entry(9000, 700))
-
-    def of(level: str, *engines: str, device: str = CARD, **fields: Any) -> Thresholds:
-        plans = Plan.by_level(SparsePrefillConfig(profile=path, **fields), SHAPE)
-        return plans[level].thresholds(crossovers, device, engines)
-
-    assert of("default", "hopper", device=CARD.lower()) == Thresholds(4096, 256)
-    assert of("default", "hopper", "flash") == of("default", "flash") == Thresholds(9000, 700)
-    assert of("default", "hopper", device="NVIDIA H200").min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
-    assert of("default", "hopper", min_tokens=1) == Thresholds(1, 256)
-    plan = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
-    assert plan.exact_tokens(crossovers, CARD) == plan.earliest_thresholds(crossovers, CARD).min_tokens == 4096
-    never = of("fast", "hopper")
-    assert never.min_tokens is None
-    assert "the heads of this profile never faster than dense attention" in never.notes[0]

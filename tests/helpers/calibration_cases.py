@@ -9,9 +9,9 @@ import torch
 
 from tests.helpers.folders import model_folder
 from tests.helpers.structured import structured
-from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, find_capture, finish_capture
-from vllm_sparse_backend.calibration.layer_judge import Served
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, finish_capture
+from vllm_sparse_backend.calibration.job import Job
+from vllm_sparse_backend.calibration.judge import Served
 from vllm_sparse_backend.calibration.prompts import PromptSet
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 32
@@ -24,17 +24,17 @@ CONFIG = {
 
 
 class StructuredCapturer:
-    """A ``Capturer`` whose layers are made from the prompt's tokens; ``captured`` lists the folders that it wrote."""
+    """A ``Capturer`` whose layers are made from the prompt's tokens."""
 
     def __init__(self, left_out: Sequence[int] = ()) -> None:
-        self.left_out, self.captured = left_out, []
+        self.left_out = left_out
 
-    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path]) -> list[Capture]:
+    def __call__(
+        self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path], *_: object
+    ) -> list[Capture]:
         return [self.capture(model, ids, folder) for ids, folder in zip(prompts, folders, strict=True)]
 
     def capture(self, model: Path, ids: Sequence[int], folder: Path) -> Capture:
-        if (held := find_capture(model, ids, folder)) is not None:
-            return held
         made = begin_capture(model, ids, folder)
         for layer in range(LAYERS):
             if layer in self.left_out:
@@ -42,7 +42,6 @@ class StructuredCapturer:
                 continue
             made.add(layer, *self.layer(len(ids), random.Random(f"{layer}/{ids[:8]}").getrandbits(32)))
         finish_capture(made)
-        self.captured.append(folder.name)
         return made
 
     def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
@@ -74,6 +73,7 @@ def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
 
 def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> Job:
     """Return a job with chunks of 128 tokens, 100 dense positions, a prompt by default and another held-out prompt."""
+    folder.mkdir(parents=True, exist_ok=True)
     fields = {
         "model": model_folder(folder.parent / "model", CONFIG), "prompts": random_prompts(num_prompts, num_tokens, 1),
         "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,

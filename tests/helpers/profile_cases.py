@@ -16,7 +16,6 @@ level: high
 default: {method: sale, tau: 0.01}
 layers:
   1: {heads: {0-1: {method: a_shape, sink_tokens: 64, local_tokens: 256}}}
-crossover: {device: a card, engines: [hopper], longest_tokens: 32768, min_tokens: null, min_query_tokens: 256}
 levels:
   fast: {dense_layers: [0], default: {method: sale, tau: 0.03}}
 provenance:

@@ -6,11 +6,10 @@ continues with torch's scaled dot product attention, so memory holds one layer. 
 
 * ``layer-000.safetensors`` and so on: ``q`` [num_tokens, num_heads, head_dim], ``k`` and ``v`` [num_tokens,
   num_kv_heads, head_dim], in the dtype that the model ran in;
-* ``capture.json``, written last: the captured prompt and layers, and the layers left out because they never run sparse.
+* ``capture.json``, written last: the captured layers, and the layers left out because they never run sparse.
 """
 
 import dataclasses
-import hashlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ from vllm_sparse_backend.evaluation.output_files import whole_file
 from vllm_sparse_backend.evaluation.report import write_json
 
 ATTENTION = "sparse_prefill_capture"
-TAIL_BYTES = 64 << 10
 
 
 class LayerTensors(NamedTuple):
@@ -46,13 +44,10 @@ class Capture:
     """Name of the model's folder."""
     shape: ModelShape
     num_tokens: int
-    prompt_sha256: str
     scales: dict[int, float]
     """For each captured layer, the scale of q·k."""
     left_out: dict[int, str]
     """For each other layer, why it was left out."""
-    weights_sha256: str = ""
-    """``weights_sha256`` of the model."""
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
         """Load one captured layer."""
@@ -90,17 +85,12 @@ def capture_prompts(
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[Capture]:
-    """Run a model on prompts, and write the inputs of its attention layers to disk.
-
-    The model is loaded once, and only if a capture is missing.
-    """
-    network: Any = None
+    """Run a model on prompts, and write the inputs of its attention layers to disk."""
+    network = _Network(model, device, dtype)
     for token_ids, folder in zip(prompts, folders, strict=True):
-        if (capture := find_capture(model, token_ids, folder)) is None:
-            network = network or _Network(model, device, dtype)
-            capture = begin_capture(model, token_ids, folder)
-            network.run(token_ids, capture)
-            finish_capture(capture)
+        capture = begin_capture(model, token_ids, folder)
+        network.run(token_ids, capture)
+        finish_capture(capture)
         yield capture
 
 
@@ -120,25 +110,12 @@ def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
     return tokens
 
 
-def find_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture | None:
-    """Return the capture of this prompt by this model, if the folder contains it."""
-    if not (folder / "capture.json").is_file():
-        return None
-    held, wanted = Capture.open(folder), _empty(model, token_ids, folder)
-    return held if dataclasses.replace(held, scales={}, left_out={}) == wanted else None
-
-
 def begin_capture(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
     """Begin a capture, and replace any capture in the folder."""
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
     (folder / "capture.json").unlink(missing_ok=True)
-    return _empty(model, token_ids, folder)
-
-
-def _empty(model: Path, token_ids: Sequence[int], folder: Path) -> Capture:
-    shape = ModelShape.from_folder(model)
-    return Capture(folder, model.name, shape, len(token_ids), prompt_sha256(token_ids), {}, {}, weights_sha256(model))
+    return Capture(folder, model.name, ModelShape.from_folder(model), len(token_ids), {}, {})
 
 
 def finish_capture(capture: Capture) -> None:
@@ -197,23 +174,6 @@ def _refuse_unlike(model: str, more: dict[str, Any]) -> None:
                 f"{model}: given layers with {what}, expected layers without; captures do not support them, so write "
                 "the profile by hand, or serve the model without a profile"
             )
-
-
-def weights_sha256(model: Path) -> str:
-    """Hash a model's config, and the name, size and last 64 KiB of each file of weights."""
-    digest = hashlib.sha256((model / "config.json").read_bytes())
-    for file in sorted(file for kind in ("*.safetensors", "*.bin", "*.pt") for file in model.glob(kind)):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as weights:
-            weights.seek(max(0, size - TAIL_BYTES))
-            digest.update(weights.read())
-    return digest.hexdigest()
-
-
-def prompt_sha256(token_ids: Sequence[int]) -> str:
-    """Hash a prompt."""
-    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()
 
 
 def load_tokenizer(model: Path) -> Any:

@@ -20,8 +20,8 @@ BEYOND_P999 = 0.001
 LEAST_ERROR = 0.02
 """Lower limit of the default's error in ratios. A smaller denominator would make heads dense needlessly."""
 
-ERRORS = ("error", "p99", "p999", "mean")
-"""Fields of ``Bound`` that are errors themselves, not ratios."""
+ERRORS = ("error", "p99", "p999")
+"""Fields of ``Bound`` that are relative errors."""
 
 
 class Errors(NamedTuple):
@@ -75,17 +75,10 @@ class Bound:
     """Limit of ``HeadResult.p99``."""
     p999: float = math.inf
     """Limit of ``HeadResult.p999``."""
-    mean: float = math.inf
-    """Limit of the mean of ``HeadResult.error`` over all heads of the model, including dense heads."""
     of_default: float = math.inf
     """Limit of ``HeadResult.of_default``."""
     absolute: float = math.inf
     """Limit of ``HeadResult.absolute``: SALE's θ."""
-
-    @property
-    def has_mean(self) -> bool:
-        """Whether the mean over all heads is limited."""
-        return math.isfinite(self.mean)
 
     def with_margin(self, margin: float) -> "Bound":
         """Tighten the bound for a search, leaving a margin for unseen prompts.
@@ -109,15 +102,20 @@ class Bound:
     @property
     def numbers(self) -> dict[str, float]:
         """The finite limits by name."""
-        names = (*ERRORS, "of_default", "absolute")
-        return {name: most for name in names if math.isfinite(most := getattr(self, name))}
+        limits = {name: getattr(self, name) for name in Errors._fields}
+        return {name: limit for name, limit in limits.items() if math.isfinite(limit)}
 
 
 class LayerJudge(Protocol):
     """Measures methods on one layer of captured prompts."""
 
-    layer: int
-    num_heads: int
+    @property
+    def layer(self) -> int:
+        """Number of the layer."""
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
 
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
         """Measure one method for each head, in one pass of selection and attention over each chunk."""

@@ -2,13 +2,12 @@
 """Builds profiles from search results: methods of all heads, their figures, and the origin of both."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
-from vllm_sparse_backend.calibration.calibration_job import Job
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
+from vllm_sparse_backend.calibration.job import Job
 from vllm_sparse_backend.config import head_figures as profile_figures
-from vllm_sparse_backend.config.crossover_table import ProfileCrossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import Level, Profile, Provenance
 from vllm_sparse_backend.evaluation.report import versions
@@ -16,88 +15,84 @@ from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-FiguresByLayer = list[list[HeadResult] | None]
-"""For each layer, the figures of its heads; None for layers that never run sparse."""
 
-
-@dataclass(frozen=True)
+@dataclass
 class LevelResult:
-    """Search result for one bound: the method of each layer and head of the whole model, with figures."""
+    """Search result for one bound: the method of each layer and head of the whole model, with figures.
+
+    Figures are None for layers that never run sparse, and for dense layers.
+    """
 
     bound: Bound
-    methods: list[list[Method]]
-    figures: FiguresByLayer
+    methods: list[Sequence[Method]] = field(default_factory=list)
+    figures: list[list[HeadResult] | None] = field(default_factory=list)
     """Figures on the prompts."""
-    held_out: FiguresByLayer
-    crossover: ProfileCrossover | None = None
+    held_out: list[list[HeadResult] | None] = field(default_factory=list)
+
+    def add_layer(self, methods: Sequence[Method], figures: list[HeadResult] | None) -> None:
+        """Add the next layer, which is not yet judged on the held-out prompts."""
+        self.methods.append(methods)
+        self.figures.append(figures)
+        self.held_out.append(None)
 
     def summary(self) -> dict[str, float]:
         """Summarise the held-out prompts over the heads that are not dense."""
         sparse = [
-            result
+            head
             for methods, figures in zip(self.methods, self.held_out)
-            for method, result in zip(methods, figures or ())
+            for method, head in zip(methods, figures or ())
             if not isinstance(method, Dense)
         ]
         if not sparse:
             return {}
         figures: dict[str, float] = {}
         if self.bound.numbers:
-            shares = [self.bound.used_fraction(result) for result in sparse]
+            shares = [self.bound.used_fraction(head) for head in sparse]
             figures |= {
                 "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
                 "most_of_bound": max(shares),
             }
         figures |= {
-            "error": fmean(result.error for result in sparse),
-            "p99_error": fmean(result.p99 for result in sparse),
+            "error": fmean(head.error for head in sparse),
+            "p99_error": fmean(head.p99 for head in sparse),
         }
-        if self.bound.has_mean:
-            figures["mean_of_bound"] = (
-                sum(result.error for result in sparse) / sum(map(len, self.methods)) / self.bound.mean
-            )
         return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
     @property
     def density(self) -> float:
         """Mean density over all layers' heads."""
-        left_out = sum(1 - result.density for layer in self.figures for result in layer or ())
+        left_out = sum(1 - head.density for layer in self.figures for head in layer or ())
         return 1 - left_out / sum(map(len, self.methods))
 
 
-def mean_error(figures: Sequence[Sequence[HeadResult] | None], num_heads: int) -> float:
-    """Return the mean error over all heads of the model. Heads of layers without figures count as dense."""
-    return sum(result.error for layer in figures for result in layer or ()) / (len(figures) * num_heads)
-
-
-def profile_of(job: Job, findings: Mapping[str, LevelResult], source: str) -> Profile:
+def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Profile:
     """Build the profile from each level's result.
 
     Levels without a sparse head are left out, because they would equal ``exact``.
     """
     levels = {
-        name: Level.of_heads(finding.methods, provenance_of(job, finding, source), finding.crossover)
-        for name, finding in findings.items()
-        if any(not isinstance(method, Dense) for layer in finding.methods for method in layer)
+        name: Level.of_heads(result.methods, provenance_of(job, result, source))
+        for name, result in results.items()
+        if any(not isinstance(method, Dense) for layer in result.methods for method in layer)
     }
-    if (first := next(iter(findings))) not in levels:
+    if (first := next(iter(results))) not in levels:
         # If another level took its place, it would become the default level of requests.
-        numbers = ":".join(f"{x:g}" for x in findings[first].bound.numbers.values())
+        numbers = ":".join(f"{x:g}" for x in results[first].bound.numbers.values())
         why = f"{source}: no head meets the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")
     first_level, *others = levels
     fields_of_level = {field: getattr(levels[first_level], field) for field in Level.model_fields}
     return Profile.model_validate({
         "format": 1, "model": job.shape, "level": first_level, **fields_of_level,
-        "min_tokens": job.served.min_tokens if job.says_min_tokens else None,
+        "min_tokens": job.served.min_tokens if job.sets_min_tokens else None,
         "levels": {name: levels[name] for name in others},
     })  # fmt: skip
 
 
-def provenance_of(job: Job, finding: LevelResult, source: str) -> Provenance:
+def provenance_of(job: Job, result: LevelResult, source: str) -> Provenance:
     """Record how a level was made: versions, device, prompts, bounds and figures."""
     rows: dict[str, profile_figures.PerHead] = {
-        name: [[getattr(result, of_name) for result in layer] if layer else None for layer in finding.figures]
+        name: [[getattr(head, of_name) for head in layer] if layer else None for layer in result.figures]
         for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))
     }
     return Provenance(
@@ -107,8 +102,8 @@ def provenance_of(job: Job, finding: LevelResult, source: str) -> Provenance:
         source=source,
         seed=job.seed,
         versions=versions(),
-        bounds=finding.bound.numbers,
-        density=float(f"{finding.density:.4g}"),
+        bounds=result.bound.numbers,
+        density=float(f"{result.density:.4g}"),
         figures=profile_figures.HeadFigures.of_heads(**rows),
-        held_out=finding.summary(),
+        held_out=result.summary(),
     )

@@ -8,6 +8,7 @@ that occur twice. Together, threads take about a third of a prompt, so that the 
 errors includes lookups. With any tokenizer, they take at most half.
 """
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.calibration.capture import begin_ids, load_tokenizer, prompt_sha256
+from vllm_sparse_backend.calibration.capture import begin_ids, load_tokenizer
 from vllm_sparse_backend.calibration.external import readable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.evaluation.answers import NAMES, Templates, weave
@@ -52,7 +53,8 @@ class PromptSet:
     @property
     def sha256(self) -> str:
         """Hash of all prompts in order."""
-        return prompt_sha256([x for prompt in self.prompts for x in (len(prompt), *prompt)])
+        numbers = [x for prompt in self.prompts for x in (len(prompt), *prompt)]
+        return hashlib.sha256(" ".join(map(str, numbers)).encode()).hexdigest()
 
 
 def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> PromptSet:

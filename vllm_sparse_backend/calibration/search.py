@@ -1,45 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of searches, and the search of most methods: the sparsest setting of a ladder that meets the bound.
+"""Searches for the methods of a layer's heads: the sparsest setting within the bound, and the cheapest one.
 
-Methods whose papers describe a procedure have their own search (``minference.py``, ``sparge_attn.py``,
-``share_prefill.py``). ``calibration_loop.py`` runs all of them.
+Methods whose papers describe a procedure have their own search in ``papers``. ``loop.py`` runs all of them.
 """
 
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
+from vllm_sparse_backend.calibration.costs import Costs
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.sale.method import Sale
 
 LEAST_SPARSITY = 0.1
 """Minimum share of pairs that a head must leave out to be worth its selection, as in SpargeAttn's code."""
+
+MOST_KINDS = 3
+"""Maximum number of sparse kinds of methods in a layer: each kind adds a selection."""
 
 MethodT = TypeVar("MethodT", bound=Method)
 
 IsAllowed = Callable[[int, Method], bool]
 """Returns whether a head may use a method: False if the method missed the bound jointly with other heads."""
 
+Choose = Callable[[LayerJudge, Bound, IsAllowed], list[Method]]
+"""Chooses a method within the bound for each head of a layer; dense for heads without one."""
 
-class Search(ABC):
-    """A search that chooses methods layer by layer."""
 
+class Search(NamedTuple):
+    """A search over the layers of a model."""
+
+    choose: Choose
     others: Sequence[Method] = ()
     """Methods that heads of other layers may have, for methods that need them (``Method.sharing``)."""
-
-    @abstractmethod
-    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose the methods of one layer."""
-
-    def should_repeat(self, methods: Sequence[Sequence[Method]], mean_error: float) -> bool:
-        """Return whether to choose for the whole model again. A search adjusts itself before it returns True."""
-        return False
 
 
 class Judged(NamedTuple):
@@ -92,18 +91,59 @@ def sparse_enough(judged: Judged | None) -> Method:
     return judged.method if judged and judged.holds and judged.sparsity >= LEAST_SPARSITY else Dense()
 
 
-class LadderSearch(Search):
-    """Search for each head's sparsest setting of one ladder that meets the bound."""
+def allowed_ladders(
+    judge: LayerJudge, settings: Sequence[Method], is_allowed: IsAllowed
+) -> dict[int, Sequence[Method]]:
+    """Return the settings that each head may use."""
+    return {head: [method for method in settings if is_allowed(head, method)] for head in range(judge.num_heads)}
 
-    def __init__(self, bound: Bound, settings: Sequence[Method]) -> None:
-        self.bound, self.settings = bound, settings
 
-    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's sparsest allowed setting that meets the bound."""
-        heads = range(judge.num_heads)
-        ladders = {head: [setting for setting in self.settings if is_allowed(head, setting)] for head in heads}
-        judged = sparsest(judge, self.bound, ladders)
-        return [sparse_enough(judged.get(head)) for head in heads]
+def choose_sparsest(
+    judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, settings: Sequence[Method]
+) -> list[Method]:
+    """Choose each head's sparsest setting of one ladder that meets the bound."""
+    judged = sparsest(judge, bound, allowed_ladders(judge, settings, is_allowed))
+    return [sparse_enough(judged.get(head)) for head in range(judge.num_heads)]
+
+
+def choose_cheapest(
+    judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, settings: Sequence[Method], costs: Costs
+) -> list[Method]:
+    """Choose the methods that cost a layer least, among the sparsest settings of each kind within the bound.
+
+    No paper describes this search. ``settings`` lists the candidates, within each kind the sparsest setting first.
+    """
+    ladders: dict[Method, list[Method]] = defaultdict(list)
+    for method in settings:
+        ladders[method.group_key].append(method)
+    offers: list[dict[Method, tuple[float, Method]]] = [{} for _ in range(judge.num_heads)]
+    for kind, ladder in ladders.items():
+        for head, judged in sparsest(judge, bound, allowed_ladders(judge, ladder, is_allowed)).items():
+            if judged.holds:
+                offers[head][kind] = costs.head_ms(judged.method, judged.figures.density), judged.method
+    return cheapest_methods(offers, costs)
+
+
+def cheapest_methods(offers: Sequence[Mapping[Method, tuple[float, Method]]], costs: Costs) -> list[Method]:
+    """Choose the methods that cost a layer least.
+
+    ``offers`` has, for each head and kind, the time in ms and the method. Each kind in a layer also costs a fixed time
+    of selection, so the choice is made for the whole layer: every set of up to ``MOST_KINDS`` kinds is tried.
+    """
+    dense: Method = Dense()
+    dense_offer = costs.head_ms(dense, 1.0), dense
+    group_ms = {kind: costs.of(kind).group_ms for kind in dict.fromkeys(chain.from_iterable(offers))}
+    best_ms, best = costs.dense_ms, [dense] * len(offers)
+    for num_kinds in range(1, MOST_KINDS + 1):
+        for kinds in combinations(group_ms, num_kinds):
+            cheapest = [
+                min((dense_offer, *(of_head[kind] for kind in kinds if kind in of_head)), key=itemgetter(0))
+                for of_head in offers
+            ]
+            total_ms = sum((ms for ms, _ in cheapest), costs.base_ms + sum(group_ms[kind] for kind in kinds))
+            if total_ms < best_ms:
+                best_ms, best = total_ms, [method for _, method in cheapest]
+    return best
 
 
 def ladder_of(name: str) -> list[Method]:
@@ -111,18 +151,10 @@ def ladder_of(name: str) -> list[Method]:
     return [make_method(name, setting) for setting in METHODS[name].ladder]
 
 
-def halving_settings(settings: Sequence[Sale], most: float, least: float) -> list[Sale]:
-    """Return SALE's settings with the thresholds of its paper's calibration (section 3.3).
-
-    The paper begins with τ = 0.008 and halves it until the bound is met. The authors' code stops at 0.0001: a head that
-    misses the bound at every larger τ is dense.
-    """
-    taus = []
-    tau = most
-    while tau > least:
-        taus.append(tau)
-        tau /= 2
-    return [replace(settings[0], tau=tau) for tau in taus]
+def default_ladder(name: str) -> list[Method]:
+    """Return the part of a method's ladder that is of the same kind as the method's defaults."""
+    ladder, default = ladder_of(name), METHODS[name].parameters()
+    return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
 
 
 def halved(ladder: Sequence[MethodT]) -> list[MethodT]:

@@ -18,7 +18,7 @@ from rich.markup import escape
 
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.config.strict_yaml import kind_of_file
-from vllm_sparse_backend.evaluation.output_files import require_output_file, require_output_folder
+from vllm_sparse_backend.evaluation.output_files import require_output_file
 from vllm_sparse_backend.evaluation.report import BenchError
 
 
@@ -62,14 +62,6 @@ def new_output(param: typer.CallbackParam, path: Path) -> Path:
         if os.path.lexists(path):
             raise ConfigurationError(f"{name}: {path} already exists; name another file, or delete it")
         require_output_file(name, path)
-    return path
-
-
-def output_folder(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check an option that names an output folder, which need not exist."""
-    if path is not None:
-        with failures():
-            require_output_folder(name_of_param(param), path)
     return path
 
 

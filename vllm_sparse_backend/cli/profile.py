@@ -86,7 +86,7 @@ def import_file(
     ],
 ) -> None:
     """Convert another tool's JSON file to a profile."""
-    from vllm_sparse_backend.calibration.profile_import import import_profile
+    from vllm_sparse_backend.calibration.imports import import_profile
 
     with failures():
         imported = import_profile(file, model)
@@ -159,8 +159,6 @@ def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
         say(f"{start}{len(methods)} of {total} heads: {summarize(methods)}")
     if dense := total - len(sparse_layers) * shape.num_heads:
         say(f"{start}{dense} of {total} heads: in dense_layers, always dense")
-    if level.crossover is not None:
-        say(f"{start}{profile_commands.pays(level.crossover)}")
 
 
 def _format_value(value: object) -> str:

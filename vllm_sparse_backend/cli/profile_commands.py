@@ -2,9 +2,10 @@
 """`sparse-prefill profile best|calibrate`: make a profile for a model from prompts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,20 +18,16 @@ from vllm_sparse_backend.cli.common import (
     exit_on_sigterm,
     failures,
     new_output,
-    output_folder,
     say,
 )
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
-from vllm_sparse_backend.evaluation.output_files import require_output_folder, write_text
-from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.evaluation.output_files import write_text
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
-    from vllm_sparse_backend.calibration.class_times import ClassTimes
     from vllm_sparse_backend.calibration.head_errors import Bound
+    from vllm_sparse_backend.calibration.job import Job, Progress
     from vllm_sparse_backend.calibration.prompts import PromptSet
-    from vllm_sparse_backend.config.crossover_table import ProfileCrossover
     from vllm_sparse_backend.config.profile import Profile
 
 DEFAULT_TOKENS = 32768
@@ -40,9 +37,9 @@ Level = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=BOUND",
-        help="Error bound of a level (high or fast), as NAME=MEAN[:P99[:P999[:HEADS]]]: the largest mean, p99 and "
-        "p99.9 over a head's queries, and mean over heads; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: "
-        "|o - dense| summed over channels, mean over tokens. Repeatable. Default: high=0.1:0.4.",
+        help="Error bound of a level (high or fast), as NAME=MEAN[:P99[:P999]]: the largest mean, p99 and p99.9 over "
+        "a head's queries; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: |o - dense| summed over channels, "
+        "mean over tokens. Repeatable. Default: high=0.1:0.4; none for share_prefill.",
     ),
 ]
 
@@ -89,14 +86,6 @@ class JobOptions(ABC):
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help="cuda; or cpu, which runs the slow references.")
     ] = None
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Folder from which an interrupted run resumes. Default: next to --out.",
-            callback=output_folder,
-        ),
-    ] = None
 
     @abstractmethod
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
@@ -104,45 +93,23 @@ class JobOptions(ABC):
 
     def run(self) -> None:
         """Make the profile, write it, and report its figures."""
-        from vllm_sparse_backend.calibration.calibration_job import JobProgress
+        from vllm_sparse_backend.calibration.job import Progress
 
         exit_on_sigterm()
-        jobs: list[Job] = []
-        with failures(f"The same command resumes from {self.work_folder}."), bar("prompts") as progress:
-            self._check_work_folder()
-
-            def make_job() -> "Job":
-                jobs.append(self._job(JobProgress(progress.begin, progress.step, progress.print)))
-                return jobs[0]
-
-            profile = self.search(make_job)
+        with (
+            failures(),
+            bar("prompts") as progress,
+            TemporaryDirectory(prefix=".sparse-prefill-", dir=self.out.parent) as folder,
+        ):
+            report = Progress(progress.begin, progress.step, progress.print)
+            profile = self.search(lambda: self._job(Path(folder), report))
             write_profile(profile, self.out)
-            tables = self.tables(jobs[0], profile)
-            jobs[0].clear()
         _report(profile, self.out)
-        for table in tables:
-            say(table)
 
-    def tables(self, job: "Job", profile: "Profile") -> list[str]:
-        """Return tables to print after the profile's figures. They may read the job's captures."""
-        return []
-
-    @property
-    def work_folder(self) -> Path:
-        """The folder of the run's intermediate results."""
-        return self.work or self.out.with_suffix(".work")
-
-    def _check_work_folder(self) -> None:
-        if self.work_folder.absolute() == self.out.absolute():
-            raise ConfigurationError(
-                f"--out {self.out}: the run's folder has this name; name another file, or another folder with --work"
-            )
-        require_output_folder("--work", self.work_folder)
-
-    def _job(self, progress: "JobProgress") -> "Job":
-        from vllm_sparse_backend.calibration.calibration_job import Job
+    def _job(self, folder: Path, progress: "Progress") -> "Job":
         from vllm_sparse_backend.calibration.capture import default_text, prompt_tokens
-        from vllm_sparse_backend.calibration.layer_judge import Served
+        from vllm_sparse_backend.calibration.job import Job
+        from vllm_sparse_backend.calibration.judge import Served
         from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts
         from vllm_sparse_backend.calibration.streaming_heads import default_context_tokens
 
@@ -162,7 +129,7 @@ class JobOptions(ABC):
                 min(4096, tokens // 2) if self.min_tokens is None else self.min_tokens,
                 default_context_tokens(self.model, self.chunk),
             ),
-            self.work_folder,
+            folder,
             device_of(self.device),
             None if self.prompts else 0,
             self.min_tokens is not None,
@@ -186,23 +153,13 @@ class Best(JobOptions):
     ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
-        from vllm_sparse_backend.calibration import calibration_loop
+        from vllm_sparse_backend.calibration import loop
         from vllm_sparse_backend.calibration.head_errors import Bound
 
-        strategy = calibration_loop.cheapest_strategy(self.method or calibration_loop.independent_methods())
+        strategy = loop.cheapest_strategy(self.method or loop.independent_methods())
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
-        return calibration_loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
-
-    def tables(self, job: "Job", profile: "Profile") -> list[str]:
-        """Return a table for each level: the gain of each class of heads."""
-        from vllm_sparse_backend.calibration.class_times import times_of_classes
-
-        how = "measured" if job.card is not None else "estimated"
-        return [
-            class_table(f"{name}: % of dense attention's time, {how}", times_of_classes(job, profile.at_level(name)))
-            for name in profile.level_names[1:]
-        ]
+        return loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +173,8 @@ class Calibrate(JobOptions):
         str,
         typer.Option(
             metavar="METHOD",
-            help="minference, sparge_attn+skip (with its λ), share_prefill+paper (the paper's clusters and "
-            "thresholds, without a bound), or a method with a ladder; NAME:FIELD=VALUE for a part.",
+            help="minference, sale, share_prefill (without --level: the paper's γ), sparge_attn, sparge_attn+skip "
+            "(with its λ), or a method with a ladder.",
         ),
     ]
     level: Level = None
@@ -225,28 +182,18 @@ class Calibrate(JobOptions):
         float | None,
         typer.Option(metavar="X", help="Distance up to which share_prefill joins heads. Default: 10 (authors: 40)."),
     ] = None
-    taus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MOST:LEAST",
-            help="The range of sale's τ, which is halved from MOST down to LEAST; heads that need less are dense. The "
-            "authors' code uses 0.008:0.0001. Default: 0.256:0.001, with steps between.",
-        ),
-    ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
-        from vllm_sparse_backend.calibration import calibration_loop
+        from vllm_sparse_backend.calibration import loop
         from vllm_sparse_backend.calibration.head_errors import Bound
 
-        unbounded = self.method.partition(":")[0] in calibration_loop.UNBOUNDED and self.level is None
-        bounds = {"high": Bound()} if unbounded else _bounds(self.level)
-        strategy = calibration_loop.parse_strategy(self.method, bounds, self.distance, self.taus)
+        strategy = loop.method_strategy(self.method, self.distance)
+        is_unbounded = self.method == loop.SHARE_PREFILL and self.level is None
+        bounds = {"high": Bound()} if is_unbounded else _bounds(self.level)
         command = f"sparse-prefill profile calibrate --method {self.method}"
         if self.distance is not None:
             command += f" --distance {self.distance:g}"
-        if self.taus is not None:
-            command += f" --taus {self.taus}"
-        return calibration_loop.calibrate(make_job(), strategy, bounds, command)
+        return loop.calibrate(make_job(), strategy, bounds, command)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -272,40 +219,7 @@ def _report(profile: "Profile", out: Path) -> None:
         figures = (provenance.held_out or {}).items()
         held_out = ", ".join(f"{quantity.replace('_', ' ')} {value:.4g}" for quantity, value in figures)
         say(f"  on held-out prompts: {held_out}")
-        say(f"  {pays(level.crossover)}")
     say(f"Written to {out}")
-
-
-def pays(crossover: "ProfileCrossover | None") -> str:
-    """Return a sentence about the length from which a level is faster than dense attention."""
-    if crossover is None:
-        return "crossover not measured (no CUDA device, or prompts under 4,096 tokens): auto uses the bundled table"
-    where = f"on {crossover.device} with {', '.join(crossover.engines)}, up to {crossover.longest_tokens:,} tokens"
-    if crossover.pays:
-        return (
-            f"faster from {crossover.min_tokens:,} tokens, at least {crossover.min_query_tokens:,} of them new, {where}"
-        )
-    return f"never faster {where}: auto leaves every row dense; use longer prompts, or a larger error bound"
-
-
-def class_table(title: str, classes: "Sequence[ClassTimes]") -> str:
-    """Return a table with a row for each class of heads, and a row for all of them."""
-    from vllm_sparse_backend.evaluation.crossover_bench import method_label
-
-    total_heads = sum(row.num_heads for row in classes)
-    rows = [
-        *((row.num_heads, method_label(row.kind), row.num_settings, row.density, row.share_before, row.share_after)
-          for row in classes),
-        (total_heads, "all", sum(row.num_settings for row in classes),
-         sum(row.num_heads * row.density for row in classes) / total_heads,
-         sum(row.share_before for row in classes), sum(row.share_after for row in classes)),
-    ]  # fmt: skip
-    columns = ("heads", "method", "settings", "density", "before, %", "after, %")
-    cells = [
-        dict(zip(columns, (heads, method, settings, f"{density:.3f}", f"{100 * before:.1f}", f"{100 * after:.1f}")))
-        for heads, method, settings, density, before, after in rows
-    ]
-    return table_of(title, {column: column for column in columns}, cells)
 
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
@@ -323,7 +237,7 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
             raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
-        if not all(limit > 0 for limit in limits) or len(limits) > 4 or name in bounds:
+        if not all(limit > 0 for limit in limits) or len(limits) > 3 or name in bounds:
             raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level only once')}")
         if is_factor and (len(limits) > 1 or limits[0] < 1):
             raise ConfigurationError(f"--level: {unexpected(text, 'one number of at least 1 before the x')}")

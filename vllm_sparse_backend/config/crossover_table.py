@@ -2,8 +2,8 @@
 """Prompt lengths from which sparse prefill is faster than dense, as measured per device, engine and method.
 
 A table of measurements ships with the package (``_crossover/measured.json``). ``sparse-prefill bench crossover`` writes
-a table for another device; the setting ``crossover`` is its path. A profile may contain the measurement of its own
-heads, which takes precedence over the table. If no entry fits, conservative defaults apply, and the log says so.
+a table for another device; the setting ``crossover`` is its path. If no entry fits, conservative defaults apply, and
+the log says so.
 """
 
 import math
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema, model_validator
 
@@ -62,51 +62,11 @@ Count = Annotated[StrictInt, Field(ge=1)]
 Tokens = Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)]
 
 
-class BreakEven(Section):
-    """Measured lengths from which sparse prefill is faster. Both are null if it was slower at every measured length."""
+class Entry(Section):
+    """One measurement of the table: a method on a device with an engine, for a shape of attention layer.
 
-    min_tokens: Tokens | None
-    """Shortest prompt, in tokens, for which sparse prefill is faster; null if it was never faster."""
-
-    min_query_tokens: Tokens | None
-    """Fewest new tokens of a step for which sparse prefill is faster; null if it was never faster."""
-
-    chunk_tokens: Count = 8192
-    """Maximum tokens of a step in the measurement."""
-
-    @property
-    def least_pairs(self) -> int:
-        """(Query, key) pairs of the tokens with which ``min_tokens`` was measured; 0 if it is null."""
-        least = self.min_tokens or 0
-        return Reach().pairs(least, least + timed_tokens(least, self.chunk_tokens))
-
-    @property
-    def pays(self) -> bool:
-        """Whether sparse prefill was faster at any measured length."""
-        return self.min_tokens is not None and self.min_query_tokens is not None
-
-
-class ProfileCrossover(BreakEven):
-    """Measurement of a level's own heads on one prompt, made together with its profile."""
-
-    method: ClassVar[str] = "the heads of this profile"
-
-    device: StrictStr
-    """Name of the device, as torch reports it."""
-
-    engines: tuple[StrictStr, ...]
-    """Attention engines of the level's layers on that device."""
-
-    longest_tokens: Tokens
-    """Longest measured prompt, in tokens."""
-
-    def matches(self, device: str, engine: str) -> bool:
-        """Return whether the measurement applies to a device and engine."""
-        return self.device.casefold() == device.casefold() and engine in self.engines
-
-
-class Entry(BreakEven):
-    """One measurement of the table: a method on a device with an engine, for a shape of attention layer."""
+    Both lengths are null if sparse prefill was slower at every measured length.
+    """
 
     device: StrictStr
     """Name of the device, as torch reports it, such as ``NVIDIA H100 80GB HBM3``."""
@@ -128,6 +88,15 @@ class Entry(BreakEven):
 
     head_dim: Count
     """Elements of a head's query or key."""
+
+    min_tokens: Tokens | None
+    """Shortest prompt, in tokens, for which sparse prefill is faster; null if it was never faster."""
+
+    min_query_tokens: Tokens | None
+    """Fewest new tokens of a step for which sparse prefill is faster; null if it was never faster."""
+
+    chunk_tokens: Count = 8192
+    """Maximum tokens of a step in the measurement."""
 
     vllm: StrictStr
     """Version of vLLM."""
@@ -156,6 +125,17 @@ class Entry(BreakEven):
         """(num_heads, num_kv_heads, head_dim) of the measured layer."""
         return self.num_heads, self.num_kv_heads, self.head_dim
 
+    @property
+    def least_pairs(self) -> int:
+        """(Query, key) pairs of the tokens with which ``min_tokens`` was measured; 0 if it is null."""
+        least = self.min_tokens or 0
+        return Reach().pairs(least, least + timed_tokens(least, self.chunk_tokens))
+
+    @property
+    def pays(self) -> bool:
+        """Whether sparse prefill was faster at any measured length."""
+        return self.min_tokens is not None and self.min_query_tokens is not None
+
 
 class Crossover(Section):
     """A table of measurements, as stored in its file."""
@@ -182,19 +162,10 @@ class Crossover(Section):
             if (entry.device.casefold(), entry.engine) != (device.casefold(), engine):
                 continue
             if name_of(entry.parameters) == name_of(method):
-                closeness = (entry.parameters == method, entry.shape == shape, -_width_ratio(entry.shape, shape))
+                narrower, wider = sorted(num_heads * head_dim for num_heads, _, head_dim in (entry.shape, shape))
+                closeness = (entry.parameters == method, entry.shape == shape, -wider / narrower)
                 candidates.setdefault(closeness, []).append(entry)
         return tuple(candidates[max(candidates)]) if candidates else ()
-
-
-def _width_ratio(shape: tuple[int, int, int], other: tuple[int, int, int]) -> float:
-    """Return the larger total width of query heads, divided by the smaller.
-
-    A single division rounds equal ratios to equal floats, which logarithms of x and 1 / x may not be.
-    """
-    (num_heads, _, head_dim), (other_num_heads, _, other_head_dim) = shape, other
-    width, other_width = num_heads * head_dim, other_num_heads * other_head_dim
-    return max(width, other_width) / min(width, other_width)
 
 
 @dataclass(frozen=True)
@@ -249,27 +220,22 @@ class Thresholds:
         return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}"
 
 
-def resolve_thresholds(
-    min_tokens: TokenCount,
-    min_query_tokens: TokenCount,
-    methods: Iterable[Method],
-    table: Crossover,
-    device: str,
-    engine: str,
-    shape: tuple[int, int, int],
-    profile_crossover: ProfileCrossover | None = None,
-) -> Thresholds:
-    """Replace ``auto`` by measured numbers.
+class Place(NamedTuple):
+    """The device, engine and layer shape for which thresholds are looked up."""
 
-    The profile's own measurement applies if it matches device and engine. Otherwise the largest numbers of any method
-    in the table apply. Dense heads need no measurement if other methods are present, because no length makes them
-    faster.
+    device: str
+    engine: str
+    shape: tuple[int, int, int]
+
+
+def resolve_thresholds(
+    min_tokens: TokenCount, min_query_tokens: TokenCount, methods: Iterable[Method], table: Crossover, place: Place
+) -> Thresholds:
+    """Replace ``auto`` by the largest measured numbers of any method.
+
+    Dense heads need no measurement if other methods are present, because no length makes them faster.
     """
-    measurements: dict[Method, tuple[Entry | ProfileCrossover, ...]]
-    if profile_crossover is not None and profile_crossover.matches(device, engine):
-        measurements = dict.fromkeys(methods, (profile_crossover,))
-    else:
-        measurements = {method: table.find(device, engine, method, shape) for method in methods}
+    measurements = {method: table.find(place.device, place.engine, method, place.shape) for method in methods}
     if not all(isinstance(method, Dense) for method in measurements):
         measurements = {
             method: entries for method, entries in measurements.items() if entries or not isinstance(method, Dense)
@@ -277,7 +243,7 @@ def resolve_thresholds(
     entries = [entry for method_entries in measurements.values() for entry in method_entries]
     unmeasured = sorted({name_of(method) for method, method_entries in measurements.items() if not method_entries})
     never_faster = sorted({entry.method for entry in entries if not entry.pays})
-    where = f"on {device} with engine {engine}"
+    where = f"on {place.device} with engine {place.engine}"
     notes = []
     if unmeasured:
         stand_ins = {"min_tokens": (min_tokens, UNMEASURED_MIN_TOKENS)}

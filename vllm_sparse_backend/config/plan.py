@@ -10,13 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vllm_sparse_backend.config.crossover_table import (
-    Crossover,
-    ProfileCrossover,
-    Thresholds,
-    TokenCount,
-    resolve_thresholds,
-)
+from vllm_sparse_backend.config.crossover_table import Crossover, Place, Thresholds, TokenCount, resolve_thresholds
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import make_method, summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -62,7 +56,6 @@ class Plan:
     level: str | None = None
     level_names: tuple[str, ...] = (EXACT,)
     methods: frozenset[Method] = frozenset()
-    profile_crossover: ProfileCrossover | None = None
 
     @staticmethod
     def build(
@@ -105,7 +98,7 @@ class Plan:
         shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
         numbers = (self.min_tokens, self.min_query_tokens)
         candidates = [
-            resolve_thresholds(*numbers, self.methods, table, device, engine, shape, self.profile_crossover)
+            resolve_thresholds(*numbers, self.methods, table, Place(device, engine, shape))
             for engine in sorted(engines)
         ]
         return max(candidates, key=lambda thresholds: thresholds.severity)
@@ -115,7 +108,7 @@ class Plan:
 
         A server prepares for these thresholds before its engine is chosen.
         """
-        engines = self.measured_engines(table, device) or ["any"]
+        engines = table.engines(device) or ["any"]
         candidates = [self.thresholds(table, device, [engine]) for engine in engines]
         return min(candidates, key=lambda thresholds: thresholds.severity)
 
@@ -127,15 +120,9 @@ class Plan:
     def numbers(self, table: Crossover, device: str) -> dict[str, list[int | None]]:
         """Return the lengths from which rows run sparse with each engine."""
         thresholds = {
-            engine: self.thresholds(table, device, [engine])
-            for engine in [*sorted(self.measured_engines(table, device)), ANY_OTHER]
+            engine: self.thresholds(table, device, [engine]) for engine in [*table.engines(device), ANY_OTHER]
         }
         return {engine: [lengths.min_tokens, lengths.min_query_tokens] for engine, lengths in thresholds.items()}
-
-    def measured_engines(self, table: Crossover, device: str) -> set[str]:
-        """Return the attention engines that were measured on a device."""
-        profile_engines = self.profile_crossover.engines if self.profile_crossover is not None else ()
-        return {*table.engines(device), *profile_engines}
 
     def describe(self, thresholds: Thresholds) -> list[str]:
         """Describe the plan for the log at start-up."""
@@ -197,7 +184,6 @@ def _build(
         level=profile.level,
         level_names=profile.level_names,
         methods=_methods(layers if tp_size == 1 else _group_layers(all_methods)),
-        profile_crossover=profile.crossover,
     )
 
 

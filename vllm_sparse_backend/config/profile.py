@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from vllm_sparse_backend.config import strict_yaml
-from vllm_sparse_backend.config.crossover_table import ProfileCrossover, TokenCount
+from vllm_sparse_backend.config.crossover_table import TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_one_of, unexpected
 from vllm_sparse_backend.config.head_figures import HeadFigures
 from vllm_sparse_backend.config.method_parameters import make_method, method_names, parameters_of
@@ -125,15 +125,11 @@ class Level(Section):
     """Method of all heads without an exception in ``layers``."""
     layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = Field(default={})
     """Exceptions by layer or range of layers."""
-    crossover: ProfileCrossover | None = None
-    """Measured crossover, which replaces ``auto`` on its device and with its engines."""
     provenance: Provenance = Provenance()
     """Origin of the numbers."""
 
     @staticmethod
-    def of_heads(
-        methods: Sequence[Sequence[Method]], provenance: Provenance, crossover: ProfileCrossover | None = None
-    ) -> "Level":
+    def of_heads(methods: Sequence[Sequence[Method]], provenance: Provenance) -> "Level":
         """Build the level that gives each head its method, in its shortest form.
 
         Layers whose heads are all dense go into ``dense_layers``, unless all layers are dense.
@@ -152,13 +148,7 @@ class Level(Section):
             for heads, numbers in equal_layers.items()
             if set(heads) != {default}
         }
-        return Level(
-            dense_layers=tuple(dense_layers),
-            default=default,
-            layers=layers,
-            crossover=crossover,
-            provenance=provenance,
-        )
+        return Level(dense_layers=tuple(dense_layers), default=default, layers=layers, provenance=provenance)
 
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
         """Return the method of each head of a layer, whether or not ``dense_layers`` contains it."""

@@ -68,7 +68,7 @@ class Resolved:
         thresholds_by_engine = {
             level: {
                 engine: plan.thresholds(table, device, [engine])
-                for engine in {*attention_engines(), *plan.measured_engines(table, device), ANY_OTHER}
+                for engine in {*attention_engines(), *table.engines(device), ANY_OTHER}
             }
             for level, plan in plans.items()
         }

@@ -115,17 +115,18 @@ class Endpoint:
         """
         body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1} | more
         wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
-        began, tokens, stamps = time.perf_counter(), 0, list[float]()
+        began, tokens, first_s, last_s = time.perf_counter(), 0, 0.0, 0.0
         with _failures(), self._stream(body) as stream:
             for event in stream:
-                if came := _tokens_of(event):
-                    tokens += came
-                    stamps.append(time.perf_counter() - began)
+                if num_tokens := _tokens_of(event):
+                    last_s = time.perf_counter() - began
+                    first_s = last_s if tokens == 0 else first_s
+                    tokens += num_tokens
                 if stop_after is not None and tokens >= wanted:
                     break
         if tokens < wanted or (stop_after is None and tokens > wanted):
             raise RequestError(f"the answer has {tokens} tokens, expected {wanted}")
-        return TimedAnswer(stamps[0], stamps[-1], tokens)
+        return TimedAnswer(first_s, last_s, tokens)
 
     def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}

@@ -74,48 +74,6 @@ def repeats_of(length: Length, most: int) -> int:
     return min(most, max(3, 200_000 // max(1, length.new_tokens)))
 
 
-def alternate_requests(
-    servers: Sequence[Endpoint],
-    lengths: Sequence[Length],
-    prompts: Prompts,
-    output_tokens: int,
-    most_repeats: int,
-    step: Callable[[], None],
-) -> Iterator[tuple[Length, list[ServerResults]]]:
-    """Send each prompt to all servers, every second prompt in reverse order.
-
-    Yields each length with the results of every server. Prompts depend only on the prompts taken from ``prompts``
-    before.
-    """
-    prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in lengths} if n}
-    for length in lengths:
-        taken_by_server = [(server, ServerResults()) for server in servers]
-        prefix = prefixes.get(length.cached_tokens, [])
-        for i in range(-1, repeats_of(length, most_repeats)):  # the first warms up
-            prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
-            for server, taken in taken_by_server if i % 2 else taken_by_server[::-1]:
-                before = parse_metrics(server.metrics()).pairs if i == 0 else Pairs()
-                _ask(server, prefix, prompt, output_tokens, taken, timed=i >= 0)
-                if i == 0:
-                    taken.pairs = parse_metrics(server.metrics()).pairs - before
-                step()
-        yield length, [taken for _, taken in taken_by_server]
-
-
-def _ask(
-    server: Endpoint, prefix: list[int], prompt: list[int], output_tokens: int, taken: ServerResults, timed: bool
-) -> None:
-    try:
-        if prefix:
-            server.ask(prefix, 1)
-        answer = server.ask(prompt, output_tokens)
-    except RequestError as error:
-        taken.failures.append(str(error))  # including warm-up requests, which must also be answered
-        return
-    if timed:
-        taken.answers.append(answer)
-
-
 def case_of(
     label: str, length: Length, stock: ServerResults, sparse: ServerResults, first: str = STOCK
 ) -> dict[str, Any]:
@@ -173,6 +131,38 @@ class ServeWorkload:
         return sum(repeats_of(length, self.most_repeats) + 1 for length in self.lengths)
 
 
+def alternate_requests(
+    servers: Sequence[Endpoint], workload: ServeWorkload, prompts: Prompts, step: Callable[[], None]
+) -> Iterator[tuple[Length, list[ServerResults]]]:
+    """Send each prompt to all servers, every second prompt in reverse order (ABBA).
+
+    Yields each length with the results of every server. Prompts depend only on the prompts taken from ``prompts``
+    before.
+    """
+    prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in workload.lengths} if n}
+    for length in workload.lengths:
+        results = [ServerResults() for _ in servers]
+        turns = list(zip(servers, results, strict=True))
+        prefix = prefixes.get(length.cached_tokens, [])
+        for i in range(-1, repeats_of(length, workload.most_repeats)):  # the first warms up
+            prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
+            for server, result in turns:
+                before = parse_metrics(server.metrics()).pairs if i == 0 else Pairs()
+                try:
+                    if prefix:
+                        server.ask(prefix, 1)
+                    answer = server.ask(prompt, workload.output_tokens)
+                    if i >= 0:
+                        result.answers.append(answer)
+                except RequestError as error:
+                    result.failures.append(str(error))  # including warm-up requests, which must also be answered
+                if i == 0:
+                    result.pairs = parse_metrics(server.metrics()).pairs - before
+                step()
+            turns.reverse()
+        yield length, results
+
+
 def fitting(model: Path | None, output_tokens: int) -> list[int]:
     """Return the default lengths that fit into the model's positions."""
     most = None if model is None else max_positions(model)
@@ -192,13 +182,12 @@ def compare_servers(
         )
     if len(set(labels)) < len(labels):
         raise BenchError(f"--label: given {', '.join(labels)} next to the first server, expected each label only once")
-    how = (workload.output_tokens, workload.most_repeats, step)
     for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
         announce_start(members := list(group), report)
         with opened(members) as servers:
             prompts = Prompts.of(servers[0], workload.text)  # each time the same
-            for length, taken in alternate_requests(servers, workload.lengths, prompts, *how):
-                for contestant, of_server in zip(members, taken, strict=True):
+            for length, results in alternate_requests(servers, workload, prompts, step):
+                for contestant, of_server in zip(members, results, strict=True):
                     if first.setdefault(length, of_server) is not of_server:
                         first_label = contestants[0].label
                         report.add_case(case_of(contestant.label, length, first[length], of_server, first_label))

@@ -12,7 +12,7 @@ import yaml
 
 from tests.helpers.foreign_files import clusters, patterns, save
 from tests.helpers.profile_cases import LEVELS
-from vllm_sparse_backend.calibration.profile_import import import_profile
+from vllm_sparse_backend.calibration.imports import import_profile
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import Profile, load_profile, parse_profile
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.foreign_files import clusters, patterns, save
-from vllm_sparse_backend.calibration.profile_import import import_profile
+from vllm_sparse_backend.calibration.imports import import_profile
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape

@@ -27,7 +27,7 @@ USE = """
 import json
 from pathlib import Path
 from vllm_sparse_backend.evaluation.crossover_bench import method_label, methods_of_settings
-from vllm_sparse_backend.calibration.calibration_loop import calibratable_methods, independent_methods
+from vllm_sparse_backend.calibration.loop import calibratable_methods, independent_methods
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan

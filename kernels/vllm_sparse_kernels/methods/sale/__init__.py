@@ -9,7 +9,7 @@ TAUS = (0.256, 0.128, 0.064, 0.032, 0.016, 0.008, 0.004, 0.002, 0.001)
 """Thresholds that calibration chooses from. The paper (section 3.3) halves τ from 0.008; its authors' code stops at
 0.0001. On most heads of a trained model, τ = 0.1 gives the same answers as dense attention, and keeps half as many keys
 as τ = 0.008 (docs/research/papers.md), so this ladder starts higher. A head that needs less than 0.001 gains too
-little. The option ``--taus 0.008:0.0001`` of ``profile calibrate`` has the code's thresholds."""
+little. ``profile calibrate`` follows the paper."""
 
 SPECS = (
     MethodSpec(

@@ -56,7 +56,7 @@ Choices where the paper is ambiguous, and deviations from it:
 * A score must exceed the threshold; the paper's Algorithm 1 has ≥, which is tested here.
 * Prompts of at most 1,024 tokens run dense. Here that is the server's decision (``min_tokens``).
 * Its calibration (section 3.3) stops halving at τ = 0.0001 and sets smaller thresholds to 0, which makes the head
-  dense. ``profile calibrate`` has that floor as an option (``--taus``), and the paper's absolute bound (``abs``).
+  dense, as ``profile calibrate`` does. It has the paper's absolute bound (``abs``).
 """
 
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's figures against dense masks worked out by hand, and the figures that are remembered."""
+"""A layer's figures against dense masks worked out by hand."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,10 @@ from tests.helpers.calibration_cases import HEADS, make_job
 from tests.helpers.masks import mask_of
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, finish_capture
 from vllm_sparse_backend.calibration.head_errors import Bound, Errors, HeadResult
-from vllm_sparse_backend.calibration.layer_judge import (
+from vllm_sparse_backend.calibration.judge import (
     CapturedLayer,
-    RememberingJudge,
+    LayerPrompt,
+    LayerSetup,
     Served,
     error_quantiles,
     extrapolate_unseen,
@@ -37,7 +38,13 @@ SERVED = Served(128, 100)
 def layer(tmp_path, request):
     job = make_job(tmp_path / "work", num_tokens=getattr(request, "param", 400), num_prompts=2)
     captures = job.capturer(job.model, job.prompts.prompts, [tmp_path / f"prompt-{i}" for i in range(2)])
-    return captures, CapturedLayer(captures, 1, SERVED, torch.device("cpu"), None)
+    return captures, captured_layer(captures, SERVED)
+
+
+def captured_layer(captures: Sequence[Capture], served: Served) -> CapturedLayer:
+    """Return layer 1 of some captures."""
+    prompts = [LayerPrompt.read(captured, 1, served, torch.device("cpu")) for captured in captures]
+    return CapturedLayer(1, prompts, served, None)
 
 
 def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,7 +52,8 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torc
     q, k, v = (x.double().transpose(0, 1) for x in captured.read(1))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     errors, absolute, kept, causal = [], 0, 0, 0
-    for _, index, _ in prompt.passes(layer_plan(methods), None):
+    for chunk in prompt.passes(LayerSetup(layer_plan(methods), None)):
+        index = chunk.index
         (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
         whole = torch.ones_like(mask).tril(first)
         scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
@@ -62,7 +70,7 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torc
 def test_figures_are_those_of_whole_matrices(layer):
     captures, judged = layer
     method = AShape(sink_tokens=64, local_tokens=64)
-    outcomes = judged.figures([method] * HEADS)
+    outcomes = judged.judge([method] * HEADS)
     expected = [by_hand(captured, prompt, [method] * HEADS) for captured, prompt in zip(captures, judged.prompts)]
     for head, result in enumerate(outcomes):
         errors = [errors[head] for errors, _, _ in expected]
@@ -86,13 +94,13 @@ def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch
     monkeypatch.setitem(vars(PORTABLE), "attend", lambda *_, **__: pytest.fail("references attend on a CPU"))
     _, judged = layer
     tight, loose = SpargeAttn(kept_mass=0.3), SpargeAttn(kept_mass=0.9)
-    alike, mixed = judged.figures([tight] * HEADS), judged.figures([tight, Dense(), loose, tight])
+    alike, mixed = judged.judge([tight] * HEADS), judged.judge([tight, Dense(), loose, tight])
     assert mixed[1].density == 1
     assert mixed[1].error < 1e-5
     assert mixed[2].density > alike[2].density
     # The dense head has blocks of the same width, so the other heads' results do not change.
     assert (mixed[0], mixed[3]) == (alike[0], alike[3])
-    assert judged.figures([tight] * HEADS) == alike
+    assert judged.judge([tight] * HEADS) == alike
 
 
 SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, absolute=0.3, density=0.1)
@@ -105,7 +113,6 @@ SEEN = HeadResult(error=0.01, p99=0.5, p999=0.9, of_default=1.2, absolute=0.3, d
         (Bound(0.05, 0.4), SEEN, 1.25, False),
         (Bound(0.005, 0.9), SEEN, 2, False),
         (Bound(0.05, 1.0, 0.3), SEEN, 3, False),
-        (Bound(0.05, 0.5, 0.9, mean=0.001), SEEN, 1, True),  # the mean does not bound a single head
         (Bound(0.05), replace(SEEN, error=math.nan), math.nan, False),
         # The bound includes unseen prompts; the share covers only the prompts themselves.
         (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 0.9, 1, 0.3)), 0.5 / 0.55, False),
@@ -141,9 +148,9 @@ def test_what_a_head_loses_beside_the_default():
 
 def test_figures_say_what_is_lost_beside_the_default(layer):
     _, judged = layer
-    assert {result.of_default for result in judged.figures([make_method("default", {})] * HEADS)} == {1.0}
-    assert all(result.of_default <= 1 for result in judged.figures([Dense()] * HEADS))
-    assert max(result.of_default for result in judged.figures([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
+    assert {result.of_default for result in judged.judge([make_method("default", {})] * HEADS)} == {1.0}
+    assert all(result.of_default <= 1 for result in judged.judge([Dense()] * HEADS))
+    assert max(result.of_default for result in judged.judge([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
 
 
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
@@ -153,30 +160,17 @@ def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
     assert extrapolate_unseen(prompts[:1]).tolist() == prompts[0].tolist()
 
 
-def test_what_was_judged_is_not_judged_again(layer, tmp_path):
-    _, judged = layer
-    path = tmp_path / "layer.json"
-    methods = [SpargeAttn(kept_mass=0.5)] * HEADS
-    first = RememberingJudge(1, HEADS, path, lambda: judged)
-    figures = first.judge(methods)
-    assert not path.exists()
-    first.save()
-
-    def never() -> CapturedLayer:
-        raise AssertionError("the layer is read")
-
-    again = RememberingJudge(1, HEADS, path, never)
-    assert again.judge(methods) == figures
-    with pytest.raises(AssertionError, match="the layer is read"):
-        again.judge([SpargeAttn(kept_mass=0.6)] * HEADS)
+def test_each_head_needs_a_method(layer):
     with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
-        again.judge(methods[:1])
+        layer[1].judge([Dense()])
 
 
 class NearAndFarCapturer:
     """A capture in which even heads attend to the nearest keys only, and odd heads to one far key as well."""
 
-    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path]) -> Iterator[Capture]:
+    def __call__(
+        self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path], *_: object
+    ) -> Iterator[Capture]:
         for i, (token_ids, folder) in enumerate(zip(prompts, folders, strict=True)):
             capture = begin_capture(model, token_ids, folder)
             for layer in range(capture.shape.num_layers):
@@ -200,24 +194,24 @@ class NearAndFarCapturer:
 def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> None:
     job = make_job(tmp_path / "work", num_tokens=4096, num_prompts=2, capturer=NearAndFarCapturer())
     captures = list(job.capturer(job.model, job.prompts.prompts, [tmp_path / f"prompt-{i}" for i in range(2)]))
-    judged, without = (
-        CapturedLayer(captures, 1, Served(1024, 100, context), torch.device("cpu"), None) for context in (3072, None)
-    )
+    judged, without = (captured_layer(captures, Served(1024, 100, context)) for context in (3072, None))
     even = frozenset(range(0, HEADS, 2))
     assert [prompt.streaming_heads for prompt in judged.prompts] == [even, even]
     assert [prompt.streaming_heads for prompt in without.prompts] == [frozenset()] * 2
     streaming = [STREAMING if head in even else make_method("default", {}) for head in range(HEADS)]
-    for prompt, errors, default in zip(judged.prompts, judged._of_default, without._of_default, strict=True):
-        long = prompt.outcome(layer_plan(streaming), None).errors
+    for prompt, errors, default in zip(
+        judged.prompts, judged._errors_of_default, without._errors_of_default, strict=True
+    ):
+        long = prompt.outcome(LayerSetup(layer_plan(streaming), None)).errors
         begin = 3072 - 100  # the first 100 positions are dense
         assert torch.equal(errors[:begin], default[:begin])
         assert torch.allclose(errors[begin:], long[begin:], atol=1e-6)
     # A head that keeps its window costs no more than the default in long contexts, whatever its window loses.
-    assert judged.figures(streaming)[0].of_default <= without.figures(streaming)[0].of_default
+    assert judged.judge(streaming)[0].of_default <= without.judge(streaming)[0].of_default
 
 
 def test_no_streaming_heads_where_every_context_is_short(tmp_path: Path) -> None:
     job = make_job(tmp_path / "work", num_tokens=3000, capturer=NearAndFarCapturer())
     captures = list(job.capturer(job.model, job.prompts.prompts, [tmp_path / "prompt"]))
-    judged = CapturedLayer(captures, 1, Served(1024, 100, 2049), torch.device("cpu"), None)
+    judged = captured_layer(captures, Served(1024, 100, 2049))
     assert judged.prompts[0].streaming_heads == frozenset()

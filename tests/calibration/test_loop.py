@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs on captures of structured heads: their profiles, and that an interrupted run loses nothing."""
+"""Whole runs on captures of structured heads end in a valid profile."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from tests.helpers.calibration_cases import HEADS, LAYERS, StructuredCapturer, make_job, random_prompts
-from vllm_sparse_backend.calibration.calibration_job import Job, JobProgress
-from vllm_sparse_backend.calibration.calibration_loop import calibrate
-from vllm_sparse_backend.calibration.cheapest_method import CheapestSearch
+from tests.helpers.calibration_cases import HEADS, LAYERS, StructuredCapturer, make_job
 from vllm_sparse_backend.calibration.head_errors import Bound
-from vllm_sparse_backend.calibration.layer_judge import Served
+from vllm_sparse_backend.calibration.job import Job, Progress
+from vllm_sparse_backend.calibration.loop import calibrate
+from vllm_sparse_backend.calibration.search import Search, choose_cheapest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import parse_profile
 from vllm_sparse_kernels.attention import PORTABLE, AttendEngine
@@ -23,23 +23,14 @@ AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
 BOUNDS = {"high": Bound(0.1, 0.29), "fast": Bound(0.4, 3.0)}
 
 
-def cheapest(job: Job, bound: Bound) -> CheapestSearch:
-    return CheapestSearch(job, bound, AMONG, job.costs)
+def cheapest(job: Job) -> Search:
+    return Search(partial(choose_cheapest, settings=AMONG, costs=job.costs))
 
 
-def profile_of(job: Job) -> str:
-    return calibrate(job, cheapest, BOUNDS, "a test").to_yaml()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> str:
-    return profile_of(make_job(tmp_path_factory.mktemp("job") / "work", seed=7))
-
-
-def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
+def test_a_profile_says_what_was_found_and_on_what(tmp_path):
     job = make_job(tmp_path / "work", seed=7)
-    profile = parse_profile(undisturbed, "made")
-    assert profile.to_yaml() == undisturbed
+    profile = calibrate(job, cheapest, BOUNDS, "a test")
+    assert parse_profile(profile.to_yaml(), "made") == profile
     assert profile.level_names == ("exact", "high", "fast")
     assert profile.min_tokens is None
     for name, bound in BOUNDS.items():
@@ -64,57 +55,13 @@ def test_a_profile_says_what_was_found_and_on_what(undisturbed, tmp_path):
     assert profile.at_level("fast").provenance.density < profile.provenance.density < 1
 
 
-class StoppedError(Exception):
-    pass
-
-
-def test_a_run_that_was_stopped_between_layers_goes_on_to_the_same_bytes(undisturbed, tmp_path):
-    capturer = StructuredCapturer()
-
-    def stop() -> None:
-        raise StoppedError
-
-    with pytest.raises(StoppedError):
-        profile_of(make_job(tmp_path / "work", seed=7, capturer=capturer, progress=JobProgress(step=stop)))
-    assert capturer.captured == ["prompts-0", "held-out-0"]
-    again = StructuredCapturer()
-    job = make_job(tmp_path / "work", seed=7, capturer=again)
-    assert profile_of(job) == undisturbed
-    # A finished run needs no captures to give the same result.
-    job.clear()
-    assert not list((tmp_path / "work").glob("*/"))
-    assert profile_of(make_job(tmp_path / "work", seed=7, capturer=again)) == undisturbed
-    assert again.captured == []
-
-
-def test_a_folder_of_another_job_is_refused(tmp_path):
-    make_job(tmp_path / "work").open_folder()
-    make_job(tmp_path / "work", seed=3).open_folder()
-    for name, change in (
-        ("prompts", {"prompts": random_prompts(1, 300, 5)}), ("chunk_tokens", {"served": Served(256, 100)}),
-        ("held_out", {"held_out": random_prompts(1, 301, 2)}),
-    ):  # fmt: skip
-        with pytest.raises(ConfigurationError, match=f"holds another job, which differs in {name}; name another"):
-            make_job(tmp_path / "work", **change).open_folder()
+def test_prompts_without_a_sparse_position_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="given '100 tokens', expected prompts of more than 100 tokens"):
-        make_job(tmp_path / "other", num_tokens=100).open_folder()
-
-
-def test_a_folder_whose_files_are_none_of_ours_is_refused(tmp_path):
-    job = make_job(tmp_path / "work")
-    job.open_folder()
-    assert job.layers == [0, 1]
-    bad = [("job.json", text) for text in ("{", "3", '["abc"]')]
-    bad += [("layers.json", text) for text in ("[]", "[7]", "[-1]", '["0"]', '{"0": 1}')]
-    for name, text in bad:
-        (job.folder / name).write_text(text)
-        again = make_job(tmp_path / "work")
-        with pytest.raises(ConfigurationError, match=rf"{name}: its contents cannot be read: .*; delete"):
-            again.open_folder() if name == "job.json" else again.layers
+        make_job(tmp_path / "other", num_tokens=100)
 
 
 def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
-    job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)), says_min_tokens=True)
+    job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)), sets_min_tokens=True)
     profile = calibrate(job, cheapest, {"fast": BOUNDS["fast"]}, "a test")
     assert 1 in profile.dense_layers
     assert profile.provenance.figures.rows("error", profile.model)[1] is None
@@ -139,7 +86,7 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
         out[-1] = torch.nan
 
     messages: list[str] = []
-    job = replace(make_job(tmp_path / "work"), progress=JobProgress(say=messages.append))
+    job = replace(make_job(tmp_path / "work"), progress=Progress(say=messages.append))
     table = {
         "hopper": AttendEngine("hopper", PORTABLE.refusal, wrong),
         "flash": AttendEngine("flash", lambda spec: "not here", wrong),
@@ -153,7 +100,7 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
 def test_other_processes_on_the_card_are_reported(tmp_path, monkeypatch, free, reserved, warned):
     """The card has 80 GiB. This process's memory does not count."""
     messages: list[str] = []
-    job = replace(make_job(tmp_path / "work"), progress=JobProgress(say=messages.append))
+    job = replace(make_job(tmp_path / "work"), progress=Progress(say=messages.append))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved << 30)
     job.warn_of_other_processes(torch.device("cuda"))

@@ -4,8 +4,8 @@
 import pytest
 
 from tests.helpers.calibration_cases import make_job
-from vllm_sparse_backend.calibration.head_costs import EstimatedCosts, MeasuredCosts, head_ms
-from vllm_sparse_backend.calibration.layer_judge import LayerPrompt, Served
+from vllm_sparse_backend.calibration.costs import estimate_costs, measure_costs
+from vllm_sparse_backend.calibration.judge import LayerPrompt, Served
 from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -33,7 +33,7 @@ class SayingCard:
         return {name: [self.ms[name]] for spans in contestants for name, _ in spans}
 
 
-TIMES = {"select": 5.0, "alone": 2.0, "attend": 9.0, "plain": 1.0, "dense": 30.123}
+TIMES = {"select": 5.0, "alone": 2.0, "attend": 9.0, "plain": 1.0, "dense": 30.0}
 
 
 @pytest.fixture
@@ -43,37 +43,28 @@ def batches(tmp_path):
     return LayerPrompt.read(captured, 0, Served(128, 100), "cpu").batches
 
 
-def test_measured_costs_are_split_by_heads_and_pairs(batches, tmp_path):
-    costs = MeasuredCosts(SayingCard(**TIMES), tmp_path / "costs.json", lambda: batches)
+def test_measured_costs_are_split_by_heads_and_pairs(batches):
+    card = SayingCard(**TIMES)
+    costs = measure_costs(card, lambda: batches)
     method = SpargeAttn(kept_mass=1.0)  # keeps every pair
     cost = costs.of(method)
     # Three more heads take 3 ms more; 1 ms of the 9 ms of attention is for the launch.
     assert (cost.head_ms, cost.group_ms, cost.full_ms) == (1.0, 1.0, 2.0)
-    assert (costs.layer.base_ms, costs.layer.dense_ms) == (1.0, 30.1)
-    assert head_ms(costs, method, 0.5) == 2.0
-    num_measured = len(costs.card.asked)
+    assert (costs.base_ms, costs.dense_ms) == (1.0, 30.0)
+    assert costs.head_ms(method, 0.5) == 2.0
+    num_measured = len(card.asked)
     assert costs.of(SpargeAttn(kept_mass=0.2)) == cost  # of the same kind
-    assert len(costs.card.asked) == num_measured
+    assert len(card.asked) == num_measured
     assert costs.of(Dense()).full_ms == 2.0
-    costs.card.ms["attend"] = 1.1
-    assert costs.of(AShape(64, 128)).full_ms == 2.0  # nothing is faster per pair than dense attention
-
-
-def test_costs_are_read_from_their_file(batches, tmp_path):
-    path = tmp_path / "costs.json"
-    first = MeasuredCosts(SayingCard(**TIMES), path, lambda: batches)
-    known = first.of(Sale())
-    again = MeasuredCosts(SayingCard(), path, lambda: pytest.fail("it is measured anew"))
-    assert (again.of(Sale(tau=0.1)), again.layer) == (known, first.layer)
+    card.ms["attend"] = 1.1
+    assert costs.of(AShape(64, 128)).full_ms == 2.0  # nothing is faster per pair than keeping all of them
 
 
 def test_estimates_go_by_pairs_and_known_shares():
-    costs = EstimatedCosts(num_heads=8, full_ms=3.0)
-    assert costs.layer.dense_ms == 24.0
+    costs = estimate_costs(num_heads=8)
+    assert costs.dense_ms == 8.0
     for method, share in ((Dense(), 0.0), (Sale(), 0.22), (SpargeAttn(), 0.023)):
         cost = costs.of(method)
         # A third of a selection's cost is independent of the number of heads.
-        assert (cost.group_ms, cost.head_ms) == (pytest.approx(8 * share), pytest.approx(2 * share))
-        assert head_ms(costs, method, 0.5) == pytest.approx(1.5 + 2 * share)
-    pairs = EstimatedCosts(num_heads=8, selects=False)
-    assert head_ms(pairs, Sale(), 0.5) == 0.5
+        assert cost.group_ms == pytest.approx(8 * share / 3)
+        assert costs.head_ms(method, 0.5) == pytest.approx(0.5 + 2 * share / 3)

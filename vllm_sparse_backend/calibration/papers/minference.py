@@ -7,7 +7,7 @@ the cost of the A-shape with 1,024 and 4,096 tokens. Each head then gets the can
 Choices that the paper leaves open, and differences from it:
 
 * Cost is time on this device, as on a server: selection and attention of the first layer that can run sparse, if all
-  its heads run the candidate (``head_costs.py``). The paper counts the work of its kernels, and ignores selection.
+  its heads run the candidate (``costs.py``). The paper counts the work of its kernels, and ignores selection.
 * A step changes the larger of a candidate's two numbers by 50 tokens, so its character does not change. A step of
   block-sparse is a block of 64 keys, because the paper's step of 50 would be 50 blocks, or 3,200 keys.
 * A candidate is left out if its smallest setting costs too much, or if it keeps everything at this cost. Algorithm 1
@@ -25,11 +25,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm_sparse_backend.calibration.calibration_job import Job
-from vllm_sparse_backend.calibration.head_costs import Costs, head_ms
+from vllm_sparse_backend.calibration.costs import Costs
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
-from vllm_sparse_backend.calibration.layer_walk import first_layer_judge
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Search, judge_all
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, judge_all
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -62,30 +60,22 @@ Space = tuple[Method, ...]
 """Candidates of equal cost."""
 
 
-class MInferenceSearch(Search):
-    """Search for the candidate with the least error in the smallest budget that has a candidate within the bound."""
-
-    def __init__(self, job: Job, bound: Bound, budgets: Sequence[float] = BUDGETS) -> None:
-        judge = first_layer_judge(job)
-        self.bound, self.spaces = bound, list(search_spaces(judge, job.costs, budgets))
-        judge.save()
-
-    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's candidate."""
-        chosen: list[Method | None] = [None] * judge.num_heads
-        for space in self.spaces:
-            passes = [judge_all(judge, self.bound, [candidate] * judge.num_heads) for candidate in space]
-            for head, judged in enumerate(zip(*passes, strict=True)):
-                holding = [result for result in judged if result.holds and result.sparsity >= LEAST_SPARSITY]
-                allowed = [result for result in holding if is_allowed(head, result.method)]
-                if chosen[head] is None and allowed:
-                    chosen[head] = min(allowed, key=lambda result: result.figures.error).method
-            if None not in chosen:
-                break
-        return [method or Dense() for method in chosen]
+def choose_pattern(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, spaces: Sequence[Space]) -> list[Method]:
+    """Choose each head's candidate with the least error, in the smallest budget that has one within the bound."""
+    chosen: list[Method | None] = [None] * judge.num_heads
+    for space in spaces:
+        passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
+        for head, judged in enumerate(zip(*passes, strict=True)):
+            holding = [result for result in judged if result.holds and result.sparsity >= LEAST_SPARSITY]
+            allowed = [result for result in holding if is_allowed(head, result.method)]
+            if chosen[head] is None and allowed:
+                chosen[head] = min(allowed, key=lambda result: result.figures.error).method
+        if None not in chosen:
+            break
+    return [method or Dense() for method in chosen]
 
 
-def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float]) -> Iterator[Space]:
+def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float] = BUDGETS) -> Iterator[Space]:
     """Resize the candidates to each budget, in at most twelve passes per candidate."""
     dense_ms = _cost(judge, costs, Dense())[0]
     for budget in sorted(budgets):
@@ -123,6 +113,6 @@ def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> M
 def _cost(judge: LayerJudge, costs: Costs, method: Method) -> tuple[float, float]:
     """Return the time in ms of a layer with this method on all heads, and the share of pairs that it leaves out."""
     densities = [result.density for result in judge.judge([method] * judge.num_heads)]
-    shared = costs.of(method).group_ms + costs.layer.base_ms
-    taken = shared + sum(head_ms(costs, method, density) for density in densities)
+    shared = costs.of(method).group_ms + costs.base_ms
+    taken = shared + sum(costs.head_ms(method, density) for density in densities)
     return taken, 1 - sum(densities) / judge.num_heads

@@ -11,18 +11,14 @@ The device holds one layer at a time:
 """
 
 import copy
-import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import repeat
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
-from vllm_sparse_backend.calibration.external import read_json
 from vllm_sparse_backend.calibration.head_errors import BEYOND_P99, BEYOND_P999, LEAST_ERROR, Errors, HeadResult
 from vllm_sparse_backend.calibration.prompt_chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.calibration.streaming_heads import (
@@ -31,9 +27,8 @@ from vllm_sparse_backend.calibration.streaming_heads import (
     AttentionTraits,
     attend_and_measure,
 )
-from vllm_sparse_backend.config.method_parameters import make_method, parameters_of
+from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.evaluation.attention_prompts import without_nan
-from vllm_sparse_backend.evaluation.report import write_json
 from vllm_sparse_kernels import PagedCache, SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
@@ -70,8 +65,25 @@ class LongContexts(NamedTuple):
     """Other methods for the chunks of a prompt that have a long context."""
 
     context_tokens: int
-    groups: LayerPlan
+    plan: LayerPlan
     block_tokens: int
+
+
+class LayerSetup(NamedTuple):
+    """Methods of a layer's heads, and the attention engines of the device; None to use the references."""
+
+    plan: LayerPlan
+    engines: Mapping[str, AttendEngine] | None
+    long: LongContexts | None = None
+
+
+@dataclass(frozen=True)
+class ChunkPass:
+    """Output and index of one chunk, and the state that the layer leaves for later layers."""
+
+    out: torch.Tensor
+    index: SparseIndex
+    state: State
 
 
 @dataclass(frozen=True)
@@ -81,15 +93,11 @@ class LayerPrompt:
     batches: list[Batch]
     dense: list[torch.Tensor]
     """For each chunk, its output under dense attention [query_len, num_heads, head_dim]."""
-    before: Sequence[State] = ()
-    """For each chunk, the state that earlier layers left; empty if there is none."""
     streaming_heads: frozenset[int] = frozenset()
     """Streaming heads on this prompt; empty if no chunk has a context from which they keep fewer keys."""
 
     @staticmethod
-    def read(
-        captured: Capture, layer: int, served: Served, device: torch.device, before: Sequence[State] = ()
-    ) -> "LayerPrompt":
+    def read(captured: Capture, layer: int, served: Served, device: torch.device) -> "LayerPrompt":
         """Load a captured layer and compute its output under dense attention."""
         tensors, scale = captured.read(layer, device), captured.scales[layer]
         cache = PagedCache(paged(tensors.k), paged(tensors.v))
@@ -102,41 +110,38 @@ class LayerPrompt:
         least_context = served.streaming_context_tokens
         if least_context is not None and any(chunk.context_lens[0] >= least_context for chunk in rows):
             streaming_heads = streaming_heads_of(tensors, scale)
-        return LayerPrompt(batches, [whole[span] for span in spans], before, streaming_heads)
+        return LayerPrompt(batches, [whole[span] for span in spans], streaming_heads)
 
     @property
     def num_pairs(self) -> int:
         """Causal (query, key) pairs of all chunks, for one head."""
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
-    def passes(
-        self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
-    ) -> Iterator[tuple[torch.Tensor, SparseIndex, State]]:
-        """Select and attend chunk by chunk."""
+    def passes(self, setup: "LayerSetup", states: Sequence[State] = ()) -> Iterator["ChunkPass"]:
+        """Select and attend chunk by chunk. ``states`` has the state that earlier layers left in each chunk."""
         for i, batch in enumerate(self.batches):
             rows = replace(batch.rows)  # no state remains between passes
-            rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
-            chosen, block_tokens = groups, None
-            if long is not None and rows.context_lens[0] >= long.context_tokens:
-                chosen, block_tokens = long.groups, long.block_tokens
-            layer = Layer.of(chosen, batch.cache.head_dim, batch.q.device, block_tokens=block_tokens)
+            rows.state.update(copy.deepcopy(states[i]) if states else {})
+            plan, block_tokens = setup.plan, None
+            if setup.long is not None and rows.context_lens[0] >= setup.long.context_tokens:
+                plan, block_tokens = setup.long.plan, setup.long.block_tokens
+            layer = Layer.of(plan, batch.cache.head_dim, batch.q.device, block_tokens=block_tokens)
             out = batch.empty_out()
-            if engines:  # the engine that a server uses
+            if setup.engines:  # the engine that a server uses
                 spec = AttendSpec.of(batch.cache, layer.allocate_index(rows), layer.options)
-                layer = replace(layer, engine=choose_engine(engines, spec).engine)
-            yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
+                layer = replace(layer, engine=choose_engine(setup.engines, spec).engine)
+            index = run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out)
+            yield ChunkPass(out, index, rows.state)
 
-    def outcome(
-        self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
-    ) -> Outcome:
+    def outcome(self, setup: "LayerSetup", states: Sequence[State] = ()) -> Outcome:
         """Compare the output under a method with the dense output, for all chunks."""
         errors, absolute, pairs = [], [], []
-        for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines, long), strict=True):
+        for dense, chunk in zip(self.dense, self.passes(setup, states), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-            distances = (out.float() - dense.float()).abs().sum(-1)
+            distances = (chunk.out.float() - dense.float()).abs().sum(-1)
             errors.append(distances / norms)
             absolute.append(distances.double().sum(0))
-            pairs.append(index.pairs_of_heads())
+            pairs.append(chunk.index.pairs_of_heads())
         (num_tokens,) = self.batches[-1].rows.seq_lens
         return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
 
@@ -162,58 +167,54 @@ def error_quantiles(of_queries: torch.Tensor, *shares: float) -> list[torch.Tens
     return [ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in shares]
 
 
+@dataclass
 class CapturedLayer:
-    """One layer of captured prompts, on which methods are measured.
+    """One layer of captured prompts, on which methods are measured: a ``LayerJudge`` that remembers its outcomes."""
 
-    ``engines`` holds the engines of a CUDA device, None on a CPU. ``before`` holds, for each prompt's chunks, the state
-    that earlier layers left. ``others`` holds methods of heads of other layers.
-    """
+    layer: int
+    prompts: Sequence[LayerPrompt]
+    served: Served
+    engines: Mapping[str, AttendEngine] | None
+    others: Sequence[Method] = ()
+    """Methods that heads of other layers may have, for methods that need them (``Method.sharing``)."""
+    states: list[list[State]] = field(default_factory=list)
+    """For each prompt and chunk, the state that earlier layers left; empty if there is none."""
 
-    def __init__(
-        self,
-        captures: Sequence[Capture],
-        layer: int,
-        served: Served,
-        device: torch.device,
-        engines: Mapping[str, AttendEngine] | None,
-        before: Sequence[Sequence[State]] = (),
-        others: Sequence[Method] = (),
-    ) -> None:
-        self.engines, self.others, self.served = engines, tuple(others), served
-        captures_and_states = zip(captures, before or repeat(()))
-        self.prompts = [
-            LayerPrompt.read(captured, layer, served, device, states) for captured, states in captures_and_states
-        ]
+    def __post_init__(self) -> None:
+        self._known: dict[tuple[Method, ...], list[HeadResult]] = {}
 
-    def after(self, methods: Sequence[Method]) -> list[list[State]]:
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the layer."""
+        return self.prompts[0].batches[0].num_heads
+
+    def enter(self, states: list[list[State]]) -> None:
+        """Start from the state that earlier layers left. Outcomes under another state are forgotten."""
+        if states or self.states:
+            self._known.clear()
+        self.states = states
+
+    def leave(self, methods: Sequence[Method]) -> list[list[State]]:
         """Run the layer and return the state that it passes to the next layer."""
-        groups = layer_plan(methods, self.others)
-        return [[dict(state) for *_, state in prompt.passes(groups, self.engines)] for prompt in self.prompts]
+        if not any(method.unshared != method for method in methods):
+            return self.states
+        setup = self._setup(methods)
+        return [[dict(chunk.state) for chunk in prompt.passes(setup, states)] for prompt, states in self._entered()]
 
-    @cached_property
-    def _of_default(self) -> list[torch.Tensor]:
-        """Errors under the server's default, for each prompt [num_queries, num_heads] float32.
+    def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
+        """Measure one method for each head, in one pass of selection and attention over each chunk."""
+        if len(methods) != self.num_heads:
+            raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
+        key = tuple(methods)
+        if key not in self._known:
+            self._known[key] = self._measure(methods)
+        return self._known[key]
 
-        In chunks with a long context, the default's streaming heads keep only the first and the nearest keys. A server
-        finds these heads on a prompt of its own. Here, the rule must find a head on every prompt.
-        """
-        batch = self.prompts[0].batches[0]
-        default = [make_method("default", {})] * batch.num_heads
-        groups = layer_plan(default, self.others)
-        streaming_heads = frozenset.intersection(*(prompt.streaming_heads for prompt in self.prompts))
-        long = None
-        if streaming_heads and self.served.streaming_context_tokens is not None:
-            methods = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
-            width = Layer.of(groups, batch.cache.head_dim, batch.q.device).block_tokens
-            long = LongContexts(self.served.streaming_context_tokens, layer_plan(methods, self.others), width)
-        return [prompt.outcome(groups, self.engines, long).errors for prompt in self.prompts]
-
-    def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Run the layer on all prompts and measure each head."""
-        groups = layer_plan(methods, self.others)
-        outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
+    def _measure(self, methods: Sequence[Method]) -> list[HeadResult]:
+        setup = self._setup(methods)
+        outcomes = [prompt.outcome(setup, states) for prompt, states in self._entered()]
         errors = torch.stack(
-            [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._of_default)]
+            [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._errors_of_default)]
         )
         absolute = torch.stack([outcome.absolute for outcome in outcomes]).amax(0)[None]
         kept_pairs = torch.stack([outcome.kept_pairs for outcome in outcomes]).sum(0)
@@ -225,42 +226,33 @@ class CapturedLayer:
             for of_seen, of_unseen, kept in zip(seen, unseen, density.tolist(), strict=True)
         ]
 
+    @cached_property
+    def _errors_of_default(self) -> list[torch.Tensor]:
+        """Errors under the server's default, for each prompt [num_queries, num_heads] float32.
+
+        In chunks with a long context, the default's streaming heads keep only the first and the nearest keys. A server
+        finds these heads on a prompt of its own. Here, the rule must find a head on every prompt.
+        """
+        batch = self.prompts[0].batches[0]
+        default = [make_method("default", {})] * batch.num_heads
+        setup = self._setup(default)
+        streaming_heads = frozenset.intersection(*(prompt.streaming_heads for prompt in self.prompts))
+        if streaming_heads and self.served.streaming_context_tokens is not None:
+            methods = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
+            width = Layer.of(setup.plan, batch.cache.head_dim, batch.q.device).block_tokens
+            plan = layer_plan(methods, self.others)
+            setup = setup._replace(long=LongContexts(self.served.streaming_context_tokens, plan, width))
+        return [prompt.outcome(setup).errors for prompt in self.prompts]
+
+    def _setup(self, methods: Sequence[Method]) -> LayerSetup:
+        return LayerSetup(layer_plan(methods, self.others), self.engines)
+
+    def _entered(self) -> Iterator[tuple[LayerPrompt, Sequence[State]]]:
+        no_states: list[list[State]] = [[] for _ in self.prompts]
+        return zip(self.prompts, self.states or no_states, strict=True)
+
 
 def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
     """Extrapolate errors to an unseen prompt: the largest plus its distance to the second largest."""
     ordered = errors.sort(0).values
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
-
-
-class RememberingJudge:
-    """A ``LayerJudge`` that saves its outcomes and loads the layer only for unknown outcomes.
-
-    The file ``path`` holds this layer's figures for one set of prompts. An interruption loses outcomes since the last
-    ``save``.
-    """
-
-    def __init__(self, layer: int, num_heads: int, path: Path, read: Callable[[], CapturedLayer]) -> None:
-        self.layer, self.num_heads, self.path, self._read = layer, num_heads, path, read
-        self.known: dict[str, list[HeadResult]] = read_json(path, dict[str, list[HeadResult]]) if path.exists() else {}
-        self.num_saved = len(self.known)
-
-    @cached_property
-    def captured(self) -> CapturedLayer:
-        """The layer, loaded when it is first needed."""
-        return self._read()
-
-    def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
-        """Return the figures, from the file if they are known."""
-        if len(methods) != self.num_heads:
-            raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
-        # The key has all fields of all methods, or of the first method if all are equal.
-        key = json.dumps([parameters_of(method) for method in (methods[:1] if len(set(methods)) == 1 else methods)])
-        if key not in self.known:
-            self.known[key] = self.captured.figures(methods)
-        return self.known[key]
-
-    def save(self) -> None:
-        """Write all outcomes to ``path``, if there are new outcomes."""
-        if len(self.known) > self.num_saved:
-            write_json(self.path, {key: [asdict(result) for result in results] for key, results in self.known.items()})
-            self.num_saved = len(self.known)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters of heads with similar attention, for SharePrefill (arXiv:2505.19578, section 5.2, appendices A.4 and C).
+"""SharePrefill's clusters of heads and γ for each head (arXiv:2505.19578, section 5.2, appendices A.4 and C).
 
 Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values.
 Hierarchical clustering of these values, cut at a distance, groups the heads. Clusters of fewer than five heads are
-noise. ``share_prefill.py`` turns the clusters into a profile.
+noise. The paper has one γ, 0.9, for all heads. A bound makes γ a number of each head: the smallest that meets the bound
+in the head's cluster. γ does not affect which heads share (``methods/share_prefill/method.py``). Heads that are dense
+at any γ, such as pivots, keep the paper's γ for prompts on which they are not. The figures are those of a single rank:
+under tensor parallelism, heads share only within a rank.
 
 Choices that the paper leaves open:
 
@@ -25,18 +28,32 @@ Computing them takes a layer's queries and keys on the device, and about 1 GB mo
 for the autoencoder and Adam's state, and about 5 GB for a batch (``BATCH_PIXELS``).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm_sparse_backend.calibration.calibration_job import JobProgress
 from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.calibration.external import require_module
+from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
+from vllm_sparse_backend.calibration.job import Job, Progress
+from vllm_sparse_backend.calibration.search import (
+    LEAST_SPARSITY,
+    IsAllowed,
+    Search,
+    default_ladder,
+    halved,
+    sparse_enough,
+    sparsest,
+)
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_kernels.methods.share_prefill.method import NOISE
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 LATENT = 64
 SHRINK = 16
@@ -46,7 +63,7 @@ SIDE = 1936
 """Largest side of maps on a GPU, as in the paper."""
 
 CPU_SIDE = 64
-"""Largest side of maps on a CPU, and the side of maps in benchmarks."""
+"""Largest side of maps on a CPU."""
 
 SCORE_BYTES = 1 << 28
 """Bytes of float32 scores that are computed at a time. Intermediate results take about three times that memory."""
@@ -66,9 +83,6 @@ LEAST_DROP_OF_FIRST = 0.01
 BATCH = 64
 BATCH_PIXELS = BATCH * 512 * 512
 """Pixels of all maps in a batch, so larger maps come in smaller batches."""
-
-THREAD_PIXELS = 1 << 17
-"""Pixels of a batch that occupy one thread on a CPU: with fewer, threads mostly wait for each other."""
 
 DISTANCE = 10.0
 """Default linkage distance up to which heads are joined; the authors' file name says 40."""
@@ -133,44 +147,24 @@ def autoencoder(side: int) -> tuple[nn.Sequential, nn.Sequential]:
     return encoder, decoder
 
 
-class EarlyStop:
-    """Decides after each epoch whether training still lowers the loss by enough."""
-
-    def __init__(self, device_type: str, patience: int = PATIENCE) -> None:
-        """Initialise the rule."""
-        self.device_type, self.patience = device_type, patience
-        self.losses: list[float] = []
-
-    def has_converged(self, loss: float) -> bool:
-        """Record the loss of an epoch, and return whether training should stop."""
-        self.losses.append(loss)
-        before, latest = self.losses[: -self.patience], self.losses[-self.patience :]
-        if not before:
-            return False
-        best = min(before)
-        least_drop = LEAST_DROP_OF_FIRST * self.losses[0] if self.device_type == "cpu" else LEAST_DROP_OF_BEST * best
-        return not best - min(latest) > least_drop
-
-
-@contextmanager
-def _fitting_threads(device: torch.device, batch_pixels: int) -> Iterator[None]:
-    """Limit torch's threads on a CPU to the number that a batch occupies."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(threads, max(1, batch_pixels // THREAD_PIXELS)) if device.type == "cpu" else threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def has_converged(losses: Sequence[float], device_type: str) -> bool:
+    """Return whether the last epochs have lowered the loss by too little to go on."""
+    before, latest = losses[:-PATIENCE], losses[-PATIENCE:]
+    if not before:
+        return False
+    best = min(before)
+    least_drop = LEAST_DROP_OF_FIRST * losses[0] if device_type == "cpu" else LEAST_DROP_OF_BEST * best
+    return not best - min(latest) > least_drop
 
 
 def representations(
     maps: Sequence[torch.Tensor] | torch.Tensor,
     device: str | torch.device = "cpu",
     epochs: int = EPOCHS,
-    progress: JobProgress | None = None,
+    progress: Progress | None = None,
 ) -> torch.Tensor:
     """Train an autoencoder on maps, and return their latent values. The result is deterministic."""
-    progress = progress or JobProgress()
+    progress = progress or Progress()
     side, device, on_device = maps[0].shape[-1], torch.device(device), [head_map.to(device) for head_map in maps]
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
 
@@ -180,13 +174,12 @@ def representations(
 
     # With so few channels, there is little to compute for each byte of a map.
     narrow = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    threads = _fitting_threads(device, min(batch, len(maps)) * side**2)
-    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow, threads:
+    with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow:
         torch.manual_seed(0)
         encoder, decoder = autoencoder(side)
         model = nn.Sequential(encoder, decoder).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-        stop = EarlyStop(device.type)
+        losses: list[float] = []
         progress.begin(f"autoencoder of {len(maps)} maps of {side} × {side}, epochs at most", epochs)
         for epoch in range(1, epochs + 1):
             total = torch.zeros((), device=device)
@@ -198,7 +191,8 @@ def representations(
                 optimizer.step()
                 total += loss.detach() * len(chosen)
             progress.step()
-            if stop.has_converged(float(total) / len(maps)):  # the only wait for the device in an epoch
+            losses.append(float(total) / len(maps))  # the only wait for the device in an epoch
+            if has_converged(losses, device.type):
                 progress.say(f"autoencoder: converged after {epoch} epochs")
                 break
         with torch.no_grad():
@@ -226,7 +220,7 @@ def cluster_heads(
     distance: float = DISTANCE,
     device: str = "cpu",
     epochs: int = EPOCHS,
-    progress: JobProgress | None = None,
+    progress: Progress | None = None,
 ) -> Clusters:
     """Cluster all heads of a model by their attention maps."""
     num_heads = len(maps[0])
@@ -246,10 +240,10 @@ def head_clusters(
     device: str,
     side: int = CPU_SIDE,
     distance: float = DISTANCE,
-    progress: JobProgress | None = None,
+    progress: Progress | None = None,
 ) -> Clusters:
     """Compute SharePrefill's clusters from a captured prompt."""
-    progress = progress or JobProgress()
+    progress = progress or Progress()
     layers = sorted(captured.scales)
     maps = []
     progress.begin("attention maps of layers", len(layers))
@@ -260,3 +254,35 @@ def head_clusters(
     by_layer = dict(zip(layers, cluster_heads(maps, distance, device, progress=progress), strict=True))
     noise = (NOISE,) * captured.shape.num_heads
     return tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))
+
+
+def search_shares(job: Job, distance: float = DISTANCE) -> Search:
+    """Cluster the heads of a model on the first prompt, and return the search for each head's γ."""
+    side = map_side(min(map(len, job.prompts.prompts)), job.device)
+    clusters = head_clusters(job.captures["prompts"][0], job.device, side, distance, job.progress)
+    numbers = sorted({*chain.from_iterable(clusters)} - {NOISE})
+    if not numbers:
+        raise ConfigurationError(
+            f"--method share_prefill: found no cluster at --distance {distance:g}, expected at least {MIN_HEADS} heads "
+            "with similar attention; use a larger --distance, or --method flex_vertical_slash"
+        )
+    return Search(partial(choose_shares, clusters=clusters), [SharePrefill(cluster=number) for number in numbers])
+
+
+def choose_shares(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, clusters: Clusters) -> list[Method]:
+    """Choose each head's γ in its cluster: the paper's without a bound, otherwise the smallest that meets the bound."""
+    chosen: list[Method] = [SharePrefill(cluster=number) for number in clusters[judge.layer]]
+    if bound.numbers:
+        ladder: list[Any] = halved(halved(default_ladder("share_prefill")))
+        members = {
+            head: [replace(setting, cluster=number) for setting in ladder]
+            for head, number in enumerate(clusters[judge.layer])
+        }
+        allowed = {
+            head: [method for method in settings if is_allowed(head, method)] for head, settings in members.items()
+        }
+        for head, judged in sparsest(judge, bound, allowed).items():
+            is_dense_at_any_share = judged.method == members[head][0] and judged.sparsity < LEAST_SPARSITY
+            if not is_dense_at_any_share or clusters[judge.layer][head] == NOISE:
+                chosen[head] = sparse_enough(judged)
+    return [method if is_allowed(head, method) else Dense() for head, method in enumerate(chosen)]

@@ -29,7 +29,14 @@ Heads may differ in all three parameters within one launch. The search takes at 
 from dataclasses import replace
 
 from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, Judged, Search, sparse_enough, sparsest
+from vllm_sparse_backend.calibration.search import (
+    LEAST_SPARSITY,
+    IsAllowed,
+    Judged,
+    allowed_ladders,
+    sparse_enough,
+    sparsest,
+)
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
@@ -42,39 +49,35 @@ MARGINS = tuple(-step / 10 for step in range(1, 351))
 """Candidates for λ in natural units, in order of decreasing skipping. Their range is the code's 0 to 50 in base 2."""
 
 
-class SpargeAttnSearch(Search):
-    """Search for the pair of τ and θ, and with ``skipping`` the λ, that leave out the most pairs."""
+def choose_thresholds(
+    judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, skipping: bool = False
+) -> list[Method]:
+    """Choose each head's pair of τ and θ that leaves out the most pairs, then with ``skipping`` its λ."""
+    pairs = _sparsest_pairs(judge, bound.with_margin(FIRST_MARGIN) if skipping else bound, is_allowed)
+    methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
+    return _with_margins(judge, bound, methods, is_allowed) if skipping else methods
 
-    def __init__(self, bound: Bound, *, skipping: bool = False) -> None:
-        self.bound, self.skipping = bound, skipping
 
-    def choose(self, judge: LayerJudge, is_allowed: IsAllowed) -> list[Method]:
-        """Choose each head's sparsest pair, then its λ."""
-        pairs = self._pairs(judge, is_allowed)
-        methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
-        return self._with_margins(judge, methods, is_allowed) if self.skipping else methods
+def _sparsest_pairs(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed) -> dict[int, Judged]:
+    """Return the sparsest pair within the bound, for each head that has one."""
+    sparsest_pairs: dict[int, Judged] = {}
+    heads = list(range(judge.num_heads))
+    for theta in THETAS:
+        ladders = allowed_ladders(judge, [SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS], is_allowed)
+        for head, judged in sparsest(judge, bound, {head: ladders[head] for head in heads}).items():
+            if judged.holds and (head not in sparsest_pairs or judged.sparsity > sparsest_pairs[head].sparsity):
+                sparsest_pairs[head] = judged
+            if judged.sparsity < LEAST_SPARSITY:
+                heads.remove(head)  # higher θs keep even more
+    return sparsest_pairs
 
-    def _pairs(self, judge: LayerJudge, is_allowed: IsAllowed) -> dict[int, Judged]:
-        """Return the sparsest pair within the bound, for each head that has one."""
-        bound = self.bound.with_margin(FIRST_MARGIN) if self.skipping else self.bound
-        sparsest_pairs: dict[int, Judged] = {}
-        heads = list(range(judge.num_heads))
-        for theta in THETAS:
-            at_theta = [SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS]
-            ladders = {head: [setting for setting in at_theta if is_allowed(head, setting)] for head in heads}
-            for head, judged in sparsest(judge, bound, ladders).items():
-                if judged.holds and (head not in sparsest_pairs or judged.sparsity > sparsest_pairs[head].sparsity):
-                    sparsest_pairs[head] = judged
-                if judged.sparsity < LEAST_SPARSITY:
-                    heads.remove(head)  # higher θs keep even more
-        return sparsest_pairs
 
-    def _with_margins(self, judge: LayerJudge, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:
-        """Add to each method the λ that skips most within the bound, if there is such a λ."""
-        settings = {
-            head: [setting for margin in MARGINS if is_allowed(head, setting := replace(method, skip_margin=margin))]
-            for head, method in enumerate(methods)
-            if isinstance(method, SpargeAttn)
-        }
-        best = sparsest(judge, self.bound, settings)
-        return [best[i].method if i in best and best[i].holds else method for i, method in enumerate(methods)]
+def _with_margins(judge: LayerJudge, bound: Bound, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:
+    """Add to each method the λ that skips most within the bound, if there is such a λ."""
+    settings = {
+        head: [setting for margin in MARGINS if is_allowed(head, setting := replace(method, skip_margin=margin))]
+        for head, method in enumerate(methods)
+        if isinstance(method, SpargeAttn)
+    }
+    best = sparsest(judge, bound, settings)
+    return [best[i].method if i in best and best[i].holds else method for i, method in enumerate(methods)]

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of one head's selection and attention, by kind of method. Searches weigh it against the error.
+
+Heads of a layer whose methods are of one kind (``Method.group_key``) are selected by the same kernels and share a fixed
+time of selection. A kind therefore has three costs: a fixed cost of its selection, its selection for each head, and
+attention to all pairs. Of the last cost, a head pays the share of pairs that it keeps.
+
+A CUDA device is measured once, on the first layer that can run sparse. On a CPU, the references select and attend, and
+their times do not represent a server. Costs then follow from each method's description (``MethodSpec.cost``).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+from vllm_sparse_backend.config.settings import AUTO
+from vllm_sparse_backend.evaluation.cuda_device import Card
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.minference.a_shape import AShape
+from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Times of one kind of method in one layer, over all served chunks of the first prompt."""
+
+    group_ms: float
+    """Selection time that does not depend on the number of heads, in ms."""
+    head_ms: float
+    """Selection time per head, in ms."""
+    full_ms: float
+    """Attention time of a head over all pairs, in ms."""
+
+
+@dataclass
+class Costs:
+    """Times of a layer on this device. ``measure`` returns the times of a method's kind."""
+
+    base_ms: float
+    """Attention time of a layer that keeps almost nothing, in ms."""
+    dense_ms: float
+    """Dense attention time of the whole layer, in ms."""
+    measure: Callable[[Method], Cost]
+
+    def __post_init__(self) -> None:
+        self._known: dict[Method, Cost] = {}
+
+    def of(self, method: Method) -> Cost:
+        """Return the times of a method's kind."""
+        kind = method.group_key
+        if kind not in self._known:
+            self._known[kind] = self.measure(method)
+        return self._known[kind]
+
+    def head_ms(self, method: Method, density: float) -> float:
+        """Return the time that one more head of a method's kind takes."""
+        cost = self.of(method)
+        return cost.head_ms + density * cost.full_ms
+
+
+def estimate_costs(num_heads: int) -> Costs:
+    """Estimate the times of a layer in which attention of one head to all pairs takes 1 ms."""
+
+    def estimate(method: Method) -> Cost:
+        selection = METHODS[name_of(method)].cost
+        # A third of a selection's time does not depend on the number of heads.
+        return Cost(num_heads * selection / 3, selection * 2 / 3, 1.0)
+
+    return Costs(0.0, float(num_heads), estimate)
+
+
+def measure_costs(card: Card, read_batches: Callable[[], Sequence[Batch]]) -> Costs:
+    """Measure the times of a layer; ``read_batches`` returns its served chunks."""
+    batches = read_batches()
+    plain = _layers(batches, [AShape(sink_tokens=64, local_tokens=128)] * batches[0].num_heads)
+    for layer in plain:
+        layer.select()
+    dense = [("dense", card.dense(batch, batch.empty_out())) for batch in batches]
+    taken = _median_ms(card, batches, [_attentions(card, plain, "plain"), dense])
+    # A time per pair measured on very few pairs is meaningless. None is less than that of a layer that keeps all pairs.
+    least_full_ms = _measure_kind(card, batches, Dense(), taken["plain"]).full_ms
+
+    def measure(method: Method) -> Cost:
+        cost = _measure_kind(card, read_batches(), method, taken["plain"])
+        return replace(cost, full_ms=max(cost.full_ms, least_full_ms))
+
+    return Costs(taken["plain"], taken["dense"], measure)
+
+
+def _measure_kind(card: Card, batches: Sequence[Batch], method: Method, base_ms: float) -> Cost:
+    num_heads = batches[0].num_heads
+    layers = _layers(batches, [method] * num_heads)
+    select = [("select", layer.select) for layer in layers]
+    alone = [("alone", _alone(layer, method).select) for layer in layers]
+    taken = _median_ms(card, batches, [[*select, *_attentions(card, layers, "attend")], alone])
+    kept_pairs = sum(int(layer.index.kept_pairs()) for layer in layers)
+    density = kept_pairs / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
+    head_ms = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
+    group_ms = max(0.0, taken["select"] - num_heads * head_ms)
+    return Cost(group_ms, head_ms, max(0.0, taken["attend"] - base_ms) / (density * num_heads))
+
+
+def _attentions(card: Card, layers: Sequence[TimedLayer], name: str) -> list[Any]:
+    return [(name, partial(layer.attend, layer.engine(card.engines))) for layer in layers]
+
+
+def _median_ms(card: Card, batches: Sequence[Batch], contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Return the median time by name. Each pass starts without state."""
+
+    def new_pass() -> None:
+        for batch in batches:
+            batch.rows.state.clear()
+
+    return {name: median(ms) for name, ms in card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
+
+
+def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[TimedLayer]:
+    return [TimedLayer.of(batch, layer_plan(methods), AUTO) for batch in batches]
+
+
+def _alone(layer: TimedLayer, method: Method) -> TimedLayer:
+    """Return the layer with selection for the first head only. Its index still has room for all heads."""
+    head = layer.served.head_ids[0][:1]
+    engine = choose_select_engine(SelectSpec(method, head.device, layer.batch.cache.head_dim)).engine
+    served = replace(layer.served, groups=layer_plan([method]), head_ids=(head,), select_engines=(engine,))
+    return replace(layer, served=served)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SALE's τ for each head (Ji et al., arXiv:2505.24179, section 3.3 and appendix C).
+
+τ begins at 0.008 and is halved until Err(τ) = ‖O − Õ‖₁ / N (``HeadResult.absolute``) is below the bound on every
+prompt: 0.4 for Llama-3.1-8B, 2.0 for Qwen2.5-32B. The authors' code stops at 0.0001: a head that misses the bound at
+every larger τ is dense.
+"""
+
+from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
+from vllm_sparse_backend.calibration.search import IsAllowed, Judged, judge_all, sparse_enough
+from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.sale.method import Sale
+
+FIRST_TAU, LAST_TAU = 0.008, 0.0001
+
+
+def thresholds() -> list[float]:
+    """Return the values of τ in the order in which they are tried."""
+    taus, tau = [], FIRST_TAU
+    while tau > LAST_TAU:
+        taus.append(tau)
+        tau /= 2
+    return taus
+
+
+def choose_threshold(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed) -> list[Method]:
+    """Choose each head's largest τ within the bound."""
+    chosen: list[Judged | None] = [None] * judge.num_heads
+    for tau in thresholds():
+        setting = Sale(tau=tau)
+        for head, judged in enumerate(judge_all(judge, bound, [setting] * judge.num_heads)):
+            if chosen[head] is None and judged.holds and is_allowed(head, setting):
+                chosen[head] = judged
+        if None not in chosen:
+            break
+    return [Dense() if judged is None else sparse_enough(judged) for judged in chosen]
