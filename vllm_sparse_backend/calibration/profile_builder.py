@@ -8,7 +8,9 @@ from statistics import fmean
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
 from vllm_sparse_backend.calibration.job import Job
 from vllm_sparse_backend.config import head_figures as profile_figures
+from vllm_sparse_backend.config.crossover_table import Crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.profile import Level, Profile, Provenance
 from vllm_sparse_backend.evaluation.report import versions
 from vllm_sparse_backend.identity import PACKAGE, package_version
@@ -87,6 +89,23 @@ def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Pro
         "min_tokens": job.served.min_tokens if job.sets_min_tokens else None,
         "levels": {name: levels[name] for name in others},
     })  # fmt: skip
+
+
+def with_default_crossover(profile: Profile, job: Job, table: Crossover) -> Profile:
+    """Set the lengths from which the default method was measured to be faster than dense attention on this device.
+
+    No head of a profile of `profile best` takes longer than with the default method, which is one of its candidates.
+    The other methods were measured in all heads at once, and would keep longer prompts dense.
+    """
+    shape, default = job.shape, make_method("default", {})
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    engines = () if job.card is None else job.card.engines
+    entries = (entry for engine in engines for entry in table.find(job.device_name, engine, default, heads))
+    fastest = next((entry for entry in entries if entry.pays), None)
+    if fastest is None:
+        return profile
+    lengths = {"min_tokens": fastest.min_tokens, "min_query_tokens": fastest.min_query_tokens}
+    return profile.model_copy(update=lengths)
 
 
 def provenance_of(job: Job, result: LevelResult, source: str) -> Provenance:

@@ -155,11 +155,15 @@ class Best(JobOptions):
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import loop
         from vllm_sparse_backend.calibration.head_errors import Bound
+        from vllm_sparse_backend.calibration.profile_builder import with_default_crossover
+        from vllm_sparse_backend.config.crossover_table import load_crossover
 
         strategy = loop.cheapest_strategy(self.method or loop.independent_methods())
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
-        return loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
+        job = make_job()
+        profile = loop.calibrate(job, strategy, bounds, "sparse-prefill profile best")
+        return profile if job.sets_min_tokens else with_default_crossover(profile, job, load_crossover())
 
 
 @dataclass(frozen=True, kw_only=True)
