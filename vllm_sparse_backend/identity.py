@@ -19,7 +19,7 @@ FLAG = "--attention-backend sparse-prefill"
 MLA_FLAG = "--attention-config.mla_prefill_backend sparse-prefill"
 """Selects ``MLA_BACKEND``, for models with multi-head latent attention. Their decode stays stock vLLM's."""
 
-OLDEST, TOO_NEW = (0, 26), (0, 34)
+OLDEST, TOO_NEW = (0, 30), (0, 34)
 """Supported vLLM releases: from ``OLDEST`` to below ``TOO_NEW``. pyproject.toml pins the same."""
 
 RELEASES = f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"

@@ -328,7 +328,7 @@ def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor.counters()
     assert finding.level == "note"
     assert "load_endpoint_plugins" in finding.text
-    assert "expected it as in 0.26 to 0.33" in finding.text
+    assert "expected it as in 0.30 to 0.33" in finding.text
 
 
 def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ def served(
     hf_config: transformers.PretrainedConfig, settings: Any = None, dtype: torch.dtype = torch.bfloat16,
     cache: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
+    sizes = ("tensor_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
     return SimpleNamespace(
         additional_config={} if settings is None else {"sparse_prefill": settings},
         model_config=SimpleNamespace(
@@ -25,11 +26,14 @@ def served(
             model="/a/model",
             dtype=dtype,
             max_model_len=131_072,
+            runner_type="generate",
+            use_mla=False,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         cache_config=SimpleNamespace(**({"cache_dtype": "auto", "kv_cache_dtype_skip_layers": []} | (cache or {}))),
-        parallel_config=SimpleNamespace(**({"tensor_parallel_size": 1, "use_ubatching": False} | (parallel or {}))),
+        parallel_config=SimpleNamespace(**(dict.fromkeys(sizes, 1) | {"use_ubatching": False} | (parallel or {}))),
         kv_transfer_config=None,
+        quant_config=None,
     )
 
 

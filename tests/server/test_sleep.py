@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep mode on a GPU: a sparse server gives the same answers after waking.
-
-vLLM 0.26 to 0.28 create metadata builders inside the memory pool that sleep discards; this backend allocates its memory
-outside of this pool.
-"""
+"""Sleep mode on a GPU: a sparse server gives the same answers after waking."""
 
 import urllib.request
 from pathlib import Path

@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM")
 import numpy
 import torch
-import vllm
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -99,7 +98,7 @@ def test_a_hook_is_put_around_once() -> None:
 
 def test_what_a_hook_does_not_fit_is_an_error() -> None:
     """Missing functions are covered in test_plugin.py."""
-    said = r"Owner\.method\(self, number: int\) -> int has no more, yet, expected it as in 0\.26 to 0\.33"
+    said = r"Owner\.method\(self, number: int\) -> int has no more, yet, expected it as in 0\.30 to 0\.33"
     with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}"):
         hooks.put_around(Owner, "method", doubled, ("number", "more", "yet"))
 
@@ -652,7 +651,7 @@ class TestRunners:
             def execute_model(
                 self, scheduler_output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False
             ) -> list[str] | None:
-                common = SimpleNamespace(num_reqs=num_rows)
+                common = SimpleNamespace(num_reqs=num_rows, req_idx=None)
                 if kind == "numbered":
                     common.req_idx = numpy.array(range(num_rows) if dummy_run else [*map(PLACES.index, order)])
                 elif kind == "older":
@@ -736,7 +735,7 @@ class TestRunners:
     def test_an_engine_of_another_backend_in_the_same_process_is_let_pass(self) -> None:
         """Its clients may put any value in the place of our mark."""
         register()
-        other = SimpleNamespace(vllm_config=SimpleNamespace(attention_config=SimpleNamespace(backend=None)))
+        other = SimpleNamespace(vllm_config=SimpleNamespace(attention_config=AttentionConfig()))
         execute_model = hooks._known(lambda runner, output: output)
         assert (
             execute_model(other, "an output without the fields of a step") == "an output without the fields of a step"
@@ -759,11 +758,10 @@ class TestRunners:
 
     @pytest.mark.parametrize("other", [None, "is_hybrid", "is_encoder_decoder"])
     def test_which_workers_tell_whose_rows_they_have(self, other: str | None) -> None:
-        """From 0.30 on. vLLM's states of hybrid models and encoder-decoders leave the field empty."""
-        release = tuple(map(int, vllm.__version__.split(".")[:2]))
+        """vLLM's states of hybrid models and encoder-decoders leave the field empty."""
         model = {"is_hybrid": False, "is_encoder_decoder": False, **({other: True} if other else {})}
         config = SimpleNamespace(model_config=SimpleNamespace(**model))
-        assert hooks.numbers_rows(config) == (other is None and release >= (0, 30))
+        assert hooks.numbers_rows(config) == (other is None)
 
 
 TAIL: dict[str, Any] = {

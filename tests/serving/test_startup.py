@@ -100,7 +100,7 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
         ({"VLLM_USE_RUST_FRONTEND": "1", "additional_config": BY_MODEL}, "requests.models gives levels by served"),
         ({"VLLM_USE_RUST_FRONTEND": "0", "additional_config": BY_MODEL}, None),
         ({"VLLM_USE_RUST_FRONTEND": "1", "additional_config": ON}, None),
-        ({"VLLM_BATCH_INVARIANT": "0", "VLLM_USE_RUST_FRONTEND": "0", "VLLM_OF_NO_RELEASE": "1"}, None),
+        ({"VLLM_BATCH_INVARIANT": "0", "VLLM_USE_RUST_FRONTEND": "0"}, None),
         ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
         ({"model_config.rswa_window": 128}, "reference sliding window"),
         ({"model_config.is_mm_prefix_lm": True}, "needs FlashAttention 4, but vLLM uses version 3 here"),
@@ -371,7 +371,7 @@ class TestDecode:
         line = str(startup.other_decode("FLASHINFER", "FLASH_ATTN"))
         for part in (
             "dense rows run on FLASH_ATTN",
-            "no release from 0.26",
+            "no release from 0.30",
             "stock vLLM would decode on FLASHINFER",
             "bench serve",
         ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between vLLM's versions and platforms, in one place; tested with 0.26, 0.32 (CPU build) and 0.33.
+"""Differences between vLLM's releases and platforms, in one place; tested with 0.32 (CPU build) and 0.33.
 
 Decode rows and dense rows run on ``DenseBackend``: vLLM's FlashAttention, or its CPU attention on a CPU. Our classes
 derive from it and its parts, so keywords that later versions add pass through by inheritance.
@@ -142,14 +142,14 @@ def _gather(group: Any, value: T) -> list[T]:
 def layer_limits(vllm_config: VllmConfig, kv_cache_dtype: str, quantised_queries: bool = True) -> dict[str, Any]:
     """Return the fields of ``LayerTraits`` that are the same for all layers of a cache dtype."""
     parallel = vllm_config.parallel_config
-    scheme = getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None)
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
     return {
         "dtype": str(vllm_config.model_config.dtype),
         "kv_cache_dtype": str(kv_cache_dtype),
         "reads_fp8": quantised_queries and reads_fp8(),
         "head_scales": isinstance(scheme, dict) and scheme.get("strategy") == "attn_head",
-        "prefill_context_parallel_size": getattr(parallel, "prefill_context_parallel_size", 1),
-        "decode_context_parallel_size": getattr(parallel, "decode_context_parallel_size", 1),
+        "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
+        "decode_context_parallel_size": parallel.decode_context_parallel_size,
         "device_type": DEVICE_TYPE,
     }
 
@@ -168,7 +168,7 @@ def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[
     """Replace multiples of fewer tokens by multiples of 128 where vLLM aligns a hybrid's pages on Hopper.
 
     The model is that of vLLM's current configuration, which is set wherever vLLM aligns pages. A ``--block-size`` that
-    neither divides 128 nor is a multiple of it stays as it is: vLLM 0.26 aligns pages to that size only.
+    neither divides 128 nor is a multiple of it stays as it is.
     """
     config = get_current_vllm_config_or_none()
     if config is None or config.model_config is None or not config.model_config.is_hybrid or not prefers_bulk_pages():
@@ -335,23 +335,23 @@ def query_scale(query: torch.Tensor, layer: Any) -> float:
 
 def pools(vllm_config: VllmConfig) -> bool:
     """Return whether the server's requests are for pooling: embeddings, scores or classes."""
-    return getattr(vllm_config.model_config, "runner_type", None) == "pooling"
+    return vllm_config.model_config.runner_type == "pooling"
 
 
 def is_set(variable: str) -> bool:
     """Return whether one of vLLM's environment variables is on."""
     from vllm import envs
 
-    return bool(getattr(envs, variable, False))
+    return bool(getattr(envs, variable))
 
 
 def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Callable[[], T]) -> T:
-    """Call a function and keep its allocations outside the memory pool whose contents sleep mode discards.
+    """Call a function and keep its allocations outside vLLM's memory pool of the model's weights.
 
-    vLLM 0.26 to 0.28 constructs metadata builders within the memory pool of the KV cache; from 0.30 on only the cache
-    is in it. A pool applies to the allocations of a single thread, so the function runs on another thread.
+    Sleep mode discards that pool (level 2). A pool applies to the allocations of a single thread, so the function runs
+    on another thread.
     """
-    if not getattr(vllm_config.model_config, "enable_sleep_mode", False):
+    if not vllm_config.model_config.enable_sleep_mode:
         return make()
 
     def on_its_own_thread() -> T:
@@ -368,12 +368,7 @@ def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Cal
 
 def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
     """Return the order of the dimensions of a layer's cache in memory."""
-    if getattr(vllm_config.cache_config, "kv_cache_layout", None) is not None:
-        return tuple(vllm_config.cache_config.get_resolved_kv_cache_layout().layer_view_order)
-    try:
-        return tuple(DenseBackend.get_kv_cache_stride_order())
-    except (AttributeError, NotImplementedError):
-        return TOKENS_FIRST
+    return tuple(vllm_config.cache_config.get_resolved_kv_cache_layout().layer_view_order)
 
 
 def random_cache(
@@ -403,9 +398,7 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
 
 def prompt_length(request: Any) -> int:
     """Return the number of tokens of a request's prompt, without output that a preempted request prefills again."""
-    prompt = request.prompt_token_ids
-    if prompt is None:
-        prompt = getattr(request, "prompt_embeds", None)
+    prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
     return 0 if prompt is None else len(prompt)
 
 
@@ -430,7 +423,7 @@ def layer_number(name: str) -> int | None:
 
 def uses_mla(vllm_config: VllmConfig) -> bool:
     """Return whether vLLM runs the model with multi-head latent attention."""
-    return bool(getattr(vllm_config.model_config, "use_mla", False))
+    return bool(vllm_config.model_config.use_mla)
 
 
 def stock_mla_prefill(vllm_config: VllmConfig) -> type:
@@ -454,7 +447,7 @@ def is_stock_mla_layer(layer: Any) -> bool:
         and type(layer).forward_impl is MLAAttention.forward_impl
         and isinstance(layer.impl, MLACommonBaseImpl)
         and type(layer.impl).forward_mha is MLACommonBaseImpl.forward_mha
-        and not getattr(layer.impl, "is_sparse", False)
+        and not layer.impl.is_sparse
     )
 
 
@@ -466,17 +459,9 @@ def mla_chunk_tokens(vllm_config: VllmConfig) -> int:
 
 
 def mla_chunks(prefill_metadata: Any) -> list[tuple[slice, list[int]]]:
-    """Return the chunks of context of a step, from data that the host knows.
-
-    vLLM 0.26 passes a part of every row in each chunk, which may be empty. Later releases fill a chunk with whole rows
-    and at most a part of its first and its last row.
-    """
+    """Return the rows and the lengths of each chunk of context of a step, from data that the host knows."""
     context = prefill_metadata.chunked_context
-    if context is None:
-        return []
-    if hasattr(context, "chunks"):
-        return [(chunk.request_slice, chunk.seq_lens.tolist()) for chunk in context.chunks]
-    return [(slice(0, len(seq_lens)), seq_lens) for seq_lens in context.seq_lens.tolist()]
+    return [] if context is None else [(chunk.request_slice, chunk.seq_lens.tolist()) for chunk in context.chunks]
 
 
 def mla_new_tokens_part(prefill_metadata: Any, query_starts: torch.Tensor, max_query_len: int) -> Any:
@@ -485,36 +470,27 @@ def mla_new_tokens_part(prefill_metadata: Any, query_starts: torch.Tensor, max_q
 
 
 def mla_chunk_part(
-    prefill_metadata: Any,
-    i_chunk: int,
-    query_starts: torch.Tensor,
-    max_query_len: int,
-    key_starts: torch.Tensor,
-    max_keys: int,
-) -> tuple[Any, dict[str, Any]]:
-    """Return metadata of some of the rows, for a prefill backend that runs their part of a chunk of context."""
-    context = prefill_metadata.chunked_context
-    if hasattr(context, "chunks"):
-        chunk = replace(
-            context.chunks[i_chunk], query_start_loc=query_starts, max_query_len=max_query_len, cu_seq_lens=key_starts,
-            max_seq_len=max_keys,
-        )  # fmt: skip
-        return prefill_metadata, {"chunk": chunk}
-    single = replace(context, cu_seq_lens=[key_starts], max_seq_lens=[max_keys])
-    part = replace(prefill_metadata, query_start_loc=query_starts, max_query_len=max_query_len, chunked_context=single)
-    return part, {"chunk_idx": 0}
+    chunk: Any, query_starts: torch.Tensor, max_query_len: int, key_starts: torch.Tensor, max_keys: int
+) -> Any:
+    """Return metadata of some of the rows of a chunk of context, for a prefill backend that runs only these."""
+    return replace(
+        chunk,
+        query_start_loc=query_starts,
+        max_query_len=max_query_len,
+        cu_seq_lens=key_starts,
+        max_seq_len=max_keys,
+    )
 
 
-def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, rows: slice, tokens: slice) -> None:
-    """Copy the rows' part of the batch's bidirectional ranges (prefix-LM) into the metadata of these rows.
+def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, tokens: slice) -> None:
+    """Copy the tokens' part of the batch's bidirectional ranges (prefix-LM) into the metadata of these tokens.
 
-    Each layer calls this, because models clear the batch's ranges for some layers. vLLM 0.26 stores the ranges per row.
-    vLLM 0.32 stores them per token, in a persistent buffer that metadata built with other ranges would overwrite.
+    Each layer calls this, because models clear the batch's ranges for some layers, and because the ranges are in a
+    persistent buffer that metadata built with other ranges would overwrite.
     """
-    for name, place in (("mm_prefix_range_tensor", rows), ("mm_prefix_query_range_tensor", tokens)):
-        if hasattr(whole, name):
-            ranges = getattr(whole, name)
-            setattr(part, name, None if ranges is None else ranges[place])
+    if not IS_CPU:
+        ranges = whole.mm_prefix_query_range_tensor
+        part.mm_prefix_query_range_tensor = None if ranges is None else ranges[tokens]
 
 
 def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
@@ -535,8 +511,7 @@ def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
 def with_scales(cache: PagedCache, layer: Any) -> PagedCache:
     """Add the scales of a layer's queries, keys and values to an fp8 cache.
 
-    Each step calls this, because scales may be loaded again or, in vLLM 0.26, computed in the first step. vLLM keeps a
-    copy on the host.
+    Each step calls this, because scales may be loaded again. vLLM keeps a copy on the host.
     """
     if cache.keys.dtype != FP8:
         return cache

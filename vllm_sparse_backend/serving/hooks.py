@@ -57,7 +57,7 @@ STREAMING_NEWER = "workers with Model Runner V2, for streaming heads"
 STREAMING_ON_CPU = "workers on a CPU, for streaming heads"
 OLDER = "workers with the older runner"
 NEWER = "workers with Model Runner V2"
-UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: 0.26 to 0.29, hybrid models, encoders"
+UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: hybrid models, encoder-decoders"
 
 FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "elastic_ep_execute", "execute_dummy_batch")
 """Methods of a worker that run the model without requests. Counters ignore these runs.
@@ -585,6 +585,7 @@ READ_CLASSES = (
     ReadClass(STREAMING_OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("get_model",)),
     ReadClass(STREAMING_NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", ("get_model",)),
     ReadClass(OLDER, "vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids",)),
+    ReadClass(NEWER, "vllm.v1.attention.backend", "CommonAttentionMetadata", ("req_idx",)),
     ReadClass(NEWER, "vllm.v1.worker.gpu.states", "RequestState", ("index_to_req_id",)),
     ReadClass(UNNUMBERED, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),
 )
@@ -674,11 +675,8 @@ def install_for_mla() -> None:
 
 def numbers_rows(vllm_config: Any) -> bool:
     """Return whether Model Runner V2 maps rows to requests in each batch's metadata."""
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
     model = vllm_config.model_config
-    ordinary = not (model.is_hybrid or getattr(model, "is_encoder_decoder", False))
-    return ordinary and "req_idx" in names_of(CommonAttentionMetadata)
+    return not (model.is_hybrid or model.is_encoder_decoder)  # their model states leave req_idx empty
 
 
 def _install(where: str) -> None:

@@ -32,7 +32,7 @@ def is_selected(attention_config: Any) -> bool:
 
 def mla_prefill_of(attention_config: Any) -> Any:
     """Return the configured prefill backend for MLA."""
-    return getattr(attention_config, "mla_prefill_backend", None)
+    return attention_config.mla_prefill_backend
 
 
 def _holds(custom: Any, path: str) -> bool:

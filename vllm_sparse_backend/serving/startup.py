@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before a model loads: the settings, the profile, vLLM's options, and that at least one layer can run sparse.
 
-Some options of vLLM do not work with this backend or make it slow. The list comes from the sources of vLLM 0.26 to
+Some options of vLLM do not work with this backend or make it slow. The list comes from the sources of vLLM 0.30 to
 0.33; docs/compatibility.md explains each option.
 """
 

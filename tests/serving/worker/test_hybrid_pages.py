@@ -20,7 +20,7 @@ from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
 from vllm_sparse_kernels.attention import HOPPER, AttendSpec
 
 HOPPER_CAPABILITY = (9, 0)
-PASSES_SPECS = "kv_cache_specs" in inspect.signature(select_common_block_size).parameters  # not in 0.26
+PASSES_SPECS = "kv_cache_specs" in inspect.signature(select_common_block_size).parameters  # from 0.32 on
 QWEN3_NEXT = Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"])
 NEMOTRON_H = NemotronHConfig(
     architectures=["NemotronHForCausalLM"], head_dim=128, num_attention_heads=32, num_key_value_heads=8,

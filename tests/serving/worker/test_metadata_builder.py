@@ -234,19 +234,12 @@ class TestMetadata:
         assert part.scheduler_metadata.tolist() == [0, 1, 2, 3, 4]
         compat.keep_schedule(SimpleNamespace(scheduler_metadata=None))
 
-    def test_ranges_that_attend_both_ways_follow_the_whole_batch(self) -> None:
-        """Ranges are per row or per token, depending on vLLM's version; a model clears the whole batch's for some
-        layers."""
-        rows, tokens = slice(1, 3), slice(10, 30)
-
-        @dataclasses.dataclass
-        class Metadata:
-            mm_prefix_range_tensor: torch.Tensor | None = None
-            mm_prefix_query_range_tensor: torch.Tensor | None = None
-
-        part, whole = Metadata(), Metadata(torch.arange(4), torch.arange(50))
-        compat.take_prefix_ranges(part, whole, rows, tokens)
-        assert part.mm_prefix_range_tensor.tolist() == [1, 2]
+    def test_ranges_that_attend_both_ways_follow_the_whole_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A model clears the whole batch's ranges for some layers."""
+        monkeypatch.setattr(compat, "IS_CPU", False)
+        part, whole = SimpleNamespace(), SimpleNamespace(mm_prefix_query_range_tensor=torch.arange(50))
+        compat.take_prefix_ranges(part, whole, slice(10, 30))
         assert part.mm_prefix_query_range_tensor.tolist() == list(range(10, 30))
-        compat.take_prefix_ranges(part, Metadata(), rows, tokens)
-        assert part == Metadata()
+        whole.mm_prefix_query_range_tensor = None
+        compat.take_prefix_ranges(part, whole, slice(10, 30))
+        assert part.mm_prefix_query_range_tensor is None

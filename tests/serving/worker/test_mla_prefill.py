@@ -2,9 +2,7 @@
 """The prefill backend for multi-head latent attention in vLLM's own layers: which rows run sparse, in which call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +22,10 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor
-from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, BatchRow, RowKind
-from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, not_counting
+from vllm_sparse_backend.serving.worker.counters import not_counting
 from vllm_sparse_backend.serving.worker.mla_prefill import MERGED_TOKENS, merge, mla_worker
-from vllm_sparse_backend.serving.worker.mla_step import MlaBatch, MlaStep
 from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
-from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaRow, MlaTopP
+from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaTopP
 
 MIN_TOKENS = 80
 SINK, LOCAL = 24, 50
@@ -325,63 +321,6 @@ def test_what_the_kernels_refuse_and_dense_rows_elsewhere_are_refused(
     )
     with pytest.raises(ConfigurationError, match="dense rows on FLASHINFER here, expected FLASH_ATTN or CPU_SDPA_MLA"):
         make_layers()
-
-
-@dataclass
-class Context026:
-    """The fields of vLLM 0.26's metadata of chunks that FlashAttention reads, and the lengths on the host."""
-
-    cu_seq_lens: Any
-    max_seq_lens: list[int]
-    seq_lens: torch.Tensor
-
-
-@dataclass
-class Prefill026:
-    query_start_loc: torch.Tensor
-    max_query_len: int
-    chunked_context: Context026 | None
-
-
-class Stock:
-    metadata: Prefill026
-
-    def prepare_metadata(self, metadata: Prefill026) -> None:
-        self.metadata = metadata
-
-
-def test_chunks_of_vllm_0_26() -> None:
-    """There, a chunk has a part of every row, and may have no key of some. A row with 10 new tokens is dense, two are
-    sparse, and a decode is before them."""
-    sparse = RowKind(SPARSE)
-    rows = [
-        BatchRow(0, 1, 9, DECODE_ROW),
-        BatchRow(1, 10, 70, RowKind(DENSE, Fallback.REQUESTED)),
-        BatchRow(11, 20, 0, sparse),
-        BatchRow(31, 30, 100, sparse),
-    ]
-    seq_lens = torch.tensor([[64, 0, 64], [6, 0, 36]], dtype=torch.int32)
-    metadata = Prefill026(torch.tensor([0, 10, 30, 60]), 30, Context026(None, [64, 36], seq_lens))
-    method = MlaAShape(1, 1)
-    step = MlaStep.of(MlaBatch(rows, True), metadata, Stock(), lambda request: method)
-    assert step is not None
-    assert [len(call.dense) for call in (step.new_tokens, *step.chunks)] == [1, 1, 1]
-    new, first, second = (call.dense[0] for call in (step.new_tokens, *step.chunks))
-    assert (new.queries, new.keys, new.chunk) == (slice(0, 10), slice(0, 10), {})
-    assert new.stock.metadata.query_start_loc.tolist() == [0, 10]
-    assert (new.stock.metadata.max_query_len, new.stock.metadata.chunked_context) == (10, None)
-    for run, keys in ((first, 64), (second, 6)):
-        context = run.stock.metadata.chunked_context
-        assert (run.queries, run.keys, run.chunk) == (slice(0, 10), slice(0, keys), {"chunk_idx": 0})
-        assert (context.cu_seq_lens[0].tolist(), context.max_seq_lens) == ([0, keys], [keys])
-    new_rows = (MlaRow(10, 20, 0, 10, 10, 20, 0), MlaRow(30, 30, 100, 30, 30, 30, 100))
-    assert [group.rows for group in step.new_tokens.sparse] == [new_rows]
-    assert [group.rows for group in step.chunks[0].sparse] == [(MlaRow(30, 30, 100, 30, 64, 64, 0),)]
-    assert [group.rows for group in step.chunks[1].sparse] == [(MlaRow(30, 30, 100, 30, 6, 36, 64),)]
-    assert [call.empty for call in step.chunks] == [(slice(10, 30),)] * 2
-    dense = Prefill026(torch.tensor([0, 10]), 10, None)
-    assert MlaStep.of(MlaBatch(rows[:2], True), dense, Stock(), lambda request: method) is None
-    assert compat.mla_chunks(SimpleNamespace(chunked_context=None)) == []
 
 
 def test_merged_parts_are_attention_over_both() -> None:

@@ -210,8 +210,7 @@ class TestDerived:
         builder = make_builder(config, layers[1:], cls)
         assert builder.sparse_layers == ()
         common = make_common([(0, 400)], logits_indices_padded=torch.tensor([200, 250, 399]), num_logits_indices=3)
-        if hasattr(common, "max_logits_per_req"):  # not in 0.26
-            common.max_logits_per_req = 3
+        common.max_logits_per_req = 3
         metadata = builder.build(0, common)
         assert metadata.query_start_loc.tolist() == [0, 3]
         assert getattr(metadata, "sparse", None) is None

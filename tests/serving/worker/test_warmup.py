@@ -326,16 +326,15 @@ def test_pages_that_are_padded_to_those_of_other_layers_are_in_the_trial() -> No
 
 def test_the_order_is_vllms() -> None:
     config = VllmConfig()
-    assert compat.page_order(config) == compat.TOKENS_FIRST
-    if hasattr(config.cache_config, "kv_cache_layout"):
-        config.cache_config.kv_cache_layout = "LBHNC"
-        assert compat.page_order(config) == (0, 1, 2, 3)
+    for layout, order in (("LBNHC", compat.TOKENS_FIRST), ("LBHNC", (0, 1, 2, 3))):
+        config.cache_config.kv_cache_layout = layout
+        assert compat.page_order(config) == order
 
 
 def test_a_layout_that_the_dense_backend_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 0.29 on, vLLM asks each backend. A CPU's reads one layout; FlashAttention and our kernels read all."""
-    layouts = pytest.importorskip("vllm.v1.kv_cache_layout", reason="this vLLM asks no backend").KVCacheLayout
+    """vLLM asks each backend. A CPU's reads one layout; FlashAttention and our kernels read all."""
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.kv_cache_layout import KVCacheLayout as layouts  # noqa: N813
 
     of_kernels = {"LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"}  # tests/kernels/attention/test_engines.py
     assert set(layouts.__members__) <= of_kernels

@@ -61,7 +61,7 @@ class SparsePrefillBackend(DenseBackend):
         names. ``--block-size`` may raise that multiple, but not lower it. Pages that bulk copies read therefore need no
         splitting: blocks of keys lie within any page whose size is a multiple of 128 tokens.
         """
-        spec_if_passed = () if kv_cache_spec is None else (kv_cache_spec,)  # 0.26's method takes no argument
+        spec_if_passed = () if kv_cache_spec is None else (kv_cache_spec,)  # 0.30's method takes no argument
         sizes = super().get_supported_kernel_block_sizes(*spec_if_passed)
         return hybrid_page_sizes(sizes, getattr(kv_cache_spec, "block_size", None))
 

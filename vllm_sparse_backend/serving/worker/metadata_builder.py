@@ -70,7 +70,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         if type(self) is SparsePrefillMetadataBuilder:
             layers = model_layers(vllm_config)
             if any(name in layers for name in layer_names):
-                compat.outside_memory_pool(vllm_config, device, lambda: self._adopt(layers))
+                self._adopt(layers)
 
     def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
         """Make the layers of this group run sparse if they can."""

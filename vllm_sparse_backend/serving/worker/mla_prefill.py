@@ -333,7 +333,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
 
     def supports_out(self) -> bool:
         """Return whether calls write into a given tensor."""
-        return bool(self.stock.supports_out()) if hasattr(self.stock, "supports_out") else False
+        return bool(self.stock.supports_out())
 
     def begin_step(self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int) -> None:
         """Take the rows of a step, before ``prepare_metadata``. A draft model's stay dense and are not counted."""
@@ -378,23 +378,20 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
 
     def run_prefill_context_chunk(
         self,
-        chunk: Any = None,
-        q: Any = None,
-        k: Any = None,
-        v: Any = None,
+        chunk: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
         out: torch.Tensor | None = None,
-        chunk_idx: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention of new tokens over a chunk of their rows' contexts."""
-        name = {"chunk": chunk} if chunk_idx is None else {"chunk_idx": chunk_idx}
-        to_write = {} if out is None else {"out": out}
         step = self._sparse_step()
         if step is None:
-            return self.stock.run_prefill_context_chunk(**name, q=q, k=k, v=v, **to_write)
-        call = step.chunks[chunk.index if chunk_idx is None else chunk_idx]
+            return self.stock.run_prefill_context_chunk(chunk=chunk, q=q, k=k, v=v, out=out)
+        call = step.chunks[chunk.index]
         if call.sparse or call.empty:
             return self._run(step, call, q, k, v, out, True)
-        stock_out, lse = self.stock.run_prefill_context_chunk(**name, q=q, k=k, v=v, **to_write)
+        stock_out, lse = self.stock.run_prefill_context_chunk(chunk=chunk, q=q, k=k, v=v, out=out)
         # FlashAttention 2 pads values to the keys' width, but all parts of a step's output need the same layout.
         return stock_out[..., : self.v_head_dim].contiguous(), lse
 
@@ -414,8 +411,8 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         lse = torch.empty(self.num_heads, q.shape[0], dtype=torch.float32, device=q.device)
         for run in call.dense:
             tensors = {"q": q[run.queries], "k": k[run.keys], "v": v[run.keys]}
-            if run.chunk:
-                part, part_lse = run.stock.run_prefill_context_chunk(**run.chunk, **tensors)
+            if run.chunk is not None:
+                part, part_lse = run.stock.run_prefill_context_chunk(chunk=run.chunk, **tensors)
                 lse[:, run.queries] = part_lse
             elif return_softmax_lse:
                 part, part_lse = run.stock.run_prefill_new_tokens(**tensors, return_softmax_lse=True)

@@ -42,7 +42,8 @@ class DenseRun:
     queries: slice
     keys: slice
     stock: Any
-    chunk: dict[str, Any]
+    chunk: Any = None
+    """vLLM's metadata of these rows' part of a chunk of context; None for new tokens."""
 
 
 @dataclass(frozen=True)
@@ -281,14 +282,18 @@ def _chunk_runs(parts: _RowParts, keys: _ChunkKeys, offsets: _Offsets) -> Iterat
 
 def _prepared_new_tokens(run: _Run, prefill_metadata: Any, stock: Any, table: torch.Tensor) -> DenseRun:
     part = compat.mla_new_tokens_part(prefill_metadata, table[run.query_offsets], run.max_queries)
-    return DenseRun(run.queries, run.keys, _prepared(stock, part), {})
+    return DenseRun(run.queries, run.keys, _prepared(stock, part))
 
 
 def _prepared_chunk(run: _Run, prefill_metadata: Any, i_chunk: int, stock: Any, table: torch.Tensor) -> DenseRun:
-    part, chunk = compat.mla_chunk_part(
-        prefill_metadata, i_chunk, table[run.query_offsets], run.max_queries, table[run.key_offsets], run.max_keys
+    chunk = compat.mla_chunk_part(
+        prefill_metadata.chunked_context.chunks[i_chunk],
+        table[run.query_offsets],
+        run.max_queries,
+        table[run.key_offsets],
+        run.max_keys,
     )
-    return DenseRun(run.queries, run.keys, _prepared(stock, part), chunk)
+    return DenseRun(run.queries, run.keys, _prepared(stock, prefill_metadata), chunk)
 
 
 def _prepared(stock: Any, prefill_metadata: Any) -> Any:

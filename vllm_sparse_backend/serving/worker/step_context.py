@@ -22,7 +22,7 @@ class Step:
 
     def rows(self, common: Any) -> Sequence[str | None]:
         """Return the request of each row of a batch."""
-        numbers = getattr(common, "req_idx", None)
+        numbers = common.req_idx
         if numbers is None:
             return self.req_ids()
         ids = (self.runner.req_states.index_to_req_id.get(int(number)) for number in numbers)
