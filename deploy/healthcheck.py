@@ -1,42 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """healthcheck.py [PORT]: exit 0 if the server of this container answers /health, else 1.
 
-Without PORT, it reads port and TLS from the arguments of the server, which is the first process of the container.
+Without PORT, it reads --port, --host, --uds and --ssl-certfile from the arguments of the server, which is the first
+process of the container, and from the file of its --config.
 """
 
+import http.client
+import socket
 import ssl
 import sys
-import urllib.request
 from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 4
+ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def option(command: list[str], name: str) -> str | None:
-    """Return the last value of ``--name VALUE`` or ``--name=VALUE``; None if there is none."""
-    value = None
+def options(command: list[str]) -> dict[str, str]:
+    """Return the last value of each ``--name VALUE`` or ``--name=VALUE``. The command line wins over --config."""
+    given = {}
     for argument, following in zip(command, [*command[1:], ""]):
-        if argument == name:
-            value = following
-        elif argument.startswith(f"{name}="):
-            value = argument.partition("=")[2]
-    return value
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            given[name.replace("_", "-")] = value if equals else following
+    return {**config_file(given["config"]), **given} if "config" in given else given
 
 
-def address(arguments: list[str], command: list[str]) -> str:
-    port = arguments[0] if arguments else option(command, "--port") or "8000"
-    scheme = "https" if option(command, "--ssl-certfile") else "http"
-    return f"{scheme}://127.0.0.1:{port}/health"
+def config_file(path: str) -> dict[str, str]:
+    import yaml  # vLLM depends on it
+
+    values: Any = yaml.safe_load(Path(path).read_text())
+    return {str(name).replace("_", "-"): str(value) for name, value in values.items()}
+
+
+class UnixSocketConnection(http.client.HTTPConnection):
+    """A connection to a socket in the file system."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def connection(given: dict[str, str]) -> tuple[str, http.client.HTTPConnection]:
+    """Return the address of a server with these options, and a connection to it."""
+    if "uds" in given:
+        return f"unix:{given['uds']}", UnixSocketConnection(given["uds"])
+    host, port = given.get("host", "127.0.0.1"), int(given.get("port", 8000))
+    host = ANY_ADDRESS.get(host, host)
+    if "ssl-certfile" in given:
+        # The check asks its own container, by an address that no certificate names.
+        unverified = ssl._create_unverified_context()
+        return f"https://{host}:{port}", http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=unverified)
+    return f"http://{host}:{port}", http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
 
 
 def main() -> None:
     arguments = sys.argv[1:]
-    command = [] if arguments else Path("/proc/1/cmdline").read_text().split("\0")
-    url = address(arguments, command)
-    # The check asks its own container by a loopback address, which no certificate names.
-    unverified = urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+    command = ["--port", *arguments] if arguments else Path("/proc/1/cmdline").read_text().split("\0")
+    address, server = connection(options(command))
     try:
-        urllib.request.build_opener(urllib.request.ProxyHandler({}), unverified).open(url, timeout=4).close()
-    except OSError as error:
-        sys.exit(f"no answer from {url}: {error}")
+        server.request("GET", "/health")
+        status = server.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        sys.exit(f"no answer from {address}/health: {error}")
+    if status != 200:
+        sys.exit(f"status {status} from {address}/health")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from vllm_sparse_backend.config import strict_yaml
+from vllm_sparse_backend.config import input_files, strict_yaml
 from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.head_figures import HeadFigures
@@ -130,9 +130,13 @@ provenance: {recall: 2, prompts_sha256: abc}
         (HEADER + "layers:\n  1: {}\n  1: {}\n", "line 6, column 3: key 1 is given twice"),
         (HEADER + "? [1, 2]\n: 3", "unhashable key"),
         (HEADER + "x: &a [1]\ny: *a", "line 5, column 4: aliases"),
-        (HEADER + "x: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
-        ("[" * 100_000, "nested deeper than"),
-        (HEADER + "x: 2024-13-45", "not YAML: month"),
+        (HEADER + "x: !!python/object/apply:os.getcwd []", "line 4, column 4: tags (tag:yaml.org,2002:python/object"),
+        (HEADER + "x: !!bool maybe", "line 4, column 4: tags (tag:yaml.org,2002:bool) are not supported"),
+        (HEADER + "x: !!int ''", "line 4, column 4: tags (tag:yaml.org,2002:int) are not supported"),
+        (HEADER + f"min_tokens: {'1:' * 200}0.5", "min_tokens: given '1:1:1:"),
+        (HEADER + "min_tokens: 2024-13-45", "min_tokens: given '2024-13-45', expected an integer"),
+        ("[" * 50, "nested deeper than 32"),
+        ("[" * 100_000, "exceeded maximum nesting depth"),
         ("a: \x00", "not YAML: "),
         (
             "format: 1\nmodel:\ndefault: {method: dense}",
@@ -153,7 +157,7 @@ def test_wrong_file(text: str, expected: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "large.yaml"
-    path.write_bytes(b"#" * (strict_yaml.MAX_BYTES + 1))
+    path.write_bytes(b"#" * (input_files.MAX_BYTES + 1))
     with pytest.raises(ConfigurationError, match=r"large\.yaml: given more than 4194304 bytes"):
         load_profile(path)
     path.write_bytes(b"a: \xff")

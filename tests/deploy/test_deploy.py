@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of deploy/ pass the tools that read them, and refer only to existing names."""
 
+import http.server
 import json
 import re
 import runpy
+import socketserver
+import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
@@ -130,7 +134,6 @@ def test_kubernetes_names_fit_together() -> None:
     monitor = yaml.safe_load((KUBERNETES / "servicemonitor.yaml").read_text())
     pod = deployment["spec"]["template"]
     assert deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"] == pod["metadata"]["labels"]
-    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     (container,) = pod["spec"]["containers"]
     ports = {port["name"]: str(port["containerPort"]) for port in container["ports"]}
     (port,) = service["spec"]["ports"]
@@ -151,16 +154,74 @@ def test_kubernetes_names_fit_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "command", "url"),
+    ("command", "address"),
     [
-        (["8101"], [], "http://127.0.0.1:8101/health"),
-        ([], ["python3", "vllm", "serve", "/model"], "http://127.0.0.1:8000/health"),
-        ([], ["vllm", "serve", "/model", "--port", "9000"], "http://127.0.0.1:9000/health"),
-        ([], ["vllm", "serve", "--port=1", "--ssl-certfile", "c.pem", "--port=9001"], "https://127.0.0.1:9001/health"),
+        (["python3", "vllm", "serve", "/model"], "http://127.0.0.1:8000"),
+        (["vllm", "serve", "/model", "--port", "9000", "--host", "0.0.0.0"], "http://127.0.0.1:9000"),
+        (["vllm", "serve", "--host=10.0.0.7", "--port=1", "--port=9001"], "http://10.0.0.7:9001"),
+        (["vllm", "serve", "--ssl_certfile", "c.pem", "--host", "::"], "https://::1:8000"),
+        (["vllm", "serve", "--uds", "/tmp/vllm.sock", "--port", "9000"], "unix:/tmp/vllm.sock"),
+        (["vllm", "serve", "--config", "CONFIG", "--port", "9002"], "https://10.0.0.8:9002"),
     ],
 )
-def test_health_check_follows_the_server(arguments: list[str], command: list[str], url: str) -> None:
-    assert runpy.run_path(str(DEPLOY / "healthcheck.py"))["address"](arguments, command) == url
+def test_health_check_follows_the_server(command: list[str], address: str, tmp_path: Path) -> None:
+    (config := tmp_path / "config.yaml").write_text("port: 9000\nhost: 10.0.0.8\nssl-certfile: c.pem\n")
+    check = runpy.run_path(str(DEPLOY / "healthcheck.py"))
+    given = check["options"]([str(config) if part == "CONFIG" else part for part in command])
+    assert check["connection"](given)[0] == address
+
+
+def test_health_check_asks_a_unix_socket(tmp_path: Path) -> None:
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def address_string(self) -> str:
+            return "client"
+
+    path = str(tmp_path / "vllm.sock")
+    with socketserver.UnixStreamServer(path, Health) as server:
+        threading.Thread(target=server.handle_request).start()
+        _, asked = runpy.run_path(str(DEPLOY / "healthcheck.py"))["connection"]({"uds": path})
+        asked.request("GET", "/health")
+        assert asked.getresponse().status == 200
+
+
+@pytest.mark.parametrize("argument", ["--attention-backend", "--attention_backend=FLASH_ATTN"])
+def test_entry_point_refuses_another_backend(argument: str) -> None:
+    """The entry point adds its own flag last, which wins silently."""
+    done = subprocess.run([DEPLOY / "entrypoint.sh", "/model", argument, "X"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"given {argument}, expected no such argument" in done.stderr
+
+
+def test_containers_have_as_long_to_start_everywhere() -> None:
+    (minutes,) = re.findall(r"--start-period=(\d+)m", (DEPLOY / "Dockerfile").read_text())
+    documents = [d for name in ("server", "disaggregated") for d in _documents(f"{name}.yaml")]
+    pods = [document["spec"]["template"]["spec"] for document in documents if document["kind"] == "Deployment"]
+    probes = [c["startupProbe"] for pod in pods for c in pod["containers"] if "startupProbe" in c]
+    probes += [spec["servingEngineSpec"]["startupProbe"] for spec in _documents("production-stack.yaml")]
+    assert len(probes) == 4
+    for probe in probes:
+        assert probe["periodSeconds"] * probe["failureThreshold"] == int(minutes) * 60
+
+
+def test_metrics_of_every_server_are_scraped() -> None:
+    (monitor,) = _documents("servicemonitor.yaml")
+    (rule,) = monitor["spec"]["selector"]["matchExpressions"]
+    servers = [
+        document["metadata"]["labels"]["app.kubernetes.io/name"]
+        for name in ("server", "disaggregated")
+        for document in _documents(f"{name}.yaml")
+        if document["kind"] == "Service"
+    ]
+    assert (rule["key"], rule["operator"]) == ("app.kubernetes.io/name", "In")
+    assert {*rule["values"], "sparse-prefill-proxy"} == {*servers}
+
+
+def _documents(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((KUBERNETES / name).read_text()))
 
 
 def test_nothing_in_a_container_may_be_written_but_what_is_mounted() -> None:

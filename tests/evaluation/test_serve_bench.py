@@ -148,7 +148,10 @@ SERVERS = ("--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
         (("--lengths", "-5"), "--lengths: given '-5', expected whole numbers above 0"),
         (("--lengths", "20+"), "--lengths: given '20+'"),
         (("--lengths", ""), "--lengths: given ''"),
-        (("--text", "none"), "--text: given 'none', expected a text file or a folder: No such file"),
+        (
+            ("--text", "none"),
+            "--text: given 'none', expected a text file or a folder: none: cannot be read: No such file",
+        ),
         (("--settings", "{}"), "--settings: given with running servers, expected only with a MODEL"),
     ],
 )

@@ -72,6 +72,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
         while getattr(method, "sparse_prefill", False):  # down to vLLM's own
             (method,) = [c.cell_contents.__func__ for c in method.__closure__ if hasattr(c.cell_contents, "__func__")]
         setattr(platform, name, classmethod(method))
+    monkeypatch.setattr(hooks, "_wrapped", hooks._wrapped - {(platform, name) for name in WRAPPED})
     yield platform
     for name in WRAPPED:
         setattr(platform, name, kept[name])
@@ -121,6 +122,22 @@ class TestRegistration:
         assert {name: vars(untouched)[name].__func__ for name in WRAPPED} == methods
         assert CUSTOM.get_path() == BACKEND
         assert list(registry.AttentionBackendEnum).count(CUSTOM) == 1  # aliases are not separate members
+
+    def test_a_hook_that_another_plugin_wraps_is_not_installed_twice(self) -> None:
+        """Its wrapper may have no attribute of ours (no functools.wraps). Twice, /metrics would have every line twice."""
+
+        class Owner:
+            def call(self) -> list[str]:
+                return []
+
+        def with_our_line(original: Any) -> Any:
+            return lambda self: [*original(self), "ours"]
+
+        hooks.put_around(Owner, "call", with_our_line)
+        ours = Owner.call
+        Owner.call = lambda self: [*ours(self), "theirs"]  # type: ignore[method-assign]
+        hooks.put_around(Owner, "call", with_our_line)
+        assert Owner().call() == ["ours", "theirs"]
 
     def test_another_plugin_that_comes_later_is_not_taken_for_ours(self, untouched: type) -> None:
         plugin.register()

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_bytes
 
 
 def require_module(module: str, why: str) -> Any:
@@ -53,4 +54,4 @@ def writable(path: Path) -> Iterator[None]:
 def read_json(path: Path, form: Any, remedy: str = "delete it") -> Any:
     """Read a JSON file as a value of a type."""
     with readable(path, "contents", remedy):
-        return TypeAdapter(form).validate_json(path.read_bytes(), strict=True)
+        return TypeAdapter(form).validate_json(read_bytes(path, MAX_DATA_BYTES), strict=True)

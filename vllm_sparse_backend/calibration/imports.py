@@ -12,6 +12,7 @@ from pydantic import Field, StrictInt, StrictStr
 
 from vllm_sparse_backend.calibration.external import readable
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_one_of, unexpected
+from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import Level, Profile, Provenance
@@ -45,7 +46,7 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
     path = Path(path)
     shape = ModelShape.from_folder(Path(model))
     with readable(path, "content", "expected JSON of MInference or SharePrefill"):
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
+        content = json.loads(read_text(path), object_pairs_hook=_unique_keys)
     if isinstance(content, list):
         tool, read = "MInference's", _minference
     elif isinstance(content, dict) and ClusterFile.model_fields.keys() & content.keys():

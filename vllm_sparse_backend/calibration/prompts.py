@@ -20,6 +20,7 @@ from typing import Any
 from vllm_sparse_backend.calibration.capture import begin_ids, load_tokenizer
 from vllm_sparse_backend.calibration.external import readable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.evaluation.answers import NAMES, Templates, weave
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 
@@ -193,8 +194,7 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptS
 
 def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
     for file in files:
-        with readable(file, "text"):
-            text = file.read_text(encoding="utf-8")
+        text = read_text(file, MAX_DATA_BYTES)
         if file.suffix != ".jsonl":
             yield str(file), text
             continue

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
-from vllm_sparse_backend.config.strict_yaml import kind_of_file
+from vllm_sparse_backend.config.input_files import kind_of_file
 from vllm_sparse_backend.evaluation.output_files import require_output_file
 from vllm_sparse_backend.evaluation.report import BenchError
 

@@ -19,9 +19,9 @@ from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema
 from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.input_files import file_at, read_text, why_no_file
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.ranges import MOST_COUNT
-from vllm_sparse_backend.config.strict_yaml import file_at, read_text, why_no_file
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -279,12 +279,12 @@ def timed_tokens(min_tokens: int, chunk_tokens: int) -> int:
     return min(min_tokens, chunk_tokens // 2)
 
 
-def crossover_file(path: str | None = None) -> Path:
+def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
     """Find a table's file."""
     file = file_at(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
     if file is None:
         problem = why_no_file(str(path))
-        raise ConfigurationError(f"crossover: given {path!r}: {problem}; expected a file that `{COMMAND}` wrote")
+        raise ConfigurationError(f"{option}: given {path!r}: {problem}; expected a file that `{COMMAND}` wrote")
     return file
 
 

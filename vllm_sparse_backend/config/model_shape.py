@@ -10,8 +10,8 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
+from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.ranges import MAX_NUMBER
-from vllm_sparse_backend.config.strict_yaml import read_text
 
 Count = Annotated[int, Field(ge=1, le=MAX_NUMBER, strict=True)]
 

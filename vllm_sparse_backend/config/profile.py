@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from vllm_sparse_backend.config import strict_yaml
+from vllm_sparse_backend.config import input_files, strict_yaml
 from vllm_sparse_backend.config.crossover_table import TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_one_of, unexpected
 from vllm_sparse_backend.config.head_figures import HeadFigures
@@ -272,9 +272,9 @@ class Profile(Level):
 def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
     """Find a profile's file."""
     bundled = bundled_profiles()
-    path = bundled.get(str(name_or_path)) or strict_yaml.file_at(str(name_or_path))
+    path = bundled.get(str(name_or_path)) or input_files.file_at(str(name_or_path))
     if path is None:
-        problem = strict_yaml.why_no_file(str(name_or_path))
+        problem = input_files.why_no_file(str(name_or_path))
         raise ConfigurationError(f"{option}: {problem}; {not_one_of(str(name_or_path), bundled)}, or a file's path")
     return path
 
@@ -282,7 +282,7 @@ def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
 def load_profile(name_or_path: str | Path, option: str = "profile") -> Profile:
     """Read a profile from its file."""
     path = profile_file(name_or_path, option)
-    return parse_profile(strict_yaml.read_text(path), str(path))
+    return parse_profile(input_files.read_text(path), str(path))
 
 
 def parse_profile(text: str, source: str) -> Profile:

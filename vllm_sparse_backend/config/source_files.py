@@ -12,10 +12,10 @@ from typing import Any
 from vllm_sparse_backend.config import auto_profile
 from vllm_sparse_backend.config.crossover_table import Crossover, crossover_file, load_crossover, parse_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import ANY_MODEL, Profile, bundled_profiles, parse_profile, profile_file
 from vllm_sparse_backend.config.settings import DOCUMENTS, OPTION, SparsePrefillConfig
-from vllm_sparse_backend.config.strict_yaml import read_text
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,9 @@ class Documents:
     def read(config: SparsePrefillConfig, shape: ModelShape) -> "Documents":
         """Read the files that a configuration names."""
         settings = (config.profile, config.crossover)
-        crossover = None if config.crossover is None else read_text(crossover_file(config.crossover))
+        crossover = None
+        if config.crossover is not None:
+            crossover = read_text(crossover_file(config.crossover, f"{OPTION} sparse_prefill.crossover"))
         if config.profile is None:
             return Documents(settings, f"method {config.method}", crossover=crossover)
         if config.profile != auto_profile.AUTO:

@@ -16,7 +16,9 @@ from random import Random
 from statistics import fmean, stdev
 from typing import Any
 
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.evaluation.answers import Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
@@ -147,10 +149,10 @@ def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Co
     if path is None or not path.exists():
         return
     try:
-        cases = json.loads(path.read_text(encoding="utf-8"))["cases"]
+        cases = json.loads(read_text(path, MAX_DATA_BYTES))["cases"]
         held = {case["label"]: case["what"] for case in cases}
         keys = {case["key"] for case in cases}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ConfigurationError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{path}: not a file of `eval {report.bench}`: {error!r}") from None
     if keys - {key}:
         raise BenchError(f"{path}: holds answers to other prompts, or of other servers; name another file with --json")

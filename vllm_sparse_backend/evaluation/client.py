@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.prompt_texts import project_text
@@ -200,8 +202,8 @@ class Endpoint:
 def _bos_token(folder: str | None) -> str | None:
     """Return the bos token of a local model folder; None for a hub name or another machine's folder."""
     try:
-        config = json.loads((Path(folder or "/dev/null") / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = json.loads(read_text(Path(folder or "/dev/null") / "tokenizer_config.json", MAX_DATA_BYTES))
+    except (ConfigurationError, ValueError):
         return None
     bos = config.get("bos_token")
     return bos.get("content") if isinstance(bos, dict) else bos

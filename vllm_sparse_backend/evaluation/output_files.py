@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.strict_yaml import kind_of_file
+from vllm_sparse_backend.config.input_files import kind_of_file
 
 PROBE_BYTES = 4096
 """Bytes that a check writes and deletes. An empty file proves nothing: a full disk often still has room for it."""

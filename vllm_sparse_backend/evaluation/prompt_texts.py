@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_bytes
 from vllm_sparse_backend.evaluation.report import BenchError
 
 _SUBJECTS = "farmer sailor teacher painter doctor baker soldier child neighbor traveler judge miller nurse clerk king"
@@ -24,11 +26,11 @@ def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
     parts: list[str] = []
     try:
         for file in _files(path):
-            parts.append(file.read_text(encoding="utf-8", errors="replace"))
+            parts.append(read_bytes(file, MAX_DATA_BYTES).decode(errors="replace"))
             if most_chars is not None and sum(map(len, parts)) >= most_chars:
                 break
-    except OSError as error:
-        raise BenchError(f"--text: given {str(path)!r}, expected a text file or a folder: {error.strerror}") from None
+    except ConfigurationError as error:
+        raise BenchError(f"--text: given {str(path)!r}, expected a text file or a folder: {error}") from None
     if not parts:
         raise BenchError(f"--text: given {str(path)!r}, expected *.py or *.md in that folder")
     return "".join(parts)[:most_chars]

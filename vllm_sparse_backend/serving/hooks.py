@@ -712,6 +712,9 @@ def owner_of(module: str, name: str) -> Any:
 OURS = "sparse_prefill"
 """Attribute of our wrappers around vLLM's functions."""
 
+_wrapped: set[tuple[Any, str]] = set()
+"""Owner and name of each function that this process has wrapped. Another plugin's wrapper may hide ``OURS``."""
+
 
 def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], expects: Sequence[str] = ()) -> None:
     """Wrap a function of vLLM. A function that is wrapped already stays as it is."""
@@ -720,13 +723,14 @@ def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], e
     function = getattr(owner, name) if is_classmethod else original
     if not callable(function):
         raise _misfit(f"{_path(owner)}.{name} is missing")
-    if getattr(getattr(function, "__func__", function), OURS, False):
+    if (owner, name) in _wrapped:
         return
     if missing := [parameter for parameter in expects if parameter not in inspect.signature(function).parameters]:
         raise _misfit(f"{_path(owner)}.{name}{inspect.signature(function)} has no {', '.join(missing)}")
     wrapped = functools.wraps(getattr(function, "__func__", function))(wrapper(function))
     setattr(wrapped, OURS, True)
     setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+    _wrapped.add((owner, name))
 
 
 def _path(owner: Any) -> str:
