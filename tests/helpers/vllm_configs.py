@@ -12,6 +12,8 @@ LLAMA = {
     "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 
+CACHE = {"cache_dtype": "auto", "kv_cache_dtype_skip_layers": [], "kv_offloading_size": None}
+
 
 def served(
     hf_config: transformers.PretrainedConfig, settings: Any = None, dtype: torch.dtype = torch.bfloat16,
@@ -28,11 +30,14 @@ def served(
             max_model_len=131_072,
             runner_type="generate",
             use_mla=False,
+            rswa_window=None,
+            is_mm_prefix_lm=False,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
-        cache_config=SimpleNamespace(**({"cache_dtype": "auto", "kv_cache_dtype_skip_layers": []} | (cache or {}))),
+        cache_config=SimpleNamespace(**(CACHE | (cache or {}))),
         parallel_config=SimpleNamespace(**(dict.fromkeys(sizes, 1) | {"use_ubatching": False} | (parallel or {}))),
         kv_transfer_config=None,
+        speculative_config=None,
         quant_config=None,
     )
 

@@ -120,7 +120,7 @@ def apply_http_request(params: Any) -> None:
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:
     """Return the names of a server's KV connectors."""
-    if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
+    if vllm_config.cache_config.kv_offloading_size is not None:
         native = vllm_config.cache_config.kv_offloading_backend == "native"
         return {"OffloadingConnector" if native else "LMCacheMPConnector"}
     transfer = vllm_config.kv_transfer_config

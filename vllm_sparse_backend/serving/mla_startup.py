@@ -67,7 +67,7 @@ def _option_problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[st
     """Yield why options of vLLM do not work with sparse MLA prefill."""
     parallel = vllm_config.parallel_config
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, option, 1)
+        size = getattr(parallel, option)
         if size > 1:
             yield (
                 f"given --{option.replace('_', '-')} {size}, expected 1: context parallelism distributes a row's keys "

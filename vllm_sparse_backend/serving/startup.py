@@ -7,7 +7,6 @@ Some options of vLLM do not work with this backend or make it slow. The list com
 
 import multiprocessing
 from collections.abc import Iterator
-from typing import Any
 
 from vllm.config import VllmConfig
 
@@ -57,7 +56,7 @@ def check(vllm_config: VllmConfig) -> None:
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
     """Return why vLLM's options keep every layer of any model from running sparse."""
     cache = vllm_config.cache_config
-    some_unquantised = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
+    some_unquantised = bool(cache.kv_cache_dtype_skip_layers)
     limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
     return layer_fallback(LayerTraits(head_dim=shape.head_dim, **limits))
 
@@ -95,27 +94,22 @@ def shared_refusals(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str
 def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     yield from shared_refusals(vllm_config, resolved)
     # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
-    if _optional(vllm_config, "speculative_config", "enable_adaptive_verification"):
+    if vllm_config.speculative_config is not None and vllm_config.speculative_config.enable_adaptive_verification:
         yield (
             "adaptive verification of drafts needs CUDA graphs for decodes of different lengths, which this backend "
             'does not capture; put "enable_adaptive_verification": false into --speculative-config'
         )
-    if _optional(vllm_config, "model_config", "rswa_window") is not None:
+    if vllm_config.model_config.rswa_window is not None:
         yield (
             "the model attends within a reference sliding window (R-SWA), which needs prompt lengths that this backend "
             "does not pass on; serve it without this backend"
         )
-    is_prefix_lm = not compat.IS_CPU and _optional(vllm_config, "model_config", "is_mm_prefix_lm")
+    is_prefix_lm = not compat.IS_CPU and vllm_config.model_config.is_mm_prefix_lm
     if is_prefix_lm and (version := compat.flash_attention_version(vllm_config)) != 4:
         yield (
             "parts of this model's prompts (its images) attend in both directions, which needs FlashAttention 4, but "
             f"vLLM uses version {version} here; serve it without this backend"
         )
-
-
-def _optional(vllm_config: VllmConfig, part: str, field: str) -> Any:
-    """Return a field of a part of the configuration; None if vLLM's release lacks the field or the part."""
-    return getattr(getattr(vllm_config, part, None), field, None)
 
 
 def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | None:

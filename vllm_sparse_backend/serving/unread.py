@@ -24,7 +24,7 @@ def log_unread_settings(vllm_config: Any) -> None:
         return
     backend = vllm_config.attention_config.backend
     if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
-        has_mla = getattr(vllm_config.model_config, "use_mla", False)
+        has_mla = vllm_config.model_config.use_mla
         init_logger(LOGGER).info_once(unread_settings(backend, MLA_FLAG if has_mla else FLAG))
     elif os.environ.get(VARIABLE, "").upper() in NAMES and not _is_read(VARIABLE):
         init_logger(LOGGER).info_once(unread_variable(backend))

@@ -334,12 +334,12 @@ def test_the_order_is_vllms() -> None:
 def test_a_layout_that_the_dense_backend_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks each backend. A CPU's reads one layout; FlashAttention and our kernels read all."""
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
-    from vllm.v1.kv_cache_layout import KVCacheLayout as layouts  # noqa: N813
+    from vllm.v1.kv_cache_layout import KVCacheLayout
 
     of_kernels = {"LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"}  # tests/kernels/attention/test_engines.py
-    assert set(layouts.__members__) <= of_kernels
+    assert set(KVCacheLayout.__members__) <= of_kernels
     supported = SparsePrefillBackend.supported_kv_cache_layouts()
-    assert supported == compat.DenseBackend.supported_kv_cache_layouts() == (layouts.LBHNC,)
+    assert supported == compat.DenseBackend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
     with pytest.raises(ValueError, match=r"VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every .*valid layouts: .'LBHNC'"):
         resolve_kv_cache_layout(VllmConfig(), [["LBHNC"]])

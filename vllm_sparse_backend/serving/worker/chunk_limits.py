@@ -19,7 +19,7 @@ class ChunkLimits(NamedTuple):
     @staticmethod
     def of(vllm_config: VllmConfig) -> "ChunkLimits":
         """Return the limits that the scheduler's settings imply."""
-        scheduler, drafts = vllm_config.scheduler_config, getattr(vllm_config, "num_speculative_tokens", 0)
+        scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
         decode_tokens = (scheduler.max_num_seqs - 1) * (1 + drafts)
         step_tokens = scheduler.max_num_batched_tokens
         request_tokens = scheduler.long_prefill_token_threshold or MOST_COUNT
