@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -25,7 +25,7 @@ _KINDS = {str: "a text", list: "a list", type(None): "nothing"}
 
 
 class _Loader(_SafeLoader):
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":bool"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
