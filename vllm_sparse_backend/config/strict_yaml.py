@@ -83,7 +83,7 @@ def dump(data: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(text: str) -> None:
-    """Raise ``MarkedYAMLError`` for deep nesting, tags, and aliases, which could expand a small file to a huge value."""
+    """Raise ``MarkedYAMLError`` for deep nesting, tags, and aliases, which could expand a small file hugely."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
