@@ -124,7 +124,7 @@ class TestRegistration:
         assert list(registry.AttentionBackendEnum).count(CUSTOM) == 1  # aliases are not separate members
 
     def test_a_hook_that_another_plugin_wraps_is_not_installed_twice(self) -> None:
-        """Its wrapper may have no attribute of ours (no functools.wraps). Twice, /metrics would have each line twice."""
+        """Its wrapper may have no attribute of ours (no functools.wraps). /metrics would then have lines twice."""
 
         class Owner:
             def call(self) -> list[str]:
