@@ -2,7 +2,7 @@
 """A YAML reader for users' files: JSON's kinds of values only, no tags, aliases or duplicate keys."""
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any, ClassVar
 
 import yaml
@@ -85,7 +85,8 @@ def dump(data: dict[str, Any]) -> str:
 def _refuse_unsupported(text: str) -> None:
     """Raise ``MarkedYAMLError`` for deep nesting, tags, and aliases, which could expand a small file hugely."""
     depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    events: Iterator[Any] = yaml.parse(text, Loader=_Loader)
+    for event in events:
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         problem = None
         if depth > MAX_DEPTH:
