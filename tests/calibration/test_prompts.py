@@ -93,7 +93,7 @@ def test_files_of_prompts_and_chats(tmp_path):
 def test_malformed_lines_are_refused_with_their_place(tmp_path, text, problem):
     """Lines are checked before the run's folder stores them."""
     path = tmp_path / "b.jsonl"
-    with pytest.raises(ConfigurationError, match=r"b\.jsonl: its text cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"b\.jsonl: cannot be read"):
         read_prompts(NEEDLE, [path], 64)
     path.write_text(text.replace("fine", '{"text": "fine"}'))
     with pytest.raises(ConfigurationError, match=problem):
