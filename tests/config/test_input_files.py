@@ -13,7 +13,7 @@ from tests.helpers.folders import model_folder
 from tests.helpers.foreign_files import CONFIG
 from vllm_sparse_backend.calibration import prompts
 from vllm_sparse_backend.calibration.external import read_json
-from vllm_sparse_backend.calibration.profile_import import import_profile
+from vllm_sparse_backend.calibration.imports import import_profile
 from vllm_sparse_backend.config import input_files
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape

@@ -19,7 +19,6 @@ import torch
 
 from vllm_sparse_backend.calibration.external import read_json, readable, require_module, safetensors, writable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.config.input_files import read_bytes
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.output_files import whole_file
