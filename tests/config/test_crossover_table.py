@@ -13,7 +13,8 @@ from vllm_sparse_backend.config.crossover_table import Crossover, Thresholds, lo
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -227,9 +228,9 @@ def test_resolved_settings_have_the_thresholds_of_every_engine(tmp_path: Path) -
     settings = Resolved.from_additional_config({"sparse_prefill": config}, SHAPE, CARD)
     plan = Plan.build(SparsePrefillConfig(**config), SHAPE)
     for engines in (["flash"], ["portable"], ["newer"], ["hopper"], ["flash", "portable", "hopper"]):
-        assert settings.thresholds(DEFAULT, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)
-    assert "with engine hopper" in settings.thresholds(DEFAULT, ["hopper"]).notes[0]
-    assert settings.thresholds(DEFAULT, ["unknown"]).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+        assert settings.thresholds(ON, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)
+    assert "with engine hopper" in settings.thresholds(ON, ["hopper"]).notes[0]
+    assert settings.thresholds(ON, ["unknown"]).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -282,10 +283,10 @@ def test_what_a_profile_says_of_its_own_heads_goes_before_the_table(tmp_path: Pa
         plans = Plan.by_level(SparsePrefillConfig(profile=path, **fields), SHAPE)
         return plans[level].thresholds(crossovers, device, engines)
 
-    assert of("default", "hopper", device=CARD.lower()) == Thresholds(4096, 256)
-    assert of("default", "hopper", "flash") == of("default", "flash") == Thresholds(9000, 700)
-    assert of("default", "hopper", device="NVIDIA H200").min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
-    assert of("default", "hopper", min_tokens=1) == Thresholds(1, 256)
+    assert of("on", "hopper", device=CARD.lower()) == Thresholds(4096, 256)
+    assert of("on", "hopper", "flash") == of("on", "flash") == Thresholds(9000, 700)
+    assert of("on", "hopper", device="NVIDIA H200").min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+    assert of("on", "hopper", min_tokens=1) == Thresholds(1, 256)
     plan = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
     assert plan.exact_tokens(crossovers, CARD) == plan.earliest_thresholds(crossovers, CARD).min_tokens == 4096
     never = of("fast", "hopper")
