@@ -288,6 +288,7 @@ class Core:
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
+        self.model_executor = SimpleNamespace()
         self.prepared: list[str] = []
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue: queue.Queue[Any] = queue.Queue()
