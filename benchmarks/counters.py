@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_sparse_backend.config.crossover_table import Thresholds, load_crossover
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import DEFAULT, Plan, layer_by_level
-from vllm_sparse_backend.config.profile import EXACT
-from vllm_sparse_backend.config.request_levels import FIELD, Choices
+from vllm_sparse_backend.config.plan import Plan, layer_by_level
+from vllm_sparse_backend.config.profile import EXACT, ON
+from vllm_sparse_backend.config.request_levels import FIELD, LevelPolicy
 from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
@@ -183,12 +183,12 @@ class Served:
 
     def level(self, level: object) -> str:
         """Return the name of a request's level; ``level`` is the value in the request."""
-        plan = self.plans[DEFAULT]
-        return DEFAULT if level is None else Choices(plan.level_names, plan.level).named_by(level).name
+        plan = self.plans[ON]
+        return LevelPolicy(plan.level_names, plan.level).level_of({} if level is None else {FIELD: level}).name
 
     def dense_layers(self) -> int:
         """Return the number of layers that are dense at all levels."""
-        plan = self.plans[DEFAULT]
+        plan = self.plans[ON]
         return sum(not layer_by_level(self.plans.values(), layer) for layer in range(plan.shape.num_layers))
 
     def expected(self, sent: Sent, cached_tokens: int = 0) -> Counts:
@@ -228,7 +228,7 @@ class Served:
         least = None if name == EXACT else self.thresholds[name].min_tokens
         if least is None or prompt_tokens <= least:
             return 0
-        return self.plans[DEFAULT].shape.num_heads * _pairs(least, prompt_tokens)
+        return self.plans[ON].shape.num_heads * _pairs(least, prompt_tokens)
 
 
 def _pairs(first: int, end: int) -> int:
@@ -307,7 +307,7 @@ def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> I
 
     If requests and plans name a level differently, its prompts have the lengths of the server's own level.
     """
-    thresholds = served.thresholds.get(served.level(level), served.thresholds[DEFAULT])
+    thresholds = served.thresholds.get(served.level(level), served.thresholds[ON])
     least, chunk = thresholds.min_tokens or 0, served.chunk_tokens
     past = max(thresholds.min_query_tokens, TILE_TOKENS + 1) + MORE_TOKENS
     several = (max(least, chunk) // chunk + 1) * chunk + MORE_TOKENS + 1

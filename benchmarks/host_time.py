@@ -41,7 +41,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from benchmarks.method_specs import MethodSpec
 from benchmarks.null_card import null_card
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.plugin import register
@@ -199,7 +200,7 @@ class Pass:
                 served[groups] = replace(layer, engine=HOPPER, select_engines=engines, by_kernels=True)
             impl = object.__new__(SparsePrefillImpl)
             impl.head_size, impl.scale, impl.sinks = shape.head_dim, shape.head_dim**-0.5, None
-            impl.adopt(number, {DEFAULT: LayerLevel(served[groups])}, worker)
+            impl.adopt(number, {ON: LayerLevel(served[groups])}, worker)
             impls.append(impl)
         return Pass(shape, impls, context_len, query_len)
 

@@ -29,7 +29,7 @@ from vllm_sparse_kernels.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
-    "docs/compatibility.md", "docs/settings.md", "docs/requests.md",
+    "docs/compatibility.md", "docs/settings.md", "docs/requests_reference.md",
     "docs/streaming_heads.md",
 )  # fmt: skip
 REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)

@@ -32,7 +32,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 SUITES = {
     "against vLLM's classes": [
-        *(f"tests/serving/test_{name}.py" for name in ("plugin", "request_levels", "startup")),
+        *(f"tests/serving/test_{name}.py" for name in ("plugin", "levels", "startup")),
         *(f"tests/serving/worker/test_{name}.py" for name in ("forward", "metadata_builder", "model_layers")),
     ],
     "servers": ["tests/server/test_serve.py"],

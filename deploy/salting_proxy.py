@@ -14,6 +14,7 @@ It needs only packages that vLLM installs: aiohttp, starlette and uvicorn.
 
 import argparse
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -47,6 +48,10 @@ ENDINGS = ("stop", "stop_token_ids", "stream_options")
 """Fields that a prefill request must not have. Connectors do not transfer the blocks of a request that ended at a stop
 string."""
 
+KEPT_S = 2.0
+"""Seconds for which an unused connection is kept. vLLM's server closes it after 5 seconds, and a POST that is sent at
+that moment fails."""
+
 NOT_FORWARDED = {
     "host", "content-length", "transfer-encoding", "connection", "keep-alive", "upgrade", "te", "trailer",
     "proxy-authenticate", "proxy-authorization", "expect",
@@ -68,15 +73,15 @@ def level_of(body: Mapping[str, Any]) -> str:
             raise ValueError(f"{name}: given {type(extra_args).__name__}, expected an object")
         if extra_args and level is None:
             level = extra_args.get(FIELD)
-    if level is None:  # the default may depend on the requested model (the setting `requests`)
-        return f"default of {body.get('model')}"
+    if level is None:
+        return "default"
     if isinstance(level, (bool, int, float)) and level in (0, 1):
         return ON if level else EXACT
     return level if isinstance(level, str) else json.dumps(level)
 
 
 def salted(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body with a ``cache_salt`` that contains the level and the client's salt.
+    """Return the body with a ``cache_salt`` that depends on the level and on the client's salt.
 
     Raises:
         ValueError: ``vllm_xargs`` or ``cache_salt`` has a type that vLLM does not accept.
@@ -84,8 +89,9 @@ def salted(body: Mapping[str, Any]) -> dict[str, Any]:
     salt = body.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise ValueError(f"cache_salt: given {type(salt).__name__}, expected a string")
-    # JSON gives each pair of level and salt a different string.
-    return {**body, "cache_salt": json.dumps([FIELD, level_of(body), salt])}
+    # A digest, because vLLM refuses some characters and salts over 128 characters.
+    digest = hashlib.sha256(json.dumps([level_of(body), salt]).encode()).hexdigest()
+    return {**body, "cache_salt": f"level:{digest}"}
 
 
 def refusal_of_pair(path: str, body: Mapping[str, Any]) -> str | None:
@@ -156,7 +162,7 @@ class Proxy:
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, connect=10)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False) as self.session:
             yield
 

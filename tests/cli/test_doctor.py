@@ -311,15 +311,6 @@ def test_decodes_that_stock_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch)
     assert decodes.text.startswith("cannot tell whether stock vLLM decodes so too: AttributeError")
 
 
-def test_the_rust_front_end_exports_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    (finding,) = doctor.counters()
-    assert (finding.level, finding.subject) == ("note", "front end")
-    assert finding.text.startswith("VLLM_USE_RUST_FRONTEND is set: ")
-    assert "on /metrics" in finding.text
-
-
 def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     plugins = pytest.importorskip("vllm.plugins")
     (finding,) = doctor.counters()

@@ -13,7 +13,8 @@ from vllm_sparse_backend.config.crossover_table import Crossover, Thresholds, lo
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -227,9 +228,9 @@ def test_resolved_settings_have_the_thresholds_of_every_engine(tmp_path: Path) -
     settings = Resolved.from_additional_config({"sparse_prefill": config}, SHAPE, CARD)
     plan = Plan.build(SparsePrefillConfig(**config), SHAPE)
     for engines in (["flash"], ["portable"], ["newer"], ["hopper"], ["flash", "portable", "hopper"]):
-        assert settings.thresholds(DEFAULT, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)
-    assert "with engine hopper" in settings.thresholds(DEFAULT, ["hopper"]).notes[0]
-    assert settings.thresholds(DEFAULT, ["unknown"]).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+        assert settings.thresholds(ON, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)
+    assert "with engine hopper" in settings.thresholds(ON, ["hopper"]).notes[0]
+    assert settings.thresholds(ON, ["unknown"]).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levels that a request may choose, and the mark that travels with the request."""
+"""Levels that a request may choose, their canonical form, and their cache salts."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,228 +14,214 @@ from vllm_sparse_backend.config import request_levels
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.request_levels import (
     FIELD,
-    MARK,
     SERVER_LEVEL,
-    Choices,
-    Mark,
+    LevelPolicy,
     RequestLevel,
-    Salt,
     fingerprint,
+    is_checked,
+    level_in,
+    with_level,
 )
 from vllm_sparse_backend.config.settings import RequestsConfig, SparsePrefillConfig
 
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32)
-CHOICES = Choices(("exact", "high", "fast"), "high", 256, {"exact": "exact", "fast": "fast"})
-BY_MASS = replace(CHOICES, has_shares=True)
-SALTED = Mark("exact", None, Salt("salt", 256))
+POLICY = LevelPolicy(("exact", "high", "fast"), "high", {"exact": "", "fast": "", "p": ""})
+WITH_SHARES = replace(POLICY, has_shares=True)
+LONGEST_NAME = "l" + 39 * "x"
+ALL_LEVELS = [SERVER_LEVEL, RequestLevel("exact"), RequestLevel(LONGEST_NAME), RequestLevel("p", 0.1 + 0.2)]
 
 
-def marked(choices: Choices, extra_args: Mapping[str, Any] | None) -> Mark:
-    """Return the mark of a request with these ``extra_args``."""
-    return choices.mark(choices.level_of(extra_args))
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> SparsePrefillConfig:
-    levels = {"fast": {"default": {"method": "a_shape"}, "dense_layers": [0, 3]}}
-    sale = {"method": "sale", "tau": 0.01}
-    path = profile_file(tmp_path, min_tokens=300, level="high", default=sale, dense_layers=[0, 1], levels=levels)
-    return SparsePrefillConfig(profile=path)
+def level(policy: LevelPolicy, value: object) -> RequestLevel:
+    return policy.level_of({FIELD: value, "other": 3})
 
 
 @pytest.mark.parametrize(
-    ("value", "level"),
+    ("value", "name"),
     [
-        (0, "exact"), (1, DEFAULT), (False, "exact"), (True, DEFAULT), (0.0, "exact"), (1.0, DEFAULT),
-        ("exact", "exact"), ("on", DEFAULT), ("high", DEFAULT), ("fast", "fast"),
+        (0, "exact"), (1, ON), (False, "exact"), (True, ON), (0.0, "exact"), (1.0, ON),
+        ("exact", "exact"), ("on", ON), ("high", ON), ("fast", "fast"),
     ],
 )  # fmt: skip
-def test_values_and_the_levels_that_they_name(value: object, level: str) -> None:
-    """The name of the server's default level gives the same cache as the default itself."""
-    salt = {"exact": Salt("exact", 256), "fast": Salt("fast", 256)}.get(level)
-    assert marked(CHOICES, {"sparse_prefill": value, "other": 3}) == Mark(level, None, salt)
+def test_a_value_names_a_level(value: object, name: str) -> None:
+    assert level(POLICY, value) == RequestLevel(name)
 
 
-@pytest.mark.parametrize("value", [2, -1, 1.5, "0", "Exact", "", "default", None, [0], {"level": 0}, float("nan")])
-def test_anything_else_is_an_error_that_lists_what_is_allowed(value: object) -> None:
-    said = r"sparse_prefill: given .*, expected one of 0 \(exact\), 1 .*, high\), 'exact', 'high', 'fast'"
-    for choices, more in (CHOICES, "$"), (BY_MASS, r", a number between 0 and 1 \(p of its top_p heads\)$"):
+HOSTILE = [
+    2, -1, 1.5, -0.5, 1e308, 2**64, float("nan"), "0", "Exact", "", "default", "p", "x" * 100_000, "\0", None, [], [0],
+    ["exact"], {}, {"level": 0}, b"exact", b"fast",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
+def test_any_other_value_is_refused_with_the_list_of_levels(value: object) -> None:
+    """Bytes, the canonical form, are refused too: only Python code can send them."""
+    said = r"sparse_prefill: given .{1,99}, expected one of 0 \(exact\), 1 .*, high\), 'exact', 'high', 'fast'"
+    for policy, more in (POLICY, "$"), (WITH_SHARES, r", a number between 0 and 1 \(p of its top_p heads\)$"):
         with pytest.raises(ValueError, match=said + more):
-            choices.level_of({"sparse_prefill": value})
+            level(policy, value)
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["sparse-prefill", "sparse_prefil", "Sparse_Prefill", "sparsePrefill", "sparse_prefill_level", "spase_prefill"],
-)
-def test_a_key_that_looks_like_ours_is_no_key_to_ignore(key: str) -> None:
-    with pytest.raises(ValueError, match=f"given '{key}', expected the key 'sparse_prefill'"):
-        CHOICES.level_of({key: 0})
-    others = {"prefill": 0, "sparse": 1, "session_id": "s", MARK: 0, "sparse_prefill" + 40 * "x": 0}
-    assert CHOICES.level_of(others) == SERVER_LEVEL
+@pytest.mark.parametrize("key", ["sparse-prefill", "sparse_prefil", "Sparse_Prefill", "sparsePrefill", "spase_prefill"])
+def test_a_misspelt_key_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match=f"vllm_xargs: given '{key}', expected the key 'sparse_prefill'"):
+        POLICY.level_of({key: 0})
+    others = {"prefill": 0, "sparse": 1, "session_id": "s", "sparse_prefill" + 40 * "x": 0}
+    assert POLICY.level_of(others) == SERVER_LEVEL
 
 
-class TestShares:
-    """A number between 0 and 1 sets p for the heads that choose by mass."""
+def test_p_needs_heads_that_choose_by_mass() -> None:
+    assert level(WITH_SHARES, 0.97) == RequestLevel("p", 0.97)
+    with pytest.raises(ValueError, match=r"given 0\.97, but no head of this server's plan selects by attention mass"):
+        level(POLICY, 0.97)
 
-    def test_each_has_blocks_of_its_own(self) -> None:
-        marks = [marked(BY_MASS, {"sparse_prefill": share}) for share in (0.5, 0.97, 0.975)]
-        assert marks == [Mark("p", share, Salt(f"p={share}", 256)) for share in (0.5, 0.97, 0.975)]
-        stored = replace(BY_MASS, salts={DEFAULT: "default:print", "p": "p:print"})
-        assert marked(stored, {"sparse_prefill": 0.97}).salt == Salt("p:print=0.97", 256)
 
-    def test_without_such_heads_it_is_refused_and_said_why(self) -> None:
-        said = r"given 0\.97, but no head of this server's plan selects by attention mass \(top_p\)"
-        with pytest.raises(ValueError, match=said):
-            CHOICES.level_of({"sparse_prefill": 0.97})
+class TestCanonicalForm:
+    @pytest.mark.parametrize("given", ALL_LEVELS, ids=str)
+    def test_workers_read_the_level_that_the_front_process_writes(self, given: RequestLevel) -> None:
+        extra_args = {"session_id": "s", FIELD: 0}
+        written = with_level(extra_args, given)
+        assert level_in(written) == given
+        assert written["session_id"] == "s"
+        assert extra_args[FIELD] == 0  # of the caller, who may use it for the next request
+        assert is_checked(written)
+
+    @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}, {FIELD: 0}, {FIELD: "exact"}, {FIELD: ["exact"]}])
+    def test_json_cannot_express_it(self, extra_args: Any) -> None:
+        """Clients send JSON, and front processes without this package pass on what they send."""
+        assert not is_checked(extra_args)
+        assert level_in(extra_args) == SERVER_LEVEL
+        with pytest.raises(TypeError, match="bytes is not JSON serializable"):
+            json.dumps(with_level(extra_args, SERVER_LEVEL))
+
+
+class TestCacheSalts:
+    def test_each_level_and_client_has_blocks_of_its_own(self) -> None:
+        levels = [*ALL_LEVELS[:2], RequestLevel("fast"), *(RequestLevel("p", p) for p in (0.5, 0.97, 0.975))]
+        salts = [WITH_SHARES.cache_salt(given, client) for given, client in product(levels, (None, "a", "b"))]
+        assert len({*salts}) == len(salts)
+        assert salts[:4] == [None, "a", "b", "sparse_prefill:exact"]
+
+    @pytest.mark.parametrize("given", ALL_LEVELS[1:], ids=str)
+    def test_stores_take_the_longest(self, given: RequestLevel) -> None:
+        """LMCache refuses salts over 128 characters and some characters. The core adds 13 for streaming heads."""
+        stored = replace(POLICY, fingerprints=dict.fromkeys(("exact", LONGEST_NAME, "p"), "f" * 16))
+        for client in None, "", "user", "\ud800 @/\\" + "x" * 1_000_000:
+            salt = stored.cache_salt(given, client)
+            assert salt is not None
+            assert len(salt) + 13 <= 128
+            assert not {*salt} & {*"@/\\\0"}
+
+    @pytest.mark.parametrize("salt", ["sparse_prefill:", "sparse_prefill:exact", "sparse_prefill:fast:" + "0" * 32])
+    def test_a_client_cannot_send_one(self, salt: str) -> None:
+        """Otherwise it could write sparse keys under the hashes of exact blocks."""
+        for given in ALL_LEVELS:
+            with pytest.raises(ValueError, match="expected a salt that does not begin with 'sparse_prefill:'"):
+                POLICY.cache_salt(given, salt)
+        assert POLICY.cache_salt(SERVER_LEVEL, "sparse_prefill") == "sparse_prefill"
 
 
 class TestPolicy:
-    def under(self, choices: Choices = BY_MASS, **policy: Any) -> Choices:
-        return choices.under(RequestsConfig.read(policy, ""))
+    def under(self, policy: LevelPolicy = WITH_SHARES, **requests: Any) -> LevelPolicy:
+        return policy.under(RequestsConfig.read(requests, ""))
 
     @pytest.mark.parametrize("default", ["exact", "on", "high", "fast", True, 0])
-    def test_requests_that_ask_for_none(self, default: Any) -> None:
-        choices = self.under(default=default)
-        assert choices.level_of(None).name == {"exact": "exact", 0: "exact", "fast": "fast"}.get(default, DEFAULT)
-        for value, level in (1, DEFAULT), (0, "exact"), ("fast", "fast"), (0.5, "p=0.5"):
-            assert str(choices.level_of({"sparse_prefill": value})) == level
-
-    def test_by_the_name_that_a_model_is_served_by(self) -> None:
-        choices = self.under(models={"a": "exact", "b": "on"}, default="fast")
-        assert choices.policy() == "default fast, for model a exact, for model b on; on request all levels"
-        levels = [choices.unasked(model).name for model in ("a", "b", "c", None)]
-        assert levels == ["exact", DEFAULT, "fast", "fast"]
-        assert choices.permit(1, "a") == SERVER_LEVEL
+    def test_requests_without_a_level_get_the_default(self, default: Any) -> None:
+        policy = self.under(default=default)
+        assert policy.level_of(None).name == {"exact": "exact", 0: "exact", "fast": "fast"}.get(default, ON)
+        for value, name in (1, ON), (0, "exact"), ("fast", "fast"), (0.5, "p=0.5"):
+            assert str(level(policy, value)) == name
 
     def test_clients_are_kept_from_levels(self) -> None:
-        choices = self.under(default="exact", allow=["on", "p"])
-        for value, level in (0, "exact"), ("exact", "exact"), (1, DEFAULT), (0.97, "p=0.97"):
-            assert str(choices.level_of({"sparse_prefill": value})) == level
+        policy = self.under(default="exact", allow=["on", "p"])
+        for value, name in (0, "exact"), ("exact", "exact"), (1, ON), (0.97, "p=0.97"):
+            assert str(level(policy, value)) == name
         said = r"given 'fast', but .*\(requests.allow\) permit only 0 \(exact\), 1 .*, 'high', a number"
         with pytest.raises(ValueError, match=said):
-            choices.level_of({"sparse_prefill": "fast"})
+            level(policy, "fast")
         only = self.under(allow=[])
-        assert only.level_of({"sparse_prefill": "high"}) == SERVER_LEVEL
+        assert level(only, "high") == SERVER_LEVEL
         for value in (0, "fast", 0.97):
             with pytest.raises(ValueError, match=r"requests\.allow"):
-                only.level_of({"sparse_prefill": value})
+                level(only, value)
 
     @pytest.mark.parametrize("allow", [None, [], ["on"], ["exact", "p"], ["fast"], ["p"]])
     @pytest.mark.parametrize("default", ["on", "exact", "fast"])
     @pytest.mark.parametrize("refusal", [None, "it has a store"])
-    @pytest.mark.parametrize("known", [CHOICES, BY_MASS])
-    @pytest.mark.parametrize("refused", ["zzz", 0.5, 0, "fast", "high"])
-    def test_a_refusal_lists_nothing_that_is_refused_next(
-        self, known: Choices, refusal: str | None, default: str, allow: Any, refused: Any
+    def test_a_refusal_lists_only_levels_that_are_permitted(
+        self, refusal: str | None, default: str, allow: Any
     ) -> None:
-        policy = {"default": default} | ({} if allow is None else {"allow": allow})
-        choices = self.under(replace(known, refusal=refusal), **policy)
-        try:
-            choices.permit(refused)
-        except ValueError as error:
-            said = str(error).partition("but" if refusal is None else "expected")[2]
-            values = {"0 (exact)": 0, "1 (this": 1, "'exact'": "exact", "'high'": "high", "'fast'": "fast"}
-            values["a number between"] = 0.25
-            for text in [text for text in values if text in said]:
-                choices.permit(values[text])
+        requests = {"default": default} | ({} if allow is None else {"allow": allow})
+        values = {
+            "0 (exact)": 0,
+            "1 (this": 1,
+            "'exact'": "exact",
+            "'high'": "high",
+            "'fast'": "fast",
+            "a number": 0.25,
+        }
+        for known, refused in product((POLICY, WITH_SHARES), ("zzz", 0.5, 0, "fast", "high")):
+            policy = self.under(replace(known, refusal=refusal), **requests)
+            try:
+                level(policy, refused)
+            except ValueError as error:
+                said = str(error).partition("but" if refusal is None else "expected")[2]
+                for text in [text for text in values if text in said]:
+                    level(policy, values[text])
 
     @pytest.mark.parametrize(
-        ("policy", "said"),
+        ("requests", "said"),
         [
             ({"default": "slow"}, "requests.default: given 'slow', expected one of exact, fast, high, on"),
             ({"default": "p"}, "requests.default: given 'p'"),
-            ({"models": {"a": "fats"}}, r"requests.models.a: given 'fats', .*did you mean 'fast'"),
             ({"allow": ["on", "exactly"]}, "requests.allow: given 'exactly'"),
             ({"default": 0.5}, "default: given 0.5, expected a valid string"),
         ],
     )
-    def test_what_no_level_is_called_is_an_error(self, policy: dict[str, Any], said: str) -> None:
+    def test_an_unknown_level_is_an_error(self, requests: dict[str, Any], said: str) -> None:
         with pytest.raises(ConfigurationError, match=said):
-            self.under(**policy)
+            self.under(**requests)
 
-    def test_a_server_that_can_do_nothing_but_its_own_says_why(self) -> None:
+    def test_a_server_with_a_single_level_says_why(self) -> None:
         for default, other in ("on", 0), ("exact", 1):
-            choices = self.under(replace(CHOICES, refusal="it has a store"), default=default)
-            assert choices.level_of({"sparse_prefill": default}) == choices.level_of(None)
+            policy = self.under(replace(POLICY, refusal="it has a store"), default=default)
+            assert level(policy, default) == policy.level_of(None)
             with pytest.raises(ValueError, match=f"given {other}, but it has a store; remove it"):
-                choices.level_of({"sparse_prefill": other})
-
-
-@pytest.mark.parametrize(
-    "extra_args",
-    [None, {}, {"other": 1}, {MARK: ["fast", None, None, 0]}, {"other": 1, MARK: "forged", "sparse_prefill": 0}],
-)
-def test_a_mark_goes_along_with_other_arguments(extra_args: Mapping[str, Any] | None) -> None:
-    """The mark replaces the request's level and any mark that a client sent."""
-    others = {key: value for key, value in (extra_args or {}).items() if key == "other"}
-    salted = Mark(salt=Salt("own", 256))
-    for mark in SALTED, salted, Mark("p", 0.97, Salt("p=0.97", 0)), Mark("fast"), Mark("größer"), Mark():
-        written = mark.write(extra_args)
-        assert Mark.read(written) == mark
-        assert written.items() >= others.items()
-        assert FIELD not in written
-
-
-def test_a_mark_cannot_come_from_json() -> None:
-    """Clients send JSON, and front processes without this plugin forward its content unchanged."""
-    for mark in SALTED, Mark("fast"), Mark():
-        (level, *others) = mark.write(None)[MARK]
-        with pytest.raises(TypeError, match="bytes is not JSON serializable"):
-            json.dumps([level, *others])
-        assert Mark.read({MARK: [level.decode(), *others]}) is None
-
-
-FORGED: list[object] = [
-    5, None, "exact", [], {}, [b"exact"], [b"exact", None, None], [b"exact", None, None, 0, 1], [None, None, None, 0],
-    [b"", None, None, 0], ["exact", None, None, 0], [[b"exact"], None, None, 0], [b"exact", 0.5, None, 0],
-    [b"p", None, None, 0], [b"p", 0, None, 0], [b"p", 1.0, None, 0], [b"p", True, None, 0], [b"p", "0.5", None, 0],
-    [b"p", float("nan"), None, 0], [b"exact", None, 7, 0], [b"exact", None, "salt", -1], [b"exact", None, "salt", 1.5],
-    [b"exact", None, "salt", True], [b"exact", None, "salt", None], [b"exact", None, ["salt"], 0], {"level": b"exact"},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("forged", FORGED)
-def test_what_is_no_mark_counts_as_none(forged: object) -> None:
-    """This holds in the core and in workers, where an exception would end the engine."""
-    assert Mark.read({MARK: forged}) is None
-
-
-@pytest.mark.parametrize("extra_args", [None, {}, 5, [MARK], "sparse_prefill_mark"])
-def test_extra_args_without_a_mark_have_none(extra_args: object) -> None:
-    assert Mark.read(extra_args) is None
-
-
-def test_where_nothing_goes_sparse_all_levels_share_their_blocks() -> None:
-    choices = Choices(("exact",), exact_tokens=None, salts={"exact": "exact"})
-    assert choices.mark(RequestLevel("exact")) == Mark("exact")
+                level(policy, other)
 
 
 class TestPlans:
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> SparsePrefillConfig:
+        levels = {"fast": {"default": {"method": "a_shape"}, "dense_layers": [0, 3]}}
+        sale = {"method": "sale", "tau": 0.01}
+        path = profile_file(tmp_path, min_tokens=300, level="high", default=sale, dense_layers=[0, 1], levels=levels)
+        return SparsePrefillConfig(profile=path)
+
     def test_each_level_has_one(self, config: SparsePrefillConfig) -> None:
         plans = Plan.by_level(config, SHAPE)
-        assert list(plans) == [DEFAULT, "fast"]
-        assert plans[DEFAULT] == Plan.build(config, SHAPE)
+        assert list(plans) == [ON, "fast"]
+        assert plans[ON] == Plan.build(config, SHAPE)
         assert plans["fast"].methods == {make_method("a_shape", {})}
         assert [plan.dense_layers for plan in plans.values()] == [(0, 1), (0, 3)]
         assert "at level fast" in plans["fast"].source
-        assert (plans[DEFAULT].level_names, plans[DEFAULT].level) == (("exact", "high", "fast"), "high")
+        assert (plans[ON].level_names, plans[ON].level) == (("exact", "high", "fast"), "high")
         plain = Plan.by_level(SparsePrefillConfig(), SHAPE)
-        assert list(plain) == [DEFAULT]
-        assert (plain[DEFAULT].level_names, plain[DEFAULT].level) == (("exact",), None)
+        assert list(plain) == [ON]
+        assert (plain[ON].level_names, plain[ON].level) == (("exact",), None)
 
-    def test_a_fingerprint_is_that_of_what_is_computed(
+    def test_a_fingerprint_covers_what_is_computed(
         self, config: SparsePrefillConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plans = Plan.by_level(config, SHAPE)
         assert len({fingerprint(plan) for plan in plans.values()}) == 2
         again = SparsePrefillConfig(profile=config.profile, check_index=True)
-        assert fingerprint(Plan.build(again, SHAPE)) == fingerprint(plans[DEFAULT])
+        assert fingerprint(Plan.build(again, SHAPE)) == fingerprint(plans[ON])
         later = SparsePrefillConfig(profile=config.profile, min_tokens=512)
-        before = fingerprint(plans[DEFAULT])
+        before = fingerprint(plans[ON])
         assert fingerprint(Plan.build(later, SHAPE)) != before
         monkeypatch.setattr(request_levels, "package_version", lambda name: "another")
-        assert fingerprint(plans[DEFAULT]) != before
+        assert fingerprint(plans[ON]) != before

@@ -5,6 +5,7 @@ receive."""
 import http.client
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -107,16 +108,47 @@ def asking(level: object) -> dict[str, Any]:
 
 
 def test_levels_have_salts_of_their_own_however_they_are_written(url: str) -> None:
-    alike = [[0, 0.0, False, "exact"], [1, 1.0, True, "on"], ["fast"], [0.97], [0.5], ["default of None"]]
+    alike = [[0, 0.0, False, "exact"], [1, 1.0, True, "on"], ["fast"], [0.97], [0.5], ["default"]]
     salts = [{salt_of(url, **asking(level)) for level in levels} for levels in alike]
     assert [len(salts_of_level) for salts_of_level in salts] == [1] * len(alike)
     assert len(set().union(*salts)) == len(alike)
 
 
-def test_requests_that_ask_for_none_are_told_apart_by_model(url: str) -> None:
+def test_requests_without_a_level_have_a_salt_of_their_own(url: str) -> None:
     unasked = [{}, {"vllm_xargs": None}, {"vllm_xargs": {"session_id": "s"}}]
-    assert len({salt_of(url, model="a", **body) for body in unasked}) == 1
-    assert len({salt_of(url, model=model) for model in ("a", "b")} | {salt_of(url, **asking(0))}) == 3
+    assert len({salt_of(url, **body) for body in unasked}) == 1
+    assert len({salt_of(url), salt_of(url, **asking(0)), salt_of(url, **asking(1))}) == 3
+
+
+@pytest.mark.parametrize("salt", ["a", '"é@/\\', "x" * 1000])
+def test_vllm_takes_the_salt(url: str, salt: str) -> None:
+    from vllm.entrypoints.generate.base.protocol import validate_cache_salt
+
+    for level in "exact", "no level / at all" + "x" * 1000:
+        validate_cache_salt(salt_of(url, cache_salt=salt, **asking(level)))
+
+
+class Impatient(Decode):
+    """A server that closes a connection that was unused for 2.5 seconds, when the next request arrives on it."""
+
+    answered_at: float | None = None
+
+    def do_POST(self) -> None:
+        if self.answered_at is not None and time.monotonic() > self.answered_at + 2.5:
+            self.close_connection = True
+            return
+        super().do_POST()
+        self.answered_at = time.monotonic()
+
+
+def test_a_connection_that_the_server_may_close_is_not_used_again() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Impatient)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with started_proxy(f"http://127.0.0.1:{server.server_port}") as address:
+        for wait_s in 0, 3, 0:
+            time.sleep(wait_s)
+            assert salt_of(address)
+    server.shutdown()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/inference/v1/generate"])
@@ -275,7 +307,7 @@ class TestPair:
             "prompt": "a", "max_tokens": 1, "ignore_eos": True, "stream": False, **asking("fast")
         }  # fmt: skip
         assert decoded.pop("kv_transfer_params") == TRANSFER
-        assert json.loads(decoded.pop("cache_salt")) == ["sparse_prefill", "fast", None]
+        assert decoded.pop("cache_salt").startswith("level:")
         assert decoded == body
 
     def test_chats_and_tokens(self, pair_url: str) -> None:

@@ -246,6 +246,17 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_says_
     assert "a: no request ran sparse" not in result.output
 
 
+@pytest.mark.parametrize("level", ["exact", "0"])
+def test_exact_requests_that_ran_exact_are_no_surprise(folder: Path, level: str) -> None:
+    """They are a baseline on the same server."""
+    stub = Stub(lambda distance: 1, kept_of_100=-1)
+    stub.reason = Fallback.REQUESTED
+    with running(stub) as url:
+        options = ("--url", url, "--lengths", 2000, "--facts", 4, "--count", 2)
+        assert "no request ran sparse" not in run(*options, "--level", level).output
+        assert "no request ran sparse" in run(*options, "--level", "high").output
+
+
 def test_tokenizers_that_differ_are_refused() -> None:
     stub, other = Stub(lambda distance: 1), Stub(lambda distance: 1)
     other.encode.ids["before all others"] = 1

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import DEFAULT, Plan
+from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.serving.worker.arena import Arena, LayerNeed, Memory, Room, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.counters import Recorder
@@ -45,6 +46,6 @@ def make_impls(
         impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
         impl.sinks = None
         served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
-        impl.adopt(layer, {DEFAULT: LayerLevel(served)}, worker)
+        impl.adopt(layer, {ON: LayerLevel(served)}, worker)
         impls.append(impl)
     return impls

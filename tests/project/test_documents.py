@@ -16,9 +16,8 @@ from tests.helpers import promql
 from tests.helpers.external_tools import ROOT
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.metrics import METRICS, PREFIX, WORKER_METHOD
-from vllm_sparse_backend.config.plan import DEFAULT
-from vllm_sparse_backend.config.profile import EXACT, SHARE
-from vllm_sparse_backend.config.request_levels import FIELD, MARK
+from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
+from vllm_sparse_backend.config.request_levels import FIELD
 
 DOCUMENTS = [
     *ROOT.glob("*.md"),
@@ -137,7 +136,7 @@ def test_the_picture_of_the_architecture_names_what_exists() -> None:
     assert sum(path.endswith(".py") for path in paths) >= 10
 
 
-FOR_REQUESTS = {FIELD, MARK}
+FOR_REQUESTS = {FIELD}
 """Names with the same prefix that are not metrics: keys of requests."""
 METHODS_OF_WORKERS = {WORKER_METHOD}
 OF_TARGETS = {"job", "instance", "le"}
@@ -205,7 +204,7 @@ def test_levels_that_metrics_name_are_explained() -> None:
     """Values of the label ``level`` that no profile defines."""
     text = (ROOT / "docs/metrics.md").read_text()
     paragraph = text.partition("`level` is the level of the requests")[2].partition("\n\n")[0]
-    assert [level for level in (DEFAULT, EXACT, SHARE) if f"`{level}`" not in paragraph] == []
+    assert [level for level in (ON, EXACT, SHARE) if f"`{level}`" not in paragraph] == []
 
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")

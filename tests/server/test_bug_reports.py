@@ -99,16 +99,6 @@ def assert_answers(answers: Mapping[str, Answer], expected: Mapping[str, Answer]
         assert answers[name].logprobs == pytest.approx(answer.logprobs, abs=TOLERANCE), name
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_beams(servers: Servers, level: str) -> None:
-    """Several sequences that continue the same prompt past ``min_tokens``."""
-    prompt = scenario.prompt(600, seed=1003)
-    options = {"use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
-    expected = [choice["text"] for choice in complete(servers.stock, prompt, **options)]
-    assert len(expected) == 3
-    assert [choice["text"] for choice in complete(servers.ours, prompt, level, **options)] == expected
-
-
 @pytest.mark.parametrize("level", [*LEVELS, pytest.param(None, marks=pytest.mark.full)])
 def test_structured_output_on_long_prompts(servers: Servers, level: str | None) -> None:
     """vllm#15790. At the server's default level, an answer may differ from stock's, but must keep its form."""
@@ -168,7 +158,13 @@ class TestConfiguredByNestedYaml:
         settings = server_levels.write(folder, *server_levels.ALL)
         config = {
             "attention-backend": "sparse-prefill",
-            "additional-config": {"sparse_prefill": {**settings, "profile": str(settings["profile"])}},
+            "additional-config": {
+                "sparse_prefill": {
+                    **settings,
+                    "profile": str(settings["profile"]),
+                    "requests": {"default": "everything"},
+                }
+            },
             "max-model-len": 4096,
             "max-num-batched-tokens": scenario.CHUNK_TOKENS,
             "long-prefill-token-threshold": 128,
@@ -184,6 +180,14 @@ class TestConfiguredByNestedYaml:
     def test_the_settings_are_those_of_the_file(self, server: Server) -> None:
         report = scenario.counted(server)
         assert report.attention == {"torch": 4}
+
+    def test_beams(self, server: Server, servers: Servers) -> None:
+        """Several sequences that continue the same prompt past ``min_tokens``, at the server's default level."""
+        prompt = scenario.prompt(600, seed=1003)
+        options = {"use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
+        expected = [choice["text"] for choice in complete(servers.stock, prompt, **options)]
+        assert len(expected) == 3
+        assert [choice["text"] for choice in complete(server, prompt, **options)] == expected
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_forty_eight_equal_prompts_in_short_chunks(self, server: Server, servers: Servers, level: str) -> None:

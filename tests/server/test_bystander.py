@@ -22,7 +22,7 @@ from tests.helpers import scenario
 from tests.helpers.tiny_models import VOCAB_SIZE
 from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
-from vllm_sparse_backend.config.request_levels import FIELD, MARK
+from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
@@ -31,8 +31,8 @@ pytest.importorskip("vllm")
 SEED = 20
 REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "150"))
 SETTINGS = {"method": "dense", "min_tokens": 64}
-KEYS = (FIELD, MARK, MARK, DOCUMENTS, DEVICE, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
-"""The mark is listed twice, because the engine's core and workers read it if the backend is ours."""
+KEYS = (FIELD, FIELD, DOCUMENTS, DEVICE, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
+"""The key of levels is listed twice, because the engine's core and workers read it if the backend is ours."""
 
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, 5, -1, 1 << 70, 0.5, -0.0, 1e308, "", "exact", "default", "fastest", "\x00", "é" * 300,
@@ -95,7 +95,7 @@ def hostile(number: int) -> Hostile:
     text = json.dumps(body).encode()
     if source.random() < 0.05:
         text = text[: source.randrange(len(text))]
-    headers = {"Content-Type": "application/json", "X-Request-Id": f"hostile-{number}", MARK: "exact"}
+    headers = {"Content-Type": "application/json", "X-Request-Id": f"hostile-{number}", FIELD: "exact"}
     return Hostile(path, text, headers)
 
 
@@ -165,9 +165,9 @@ def test_it_answers_as_a_server_without_plugins(pair: Pair) -> None:
     assert statuses.count(200) > REQUESTS // 10
 
 
-def test_a_mark_of_a_client_does_not_end_its_engine(pair: Pair) -> None:
+def test_a_level_of_no_form_does_not_end_its_engine(pair: Pair) -> None:
     """The tokens fill a whole block, including decoded tokens, which are hashed as they arrive."""
-    body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "temperature": 0, "vllm_xargs": {MARK: 5}}
+    body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "temperature": 0, "vllm_xargs": {FIELD: 5}}
     request = Hostile("/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
     expected, said = map(ask, pair, (request, request))
     assert said == expected

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.helpers import scenario, server_levels
-from tests.helpers.request_paths import HONOURED, KEPT, NOT_SERVED, Asker
 from tests.helpers.scenario import Servers
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
@@ -125,10 +124,9 @@ def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(answered: Answe
     assert_same(answered.exact.answers, answered.stock.answers)
 
 
-def test_exact_requests_read_what_is_exact_and_no_more(answered: Answered) -> None:
-    """The first ``min_tokens`` of blocks from sparse requests, and all blocks from exact requests."""
-    assert answered.sparse.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS  # blocks of another level
-    assert answered.exact.answers["chunks"].cached_tokens == server_levels.MIN_TOKENS
+def test_requests_read_only_blocks_of_their_level(answered: Answered) -> None:
+    assert answered.sparse.answers["chunks"].cached_tokens == 0
+    assert answered.exact.answers["chunks"].cached_tokens == 0
     for name, cached in scenario.CACHED.items():
         assert answered.sparse.answers[name].cached_tokens == answered.exact.answers[name].cached_tokens == cached, name
     # The server's default level reads its own blocks.
@@ -142,7 +140,7 @@ def test_levels_by_name(answered: Answered) -> None:
     """All levels run at once on the same prompt. Each reads its own blocks and gives its own answer."""
     cached_tokens = scenario.CACHED["prefix: same prompt"]
     expected, sparse = answered.stock.answers["chunks"], answered.sparse.answers["prefix: same prompt"]
-    for answers, cached_by_fast in (answered.together, server_levels.MIN_TOKENS), (answered.again, cached_tokens):
+    for answers, cached_by_fast in (answered.together, 0), (answered.again, cached_tokens):
         assert_same(answers, {"exact": expected})
         for name in ("1", "high"):
             assert answers[name].logprobs == pytest.approx(sparse.logprobs, abs=LOGPROB_TOLERANCE)
@@ -155,15 +153,3 @@ def test_levels_by_name(answered: Answered) -> None:
 def test_rows_of_exact_requests_are_counted_as_such(answered: Answered) -> None:
     assert answered.exact.report.rows["dense", Fallback.REQUESTED] > 0
     assert answered.exact.report.rows_of("sparse") > 0  # the requests next to them
-
-
-@pytest.mark.full
-def test_every_path_honours_a_level_or_refuses_it(servers: Servers) -> None:
-    rows = list(Asker(servers.ours).table())
-    outcomes = {row["way"]: {cell for variant, cell in row.items() if variant not in ("way", "none")} for row in rows}
-    assert {way: cells - KEPT for way, cells in outcomes.items() if cells - KEPT} == {}
-    generating = {row["way"]: row["0"] for row in rows if row.get("none") not in (None, NOT_SERVED)}
-    assert generating == dict.fromkeys(generating, HONOURED)
-    assert {"/v1/completions, beams", "/v1/responses, a stream", "/v1/messages", "/generative_scoring"} <= set(
-        generating
-    )

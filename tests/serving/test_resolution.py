@@ -13,7 +13,7 @@ import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.vllm_objects import CPU, make_config
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.serving import compat, resolution
-from vllm_sparse_backend.serving.level_policy import choices
+from vllm_sparse_backend.serving.level_policy import level_policy
 from vllm_sparse_backend.serving.resolution import resolve, settings_of
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 
@@ -53,15 +53,15 @@ def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
 
 
 def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on: Callable[[str], None]) -> None:
-    """Otherwise rows would run sparse from position 4,096 on, in blocks that all levels share up to 16,384."""
+    """Otherwise its rows would run sparse from other lengths than those of the other workers."""
     on_worker = Resolved.from_additional_config(
         {"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), WORKER
     )
-    assert on_worker.thresholds("default", ["hopper"]).min_tokens == 4096
+    assert on_worker.thresholds("on", ["hopper"]).min_tokens == 4096
     resolved = resolve(sent)
     assert resolved.device == FRONT
-    assert resolved.thresholds("default", ["hopper"]).min_tokens == 20480
-    assert resolved.exact_tokens() == choices(sent).exact_tokens == 16384
+    assert resolved.thresholds("on", ["hopper"]).min_tokens == 20480
+    assert resolved.exact_tokens() == 16384
     on(FRONT)
     assert resolve(sent).numbers() == resolved.numbers()
 
@@ -109,5 +109,5 @@ def test_settings_that_others_share_a_store_by_differ_with_what_auto_stands_for(
         config = make_config(default_model, {"method": "a_shape", "crossover": table})
         store = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
         monkeypatch.setattr(config, "kv_transfer_config", store)
-        salts.append(choices(config).salts["default"])
+        salts.append(level_policy(config).fingerprints["on"])
     assert salts[0] != salts[1]

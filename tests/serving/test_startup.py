@@ -92,7 +92,6 @@ def test_what_does_not_fit_or_leaves_no_layer(config: Any, says: str) -> None:
 
 STORE = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
 ON = {"sparse_prefill": {"requests": {"default": "on"}}}
-BY_MODEL = {"sparse_prefill": {"requests": {"default": "exact", "models": {"canary": "on"}}}}
 ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
 
 
@@ -100,19 +99,14 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
     ("changes", "says"),
     [
         ({"VLLM_BATCH_INVARIANT": "1"}, "VLLM_BATCH_INVARIANT is set"),
-        ({"VLLM_USE_RUST_FRONTEND": "1", "additional_config": BY_MODEL}, "requests.models gives levels by served"),
-        ({"VLLM_USE_RUST_FRONTEND": "0", "additional_config": BY_MODEL}, None),
-        ({"VLLM_USE_RUST_FRONTEND": "1", "additional_config": ON}, None),
+        ({"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND is set, but no part of this package runs in"),
         ({"VLLM_BATCH_INVARIANT": "0", "VLLM_USE_RUST_FRONTEND": "0"}, None),
         ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
         ({"model_config.rswa_window": 128}, "reference sliding window"),
         ({"model_config.is_mm_prefix_lm": True}, "needs FlashAttention 4, but vLLM uses version 3 here"),
         ({"model_config.is_mm_prefix_lm": True, "version": 4}, None),
         ({"model_config.is_mm_prefix_lm": True, "version": None}, None),  # on a CPU
-        (
-            {"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON},
-            "OffloadingConnector could not",
-        ),
+        ({"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON}, None),
     ],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str | None) -> None:
@@ -128,30 +122,6 @@ def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict
     expected = f"^--attention-backend sparse-prefill: .*{re.escape(says)}" if says else ""
     with pytest.raises(ConfigurationError, match=expected) if says else nullcontext():
         startup.check(config)
-
-
-@pytest.mark.parametrize(("value", "warns"), [("1", True), ("0", False), (None, False)])
-def test_what_a_server_of_the_rust_front_end_misses(
-    monkeypatch: pytest.MonkeyPatch, lines: list[str], value: str | None, warns: bool
-) -> None:
-    """A single line names each missing feature, and the remedy."""
-    monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
-    if value is not None:
-        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
-    startup.check(served(llama()))
-    warnings = [line for line in lines if "front end in Rust" in line]
-    assert len(warnings) == warns
-    monkeypatch.setattr("multiprocessing.parent_process", object)  # an engine core, which checks it again
-    startup.check(served(llama()))
-    assert len([line for line in lines if "front end in Rust" in line]) == warns
-    if warns:
-        for part in (
-            "/metrics",
-            "status 400",
-            "--headless",
-            "unset VLLM_USE_RUST_FRONTEND",
-        ):
-            assert part in warnings[0]
 
 
 def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:

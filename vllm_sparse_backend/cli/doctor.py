@@ -315,11 +315,8 @@ def counters() -> Iterator[Finding]:
     if without_vllm():
         yield note("counters", "not checked, because vLLM is not installed")
         return
-    from vllm_sparse_backend.serving import hooks, rust_frontend
+    from vllm_sparse_backend.serving import hooks
 
-    if rust_frontend.is_configured():
-        yield note("front end", f"{rust_frontend.VARIABLE} is set: {rust_frontend.MISSING}")
-        return
     problem = hooks.counters_problem()
     fine = ok("counters", "sparse_prefill_* on the server's own /metrics")
     yield fine if problem is None else note("counters", problem)

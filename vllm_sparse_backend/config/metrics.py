@@ -43,7 +43,7 @@ class Metric:
 
 LAYER = ("layer",)
 LEVEL = "level"
-"""Label: the level of the rows' requests. ``default`` is the server's own."""
+"""Label: the level of the rows' requests. ``on`` is the server's own."""
 LAYER_LEVEL = (*LAYER, LEVEL)
 # fmt: off
 _TABLE = (

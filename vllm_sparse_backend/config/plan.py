@@ -14,16 +14,13 @@ from vllm_sparse_backend.config.crossover_table import Crossover, Place, Thresho
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import make_method, summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.profile import EXACT, Profile
+from vllm_sparse_backend.config.profile import EXACT, ON, Profile
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.settings import OPTION, SparsePrefillConfig
 from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
-
-DEFAULT = "default"
-"""Level of rows whose requests do not choose a level."""
 
 
 def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]:
@@ -59,7 +56,7 @@ class Plan:
 
     @staticmethod
     def build(
-        config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1, level: str = DEFAULT
+        config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1, level: str = ON
     ) -> "Plan":
         """Build the plan of one rank at one level."""
         documents = Documents.read(config, shape)
@@ -76,7 +73,7 @@ class Plan:
         """Build the plan of each level except ``exact``, which needs none."""
         documents = documents or Documents.read(config, shape)
         profile = documents.parse_profile(config)
-        levels = [DEFAULT, *(name for name in profile.level_names if name not in (EXACT, profile.level))]
+        levels = [ON, *(name for name in profile.level_names if name not in (EXACT, profile.level))]
         return {level: _build(config, profile, documents.source, shape, tp_rank, tp_size, level) for level in levels}
 
     def layer(self, layer: int) -> LayerPlan | None:
@@ -160,7 +157,7 @@ def _build(
             "below the size, and a size that divides the heads"
         )
     profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
-    if level != DEFAULT:
+    if level != ON:
         profile, source = profile.at_level(level), f"{source} at level {level}"
     if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
         problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, because the model is {shape}")

@@ -44,13 +44,14 @@ p."""
 OTHERS = (EXACT, "default", ON, SHARE)
 """Reserved names of levels that every server has without a profile."""
 
-LEVEL_NAME = "[a-z][a-z0-9_.-]*"
+LEVEL_NAME = "[a-z][a-z0-9_.-]{0,39}"
+"""At most 40 characters: the name is part of a cache salt, which may have 128."""
 
 
 def _to_level_name(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(LEVEL_NAME, value) and value not in OTHERS:
         return value
-    expected = f"a name of lower-case letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
+    expected = f"a name of at most 40 lower-case letters, digits, '_', '.' and '-', such as {' or '.join(BOUNDS)}"
     raise ValueError(unexpected(value, f"{expected}; {', '.join(OTHERS)} are reserved"))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, Thresholds
 from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, STREAMING
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import ANY_OTHER, DEFAULT, Plan, layer_by_level
-from vllm_sparse_backend.config.profile import EXACT, SHARE
+from vllm_sparse_backend.config.plan import ANY_OTHER, Plan, layer_by_level
+from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, StreamingHeadsConfig, load_config
 from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.attention import engines as attention_engines
@@ -62,8 +62,8 @@ class Resolved:
         device = carried_device(additional_config) or device
         read = Documents.carried(additional_config or {}, config) or Documents.read(config, shape)
         plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
-        if plans[DEFAULT].has_shares:
-            plans[SHARE] = plans[DEFAULT]  # except for p, which each row sets
+        if plans[ON].has_shares:
+            plans[SHARE] = plans[ON]  # except for p, which each row sets
         table = read.parse_crossover()
         thresholds_by_engine = {
             level: {
@@ -82,7 +82,7 @@ class Resolved:
     @property
     def plan(self) -> Plan:
         """The plan of the server's own level."""
-        return self.plans[DEFAULT]
+        return self.plans[ON]
 
     @property
     def is_dense(self) -> bool:

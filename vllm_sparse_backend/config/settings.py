@@ -2,7 +2,7 @@
 """The settings under the key ``sparse_prefill`` of vLLM's ``--additional-config``.
 
 The text under each field is its only description: ``python -m benchmarks.settings_tables`` writes it into the tables of
-README.md, docs/settings.md, docs/requests.md and docs/streaming_heads.md.
+README.md, docs/settings.md, docs/requests_reference.md and docs/streaming_heads.md.
 """
 
 from collections.abc import Mapping
@@ -62,10 +62,7 @@ class RequestsConfig(Section):
 
     default: LevelChoice | None = None
     """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level. The
-    default is `on`; servers of pooling models default to `exact`. See docs/requests.md#models-that-pool."""
-
-    models: dict[StrictStr, LevelChoice] = Field(default={})
-    """Overrides `default` by served model name, for servers with several names (`--served-model-name a b`)."""
+    default is `on`; servers of pooling models default to `exact`. See docs/requests_reference.md#models-that-pool."""
 
     allow: tuple[LevelChoice, ...] | None = None
     """Levels that requests may choose in addition to their default: `exact`, `on`, names of levels, and `p` for any
@@ -109,8 +106,7 @@ class SparsePrefillConfig(Section):
     `null` turns this off. Only for `top_p`. See docs/streaming_heads.md."""
 
     requests: RequestsConfig = RequestsConfig()
-    """Default level for requests, per served model too, and the levels that requests may choose. See
-    docs/requests.md#a-policy."""
+    """Default level for requests, and the levels that requests may choose. See docs/requests_reference.md#a-policy."""
 
     check_index: StrictBool = False
     """Validates the selected keys of every layer in every step. Synchronises with the device: for debugging only."""

@@ -20,6 +20,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import PREFIX
+from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.evaluation.answers import Prompt, Share, Templates, build_prompt, score, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, announce_start, opened
@@ -195,7 +196,8 @@ def ask_all(
                 whose = "its tokenizer differs from the first server's"
                 raise BenchError(f"{levels[0].label}: {whose}, so prompts would differ")
             for contestant, endpoint in zip(levels, endpoints, strict=True):
-                base = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
+                names = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
+                base = names | {"level": contestant.level}
                 for case in _ask_server(endpoint, workload, todo[contestant.label], concurrency):
                     report.add_case(base | case)
 
@@ -236,8 +238,9 @@ def failure_lines(cases: Sequence[Case]) -> list[str]:
         for case in prompt_cases
         if case["error"]
     ]
+    exact_labels = {case["label"] for case in cases if case.get("level") in (0, EXACT)}
     for label, density in densities(cases).items():
-        if density is None:
+        if density is None and label not in exact_labels:
             lines.append(f"{label}: no request ran sparse: {_why_dense([c for c in cases if c['label'] == label])}")
     return lines
 

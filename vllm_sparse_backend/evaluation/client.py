@@ -97,12 +97,8 @@ class Endpoint:
             )
 
     def at_level(self, level: float | str) -> "Endpoint":
-        """Return the same server with requests at this level. Raises BenchError if it has no such level.
-
-        Levels share the first, dense blocks of a prefix cache. Because all levels get the same prompts here, each level
-        has its own cache salt.
-        """
-        endpoint = replace(self, extra={"vllm_xargs": {FIELD: level}, "cache_salt": f"level {level}"})
+        """Return the same server with requests at this level. Raises BenchError if it has no such level."""
+        endpoint = replace(self, extra={"vllm_xargs": {FIELD: level}})
         try:
             endpoint.ask([1] * 16, 1)
         except RequestError as error:

@@ -268,72 +268,41 @@ def _uncounted(method: Function) -> Function:
     return call
 
 
-# --- the front process: the level of a request ---
+# --- the front process and the engine's core: the level of a request ---
 
 
-def _marked(original: Function) -> Function:
-    """Mark each request for the engine's processes. Requests from all entry points pass through here."""
+def _with_level(original: Function) -> Function:
+    """Check the level of each request, and set its cache salt. Requests from all entry points pass through here."""
     signature = inspect.signature(original)
 
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_selected(self.vllm_config.attention_config):
             return original(self, *args, **kwargs)
-        from vllm_sparse_backend.serving.level_policy import mark_of
+        from vllm_sparse_backend.serving.level_policy import level_of, policy_of, set_level
 
-        mark = mark_of(self, signature.bind(self, *args, **kwargs).arguments["params"])
+        arguments, policy = signature.bind(self, *args, **kwargs).arguments, policy_of(self)
+        level = level_of(policy, arguments["params"], arguments.get("resumable", False))
         request = original(self, *args, **kwargs)
-        if request.sampling_params is not None:
-            request.sampling_params.extra_args = mark.write(request.sampling_params.extra_args)
+        set_level(policy, request, level)
         return request
 
     return process_inputs
 
 
-def _with_http_level(original: Function) -> Function:
-    """Apply the HTTP request's level here, where its context exists; ``process_inputs`` may run in another thread."""
-    signature = inspect.signature(original)
-
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_selected(self.vllm_config.attention_config):
-            from vllm_sparse_backend.serving.level_policy import apply_http_request
-
-            apply_http_request(signature.bind(self, *args, **kwargs).arguments["sampling_params"])
-        return original(self, *args, **kwargs)
-
-    return generate
-
-
-# --- the engine's core: which cached blocks a request may read ---
-
-
-def _salted(original: Function) -> Function:
-    from vllm_sparse_backend.serving.core.block_salts import add_salt
-
-    def generate_block_hash_extra_keys(
-        request: Any, start_token_idx: int, end_token_idx: int, *args: Any
-    ) -> tuple[tuple[Any, ...] | None, Any]:
-        keys, next_mm_idx = original(request, start_token_idx, end_token_idx, *args)
-        return add_salt(keys, request, start_token_idx, end_token_idx), next_mm_idx
-
-    return generate_block_hash_extra_keys
-
-
-def _marked_in_core(original: Function) -> Function:
-    """Mark requests that have no mark, before their blocks are hashed."""
+def _checked_in_core(original: Function) -> Function:
+    """Refuse requests whose level no front process of this package has checked."""
 
     def preprocess_add_request(self: Any, request: Any) -> Any:
         if not is_selected(self.vllm_config.attention_config):
             return original(self, request)
-        from vllm_sparse_backend.serving.core import unmarked_requests
+        from vllm_sparse_backend.serving.level_policy import refuse_unchecked
         from vllm_sparse_backend.serving.streaming_startup import add_heads_to_salt
 
         add_heads_to_salt(self, request)
-        refusal = unmarked_requests.mark_new_request(self, request)
+        # First, because it puts the request's images into the core's cache, where the front process expects them for
+        # the next request.
         prepared = original(self, request)
-        if refusal is not None:
-            # Raise only now, because the original puts the request's images into the core's cache, where the front
-            # process expects them for the next request.
-            raise refusal
+        refuse_unchecked(request)
         return prepared
 
     return preprocess_add_request
@@ -518,7 +487,6 @@ class ReadClass(NamedTuple):
     names: tuple[str, ...]
 
 
-_BLOCK = ("request", "start_token_idx", "end_token_idx")
 _MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
 _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
@@ -539,17 +507,13 @@ HOOKS = (
     Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", ("vllm_config",), _mla_selectable,
          "a CPU runs the configured prefill backend for MLA"),
     Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoints,
-         "levels are read from the bodies of POST requests; /metrics shows our counters"),
+         "levels are refused where vLLM would drop them; /metrics shows our counters"),
     Hook(COUNTERS, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "__getattr__", ("attr",), _counting,
          "workers return their counts, and do not count runs without requests"),
-    Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _marked,
-         "each request is checked, and marked with its level for the core and the workers"),
-    Hook(FRONT, "vllm.v1.engine.async_llm", "AsyncLLM", "generate", ("sampling_params",), _with_http_level,
-         "requests get the level of their HTTP request, also in beam search and label scoring"),
-    Hook(CORE, "vllm.v1.core.kv_cache_utils", "", "generate_block_hash_extra_keys", _BLOCK, _salted,
-         "only requests of the same level find cached blocks past the exact positions"),
-    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _marked_in_core,
-         "requests of a front process without Python are checked and marked"),
+    Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _with_level,
+         "each request's level is checked, written in canonical form, and put into its cache salt"),
+    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _checked_in_core,
+         "requests whose level our front process has not checked are refused"),
     Hook(CORE, "vllm.v1.executor.abstract", "Executor", "determine_available_memory", (), _learning_heads,
          "servers that share a store of blocks read only blocks of servers with the same streaming heads"),
     Hook(CONNECTED, "vllm.v1.worker.gpu_worker", "", "init_worker_distributed_environment", ("vllm_config",), _agreeing,
@@ -574,6 +538,7 @@ HOOKS = (
          "the prefill backend, which layers share, knows the layer"),
 )
 READ_CLASSES = (
+    ReadClass(FRONT, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "cache_salt")),
     ReadClass(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
     ReadClass(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params", "prompt_token_ids")),
     ReadClass(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
@@ -624,22 +589,14 @@ def counters_problem() -> str | None:
 
 
 def install_in_front() -> None:
-    """Install the front process's hooks, which check requests and mark them for the engine's processes."""
+    """Install the front process's hooks, which check the levels of requests."""
     _install(FRONT)
     _install(SERVER)
 
 
 def install_in_core() -> None:
-    """Install the core's hooks. All modules that imported the block-hashing function by name get the wrapper."""
-    from vllm.v1.core import kv_cache_utils
-
-    name = "generate_block_hash_extra_keys"
-    hasher = kv_cache_utils.get_request_block_hasher(16, repr)
-    if name not in hasher.__code__.co_names:
-        raise _misfit(f"{kv_cache_utils.__name__}.get_request_block_hasher does not call {name}")
+    """Install the core's hook, which refuses requests that no front process of this package has checked."""
     _install(CORE)
-    importlib.import_module("vllm.v1.core.block_pool")
-    _replace_by_name(name, getattr(kv_cache_utils, name))
 
 
 def _replace_by_name(name: str, function: Function) -> None:

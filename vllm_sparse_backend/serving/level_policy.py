@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The levels that this server's requests may choose, and the cached keys and values that they may read.
 
-Keys past the first ``exact_tokens`` positions depend on the level that wrote them, so from there on the blocks of each
-level have different hashes. Usually the server's own level has vLLM's hashes, because routers compute these too. A
-KV connector may store blocks by hash and share them with other servers. In that case exact requests have vLLM's hashes.
-Blocks under vLLM's hashes are then exact, whichever server wrote them, and only servers with the same level read the
-blocks of a level.
+A request's level is a value in its ``extra_args`` and a ``cache_salt``, both set where vLLM turns the request into an
+engine request. vLLM puts the salt into the hash of a request's first block, and thereby into the hashes of all its
+blocks. Usually requests of the default level keep their own salt, because routers compute the same hashes. A KV
+connector may share blocks with other servers. In that case exact requests keep their own salt. Blocks without a salt of
+ours are then exact, whichever server wrote them, and only servers with the same level read the blocks of a level.
 """
 
 import logging
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
 
-from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.plan import DEFAULT
-from vllm_sparse_backend.config.profile import EXACT
-from vllm_sparse_backend.config.request_levels import FIELD, Choices, Mark, RequestLevel, fingerprint
+from vllm_sparse_backend.config.errors import ConfigurationError, format_value
+from vllm_sparse_backend.config.profile import EXACT, ON
+from vllm_sparse_backend.config.request_levels import (
+    FIELD,
+    LevelPolicy,
+    RequestLevel,
+    fingerprint,
+    is_checked,
+    with_level,
+)
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
@@ -28,11 +33,17 @@ from vllm_sparse_backend.serving.resolution import resolve
 
 logger = logging.getLogger(LOGGER)
 
-CHOICES = "sparse_prefill_choices"
-"""Attribute of vLLM's ``InputProcessor`` that stores the choices."""
+RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
+"""Variable that makes vLLM start its front end in Rust, where no part of this package runs."""
 
-BY_BLOCK_HASH = {"OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector"}
-"""Connectors that store blocks by vLLM's hashes, which differ from level to level."""
+POLICY = "sparse_prefill_policy"
+"""Attribute of vLLM's ``InputProcessor`` that stores its server's policy."""
+
+BY_BLOCK_HASH = {
+    "OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector",
+    "LMCacheMPConnector",
+}  # fmt: skip
+"""Connectors that store blocks by vLLM's hashes, which include the salt, or by tokens and salt (LMCache)."""
 
 BY_REQUEST = {
     "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
@@ -41,81 +52,80 @@ BY_REQUEST = {
 """Connectors that pass the blocks of a request only to the same request."""
 
 
-def choices(vllm_config: VllmConfig, resolved: Resolved | None = None) -> Choices:
+def level_policy(vllm_config: VllmConfig, resolved: Resolved | None = None) -> LevelPolicy:
     """Return the levels that requests of this server may choose."""
     resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
-    plan, policy = resolved.plan, resolved.config.requests
-    refusal = _refusal(vllm_config, connectors)
-    all_choices = Choices(plan.level_names, plan.level, resolved.exact_tokens(), {}, refusal, plan.has_shares)
+    plan, requests = resolved.plan, resolved.config.requests
     if resolved.is_dense:
-        policy = policy.model_copy(update={"default": EXACT})
-    permitted = all_choices.under(policy)
+        requests = requests.model_copy(update={"default": EXACT})
+    default = LevelPolicy(plan.level_names, plan.level).under(requests).default
     if connectors & BY_BLOCK_HASH:
         numbers = resolved.numbers()
-        streaming = resolved.streaming_heads
-        salts = {
-            level: f"{level}:{fingerprint(plan, numbers[level], streaming)}" for level, plan in resolved.plans.items()
+        fingerprints = {
+            level: fingerprint(plan, numbers[level], resolved.streaming_heads) for level, plan in resolved.plans.items()
         }
     else:
-        salts = {level: level for level in (EXACT, *resolved.plans) if level != permitted.default}
-    uniform_levels = {EXACT, DEFAULT} if resolved.pools else {*permitted.levels, DEFAULT}
-    _refuse_mixture(permitted, {DEFAULT} if vllm_config.parallel_config.use_ubatching else uniform_levels)
-    return replace(permitted, salts=salts)
+        fingerprints = {level: "" for level in (EXACT, *resolved.plans) if level != default}
+    refusal = _refusal(vllm_config, connectors)
+    uniform_levels = {EXACT, ON} if resolved.pools else {*plan.level_names, ON}
+    if vllm_config.parallel_config.use_ubatching:
+        uniform_levels = {ON}
+    if refusal is not None and default not in uniform_levels:
+        raise ConfigurationError(f"{OPTION} {KEY}.requests.default: given {default!r}, but {refusal}")
+    return LevelPolicy(plan.level_names, plan.level, fingerprints, refusal, plan.has_shares).under(requests)
 
 
-def _refuse_mixture(permitted: Choices, uniform_levels: set[str]) -> None:
-    """Refuse several default levels, or a default that not all requests can have, on a server with a single level."""
-    defaults = {permitted.default, *permitted.models.values()}
-    if permitted.refusal is not None and (len(defaults) > 1 or not defaults <= uniform_levels):
-        raise ConfigurationError(
-            f"{OPTION} {KEY}.requests: given {', '.join(sorted(defaults))} as default, but {permitted.refusal}"
-        )
-
-
-def cached_choices(input_processor: Any) -> Choices:
-    """Return the levels that requests of a server may choose, computed once for each ``InputProcessor``."""
+def policy_of(input_processor: Any) -> LevelPolicy:
+    """Return the policy of a server, computed once for each ``InputProcessor``."""
     attributes = vars(input_processor)
-    if CHOICES not in attributes:
-        attributes[CHOICES] = choices(input_processor.vllm_config)
-    known: Choices = attributes[CHOICES]
-    return known
+    if POLICY not in attributes:
+        attributes[POLICY] = level_policy(input_processor.vllm_config)
+    policy: LevelPolicy = attributes[POLICY]
+    return policy
 
 
-def input_processor_of(engine_client: Any) -> Any:
-    """Return the ``InputProcessor`` of a server."""
-    return getattr(engine_client, "input_processor", engine_client)
-
-
-def mark_of(input_processor: Any, params: Any) -> Mark:
-    """Return the mark of a request that vLLM turns into an engine request."""
-    known, extra_args = cached_choices(input_processor), getattr(params, "extra_args", None) or {}
-    level = extra_args.get(FIELD)
-    if isinstance(level, RequestLevel):  # of an HTTP request; the middleware has checked it
-        return known.mark(level)
+def level_of(policy: LevelPolicy, params: Any, resumable: bool) -> RequestLevel:
+    """Return the level of a request that vLLM turns into an engine request."""
+    if not isinstance(params, SamplingParams):  # of a pooling model
+        return RequestLevel(policy.default)
     try:
-        return known.mark(known.level_of(extra_args))
+        level = policy.level_of(params.extra_args)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+    # Later parts of a streamed input replace the parameters, but the blocks keep the salt of the first part.
+    if resumable and level.name != policy.default:
+        raise VLLMValidationError(
+            f"vllm_xargs {FIELD}: given {format_value(params.extra_args[FIELD])}, but this request streams its input, "
+            "and runs at this server's default level; remove it",
+            parameter="vllm_xargs",
+        )
+    return level
 
 
-@dataclass
-class HttpRequest:
-    """Level of the current HTTP request, once the middleware has read its body."""
-
-    level: RequestLevel | None = None
-    """None if neither the body nor the served model that it names chooses a level."""
-
-
-HTTP_REQUEST: ContextVar[HttpRequest | None] = ContextVar("sparse_prefill_http_request", default=None)
-"""A context variable, because vLLM has no argument for it: beam search, label scoring and some releases' paths create
-sampling parameters without the body's ``vllm_xargs``."""
+def set_level(policy: LevelPolicy, request: Any, level: RequestLevel) -> None:
+    """Write a checked level and its cache salt into an engine request."""
+    try:
+        request.cache_salt = policy.cache_salt(level, request.cache_salt)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="cache_salt") from None
+    if request.sampling_params is not None:
+        request.sampling_params.extra_args = with_level(request.sampling_params.extra_args, level)
 
 
-def apply_http_request(params: Any) -> None:
-    """Put the level of the current HTTP request, if it has one, into its sampling parameters."""
-    http_request = HTTP_REQUEST.get()
-    if http_request is not None and http_request.level is not None:
-        params.extra_args = {**(params.extra_args or {}), FIELD: http_request.level}
+def refuse_unchecked(request: Any) -> None:
+    """Refuse a new request in the engine core if no front process of this package has checked its level.
+
+    Its blocks would have the hashes of another level.
+    """
+    params = request.sampling_params
+    prefills = params is not None and not request.abort_immediately
+    if prefills and not is_checked(params.extra_args):
+        raise VLLMValidationError(
+            f"sparse-prefill: given a request whose level ({FIELD} in vllm_xargs) no front process of this package has "
+            "checked, expected vLLM's front end in Python with this package (`vllm serve` without "
+            f"{RUST_FRONTEND})",
+            parameter="vllm_xargs",
+        )
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:
@@ -151,12 +161,12 @@ def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
 
 
 def warn_of_stores(vllm_config: VllmConfig) -> None:
-    """Warn if servers with other settings may share a store with this server and read its sparse keys and values."""
+    """Warn if servers with other settings may share a store with this server, and read sparse keys from it."""
     if stores := stores_by_token(vllm_config):
         logger.warning(
-            "sparse-prefill: %s stores keys and values by their tokens only. Past the first positions, which are "
-            "exact, this server writes other keys and values than stock vLLM or a server with other settings, and "
-            "every server that shares the store reads them. Use a separate store, share it only with servers that "
-            "have exactly these settings, or use a connector that stores blocks by vLLM's hashes (%s). Requests for "
-            "another level than the server's own are refused", ", ".join(stores), ", ".join(sorted(BY_BLOCK_HASH)),
+            "sparse-prefill: %s stores keys and values by their tokens only. This server writes other keys and values "
+            "than stock vLLM or a server with other settings, and every server that shares the store reads them. Use a "
+            "separate store, share it only with servers that have exactly these settings, or use a connector that "
+            "includes cache salts (%s). Requests for another level than the server's default are refused",
+            ", ".join(stores), ", ".join(sorted(BY_BLOCK_HASH)),
         )  # fmt: skip

@@ -11,10 +11,9 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import CPU_DTYPES, DTYPES
 from vllm_sparse_backend.config.mla import setting_problems
 from vllm_sparse_backend.config.model_check import mla_problems
-from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import FLAG, MLA_FLAG
-from vllm_sparse_backend.serving import compat, rust_frontend
-from vllm_sparse_backend.serving.level_policy import choices, warn_of_stores
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.level_policy import level_policy, warn_of_stores
 from vllm_sparse_backend.serving.registration import is_ours
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve, settings_of
 from vllm_sparse_backend.serving.startup import shared_refusals
@@ -29,13 +28,11 @@ def check(vllm_config: VllmConfig) -> None:
     _refuse(setting_problems(settings_of(vllm_config)))
     carry_settings(vllm_config)
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
-    _refuse(_option_problems(vllm_config, resolved))
-    choices(vllm_config, resolved)
+    _refuse(_option_problems(vllm_config))
+    level_policy(vllm_config, resolved)
     if multiprocessing.parent_process() is not None:
         return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
-    if rust_frontend.is_configured():
-        rust_frontend.warn_of_missing()
 
 
 def _refuse(problems: Iterator[str]) -> None:
@@ -63,7 +60,7 @@ def _model_problems(vllm_config: VllmConfig) -> Iterator[str]:
         yield f"given --dtype {dtype}, expected {' or '.join(dtypes)}; use one of these"
 
 
-def _option_problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+def _option_problems(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield why options of vLLM do not work with sparse MLA prefill."""
     parallel = vllm_config.parallel_config
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -83,7 +80,7 @@ def _option_problems(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[st
             "given use_prefill_query_quantization in --attention-config, expected false: sparse prefill computes in "
             "the model's dtype; leave it out"
         )
-    yield from shared_refusals(vllm_config, resolved)
+    yield from shared_refusals()
 
 
 def refuse_stock_prefill(backend: Any) -> None:

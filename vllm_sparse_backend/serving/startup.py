@@ -16,8 +16,8 @@ from vllm_sparse_backend.config.model_check import layer_reasons
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import RELEASES
-from vllm_sparse_backend.serving import compat, rust_frontend, streaming_startup
-from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, choices, kv_connectors, warn_of_stores
+from vllm_sparse_backend.serving import compat, streaming_startup
+from vllm_sparse_backend.serving.level_policy import RUST_FRONTEND, level_policy, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
@@ -35,7 +35,7 @@ def check(vllm_config: VllmConfig) -> None:
     refuse(vllm_config, resolved)
     streaming_startup.decide(vllm_config, resolved)
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
-    choices(vllm_config, resolved)
+    level_policy(vllm_config, resolved)
     hf_config, plan = compat.hf_config(vllm_config), resolved.plan
     shape = plan.shape
     # ``ModelShape`` also knows older models' names for these fields.
@@ -49,8 +49,6 @@ def check(vllm_config: VllmConfig) -> None:
     if multiprocessing.parent_process() is not None:
         return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
-    if rust_frontend.is_configured():
-        rust_frontend.warn_of_missing()
 
 
 def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
@@ -73,26 +71,22 @@ def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
 
-def shared_refusals(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+def shared_refusals() -> Iterator[str]:
     """List the options of vLLM that neither the attention backend nor the prefill backend for MLA can honour."""
     if compat.is_set("VLLM_BATCH_INVARIANT"):
         yield (
             "VLLM_BATCH_INVARIANT is set, but the selected keys depend on how the scheduler cuts a prompt into chunks, "
             "and thus on other requests; unset it, or serve without this backend"
         )
-    if rust_frontend.is_configured() and (why := rust_frontend.refusal(resolved)) is not None:
-        yield why
-    stores = kv_connectors(vllm_config) & BY_BLOCK_HASH
-    if stores and resolved.pools and not resolved.is_dense:
+    if compat.is_set(RUST_FRONTEND):
         yield (
-            f"{', '.join(sorted(stores))} could not separate sparse and exact keys and values of pooling requests, "
-            "because these requests have no hashes of their own; serve without that store, or exact (requests: "
-            "{default: exact})"
+            f"{RUST_FRONTEND} is set, but no part of this package runs in vLLM's front end in Rust, so nothing would "
+            "check the levels of requests; unset it"
         )
 
 
 def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
-    yield from shared_refusals(vllm_config, resolved)
+    yield from shared_refusals()
     # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
     if vllm_config.speculative_config is not None and vllm_config.speculative_config.enable_adaptive_verification:
         yield (

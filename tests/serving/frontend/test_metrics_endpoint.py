@@ -65,9 +65,9 @@ def read(client: Client) -> dict[str, float]:
 
 
 def test_workers_of_an_engine_add_up_but_for_what_each_has_of_its_own() -> None:
-    first: Samples = [("kept_pairs", ["3", "default"], 10), ("tiles", ["3", "default"], 2), ("arena_bytes", [], 7)]
-    first.append(("rows", ["sparse", "", "default"], 1))
-    second: Samples = [("kept_pairs", ["3", "default"], 5), ("kept_pairs", ["3", "fast"], 1), ("arena_bytes", [], 8)]
+    first: Samples = [("kept_pairs", ["3", "on"], 10), ("tiles", ["3", "on"], 2), ("arena_bytes", [], 7)]
+    first.append(("rows", ["sparse", "", "on"], 1))
+    second: Samples = [("kept_pairs", ["3", "on"], 5), ("kept_pairs", ["3", "fast"], 1), ("arena_bytes", [], 8)]
     client = Client({0: [worker(0, first), worker(1, second)]})
     assert read(client) == {
         "kept_pairs_total{engine=0,layer=3,level=default}": 15,

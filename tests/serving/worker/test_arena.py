@@ -256,7 +256,7 @@ class TestForward:
         recorder = layer.impl.worker.recorder
         assert recorder._counts == {}
         builder.build(0, common)
-        assert recorder._counts["rows", ("dense", "no_room", "default")] == 1
+        assert recorder._counts["rows", ("dense", "no_room", "on")] == 1
 
 
 def test_what_does_not_fit_comes_from_torch_and_is_counted_and_said_once(lines: list[str]) -> None:

@@ -13,14 +13,14 @@ from vllm_sparse_backend.serving.worker import counters
 from vllm_sparse_backend.serving.worker.counters import Recorder, not_counting
 
 CPU = torch.device("cpu")
-SPARSE, DECODE, PADDING = ("sparse", None, "default"), ("decode", None, ""), ("padding", None, "default")
-SHORT = ("dense", Fallback.TOO_SHORT, "default")
+SPARSE, DECODE, PADDING = ("sparse", None, "on"), ("decode", None, ""), ("padding", None, "on")
+SHORT = ("dense", Fallback.TOO_SHORT, "on")
 CAUSAL = 4 * 200 * 201 // 2
 
 
 def make(**options: Any) -> Recorder:
     recorder = Recorder(CPU, **options)
-    recorder.add_layers((1, 5), ("default", "fast"))
+    recorder.add_layers((1, 5), ("on", "fast"))
     return recorder
 
 
@@ -148,7 +148,7 @@ class TestCountsPastSixtyFourBits:
         recorder = make()
         recorder.count_pairs(1, full_index())
         assert found(recorder)["kept_pairs 1"] == CAUSAL
-        recorder.add_layers((7,), ("default", "later"))
+        recorder.add_layers((7,), ("on", "later"))
         recorder.count_pairs(7, full_index())
         assert (found(recorder)["kept_pairs 1"], found(recorder)["kept_pairs 7"]) == (CAUSAL, CAUSAL)
 
@@ -183,4 +183,4 @@ def test_on_a_device() -> None:
     torch.cuda.synchronize()
     samples, behind = recorder.samples(start=False)
     assert not behind
-    assert ("kept_pairs", ["1", "default"], 4 * CAUSAL) in samples
+    assert ("kept_pairs", ["1", "on"], 4 * CAUSAL) in samples

@@ -161,5 +161,5 @@ class TestMethods:
         counted = {(name, *labels): count for name, labels, count in recorder_of(builder).samples()[0]}
         spans = [(max(MIXED[row][0], MIN_TOKENS), sum(MIXED[row])) for row in SPARSE_ROWS]
         causal = layers[0].impl.num_heads * sum(sum(range(start + 1, end + 1)) for start, end in spans)
-        assert counted["kept_pairs", "0", "default"] == kept
-        assert [counted["causal_pairs", layer, "default"] for layer in "01"] == [causal] * 2
+        assert counted["kept_pairs", "0", "on"] == kept
+        assert [counted["causal_pairs", layer, "on"] for layer in "01"] == [causal] * 2

@@ -111,7 +111,7 @@ def test_steps_without_sparse_rows_are_bit_for_bit_stock_s(make_layers: Any, mon
 def test_exact_requests_next_to_sparse_ones(make_layers: Any, at_step: Any) -> None:
     layers = make_layers()
     step = layers.make_step(MIXED)
-    at_step(["exact" if row % 2 == 0 else "default" for row in range(len(MIXED))])
+    at_step(["exact" if row % 2 == 0 else "on" for row in range(len(MIXED))])
     expected = layers.expected(step, a_shape_past(MIN_TOKENS, dense_rows=(0, 2, 4)))
     torch.testing.assert_close(layers.run(step), expected, atol=2e-5, rtol=1e-4)
 
@@ -122,7 +122,7 @@ def test_requests_with_a_p_of_their_own(make_layers: Any, at_step: Any) -> None:
     dense = layers.expected(step)
     at_step([RequestLevel("p", 1.0), RequestLevel("p", 1.0)])
     torch.testing.assert_close(layers.run(step), dense, atol=2e-5, rtol=1e-4)
-    at_step(["default", RequestLevel("p", 1.0)])
+    at_step(["on", RequestLevel("p", 1.0)])
     output = layers.run(step)
     torch.testing.assert_close(output[200:], dense[200:], atol=2e-5, rtol=1e-4)
     assert (output[:200] - dense[:200]).abs().max() > 0.1
@@ -131,12 +131,12 @@ def test_requests_with_a_p_of_their_own(make_layers: Any, at_step: Any) -> None:
 def test_a_request_with_an_unknown_row_makes_the_step_dense(make_layers: Any, at_step: Any) -> None:
     layers = make_layers()
     step = layers.make_step([(0, 150), (96, 70)])
-    at_step(["exact", "default"])
+    at_step(["exact", "on"])
     worker = mla_worker(layers.config).worker
     worker.requests.step.req_ids = tuple
     torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
     counts = {tuple(labels): value for name, labels, value in worker.recorder.samples()[0] if name == "rows"}
-    assert counts == {("dense", Fallback.UNNAMED.value, "default"): 2}
+    assert counts == {("dense", Fallback.UNNAMED.value, "on"): 2}
 
 
 def test_rows_and_pairs_are_counted(make_layers: Any) -> None:
@@ -148,14 +148,14 @@ def test_rows_and_pairs_are_counted(make_layers: Any) -> None:
     samples, _ = adopted_worker(layers.config).recorder.samples()
     counts = {(name, *labels): value for name, labels, value in samples}
     sparse = [row for row, (context, length) in enumerate(MIXED) if context + length > MIN_TOKENS]
-    assert counts["rows", "sparse", "", "default"] == len(sparse) == 4
-    assert counts["rows", "dense", Fallback.TOO_SHORT.value, "default"] == 2
+    assert counts["rows", "sparse", "", "on"] == len(sparse) == 4
+    assert counts["rows", "dense", Fallback.TOO_SHORT.value, "on"] == 2
     everything = a_shape_past(10**6)
-    assert counts["causal_pairs", "0", "default"] == kept_pairs(step, everything, MIN_TOKENS, sparse)
-    assert counts["kept_pairs", "0", "default"] == kept_pairs(step, a_shape_past(0), MIN_TOKENS, sparse)
-    assert counts["tiles", "0", "default"] == 4
+    assert counts["causal_pairs", "0", "on"] == kept_pairs(step, everything, MIN_TOKENS, sparse)
+    assert counts["kept_pairs", "0", "on"] == kept_pairs(step, a_shape_past(0), MIN_TOKENS, sparse)
+    assert counts["tiles", "0", "on"] == 4
     assert counts["prefill_pairs",] == 2 * kept_pairs(step, everything, 0, range(len(MIXED)))
-    assert ("kept_pairs", "1", "default") not in counts
+    assert ("kept_pairs", "1", "on") not in counts
 
 
 def test_listed_layers_and_draft_layers_run_dense(make_layers: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_draft_model_of_model_runner_v2_stays_dense_and_is_not_counted(make_la
         draft = mla_layers.MLACommonMetadataBuilder(
             shared.kv_cache_spec, layers.names[2:], layers.config, shared.device
         )
-    at_step(["default"] * len(MIXED))
+    at_step(["on"] * len(MIXED))
     step = layers.make_step(MIXED)
     torch.testing.assert_close(layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS)), atol=2e-5, rtol=1e-4)
     counted = mla_worker(layers.config).worker.recorder.samples()[0]

@@ -25,7 +25,7 @@ from tests.helpers.vllm_objects import (
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import METRICS
-from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.hooks import FOR_NO_REQUEST
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
@@ -274,9 +274,9 @@ class TestCounting:
             reserved = layer.impl.worker.memory.room.num_bytes
             assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == reserved
             assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
-            assert samples["layers", "torch"] == samples["tiles", str(stage), DEFAULT] == 1
-            assert samples["rows", "sparse", "", DEFAULT] == samples["rows", "decode", "", ""] == 1
-            assert not {("tiles", str(1 - stage), DEFAULT), ("layers", "dense")} & {*samples}
+            assert samples["layers", "torch"] == samples["tiles", str(stage), ON] == 1
+            assert samples["rows", "sparse", "", ON] == samples["rows", "decode", "", ""] == 1
+            assert not {("tiles", str(1 - stage), ON), ("layers", "dense")} & {*samples}
 
     def test_a_worker_without_such_layers_has_little_to_tell(self, configured: Configure) -> None:
         answer = worker_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0))

@@ -30,8 +30,7 @@ from vllm_sparse_backend.calibration.streaming_heads import (
 )
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import KEY, STREAMING as CARRIED
-from vllm_sparse_backend.config.plan import DEFAULT
-from vllm_sparse_backend.config.profile import SHARE
+from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.serving import compat, hooks
@@ -338,13 +337,13 @@ class TestRunning:
 
     def test_a_layer_with_streaming_heads_has_a_second_plan_of_equal_width(self, adopted: Any) -> None:
         (with_heads, without), _ = adopted
-        level = with_heads.impl.levels[DEFAULT]
+        level = with_heads.impl.levels[ON]
         assert [name_of(method) for method in methods_by_head(level.layer.groups)] == ["top_p"] * 4
         streaming = methods_by_head(level.streaming_layer.groups)
         assert [name_of(method) for method in streaming] == ["a_shape", "top_p", "top_p", "a_shape"]
         assert streaming[0] == STREAMING
         assert level.streaming_layer.block_tokens == level.layer.block_tokens == 32
-        assert without.impl.levels[DEFAULT].streaming_layer is None
+        assert without.impl.levels[ON].streaming_layer is None
 
     def test_only_rows_with_a_long_context_are_long(self, adopted: Any, at_step: Callable[..., None]) -> None:
         _, builder = adopted
@@ -352,7 +351,7 @@ class TestRunning:
         metadata = builder.build(0, make_common(rows))
         slabs = {slab.is_long: slab.rows.context_lens for slab in metadata.sparse.slabs}
         assert slabs == {False: (MIN_CONTEXT - 1, 100), True: (MIN_CONTEXT, MIN_CONTEXT + 500)}
-        at_step([RequestLevel(SHARE, 0.8), DEFAULT, RequestLevel(SHARE, 0.8), DEFAULT])
+        at_step([RequestLevel(SHARE, 0.8), ON, RequestLevel(SHARE, 0.8), ON])
         metadata = builder.build(0, make_common(rows))
         kinds = {(slab.request.kept_mass, slab.is_long): slab.rows.context_lens for slab in metadata.sparse.slabs}
         assert kinds == {
@@ -364,7 +363,7 @@ class TestRunning:
         (layer, _), builder = adopted
         step = make_step(layer, [(MIN_CONTEXT - 1, 90), (MIN_CONTEXT + 200, 90)])
         out = step.forward(layer, builder.build(0, step.common))
-        level = layer.impl.levels[DEFAULT]
+        level = layer.impl.levels[ON]
         for row, plan in enumerate((level.layer, level.streaming_layer)):
             expected, index = reference(step, row, plan, layer.impl.scale)
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)

@@ -23,7 +23,7 @@ from tests.helpers.kernel_keys import HOPPER, Key, recorded_keys
 from tests.helpers.method_cases import uncomputed
 from tests.helpers.worker_layers import CPU, HAS_CUDA, LARGEST_CHUNK, LONGEST, SHAPE, make_impls
 from vllm_sparse_backend.calibration.streaming_heads import STREAMING
-from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
@@ -182,17 +182,17 @@ class TestKeys:
     def test_nor_do_rows_in_which_streaming_heads_keep_their_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A level has two plans then. They have blocks of the same width, and each gets its own engines."""
         impls = make_impls("top_p", {}, CPU)
-        level = impls[0].levels[DEFAULT]
+        level = impls[0].levels[ON]
         methods = [STREAMING if head % 3 else method for head, method in enumerate(methods_by_head(level.layer.groups))]
         streaming = Layer.of(layer_plan(methods), SHAPE.head_dim, CPU, block_tokens=level.layer.block_tokens)
-        impls[0].levels = {DEFAULT: replace(level, streaming_layer=replace(streaming, by_kernels=True))}
+        impls[0].levels = {ON: replace(level, streaming_layer=replace(streaming, by_kernels=True))}
         steps = random_steps(seed=6, number=8)
         with recorded_keys(monkeypatch) as warm:
             _warm_up(impls, 128, "auto", CPU, in_fp8=False)
-        warmed = impls[0].levels[DEFAULT]
+        warmed = impls[0].levels[ON]
         assert warmed.streaming_layer is not None
         assert warmed.streaming_layer.engine.name == warmed.layer.engine.name == "flash"
-        impls[0].levels = {DEFAULT: LayerLevel(warmed.streaming_layer)}
+        impls[0].levels = {ON: LayerLevel(warmed.streaming_layer)}
         with recorded_keys(monkeypatch) as served:
             run_steps(impls, 128, steps, CPU)
         assert served <= warm
@@ -203,9 +203,9 @@ class TestKeys:
     ) -> None:
         impls = make_impls("top_p", {}, CPU)
         dense = make_impls("dense", {}, CPU)
-        by_plan, left_dense = impls[0].levels[DEFAULT], replace(dense[0].levels[DEFAULT], stays_dense=True)
-        impls[0].levels = {DEFAULT: by_plan, "careful": left_dense}
-        impls[1].levels = {DEFAULT: left_dense, "fast": by_plan}
+        by_plan, left_dense = impls[0].levels[ON], replace(dense[0].levels[ON], stays_dense=True)
+        impls[0].levels = {ON: by_plan, "careful": left_dense}
+        impls[1].levels = {ON: left_dense, "fast": by_plan}
         with recorded_keys(monkeypatch):
             _warm_up(impls, 128, "auto", CPU, in_fp8=False)
         assert "sparse-prefill: selection by top_p: layers 0-1 on portable" in lines

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.serving.worker.counters import DECODE, PADDING, SPARSE
 
@@ -16,7 +16,7 @@ class RowKind(NamedTuple):
 
     path: str
     reason: Fallback | None = None
-    level: str = DEFAULT
+    level: str = ON
 
 
 DECODE_ROW = RowKind(DECODE, level="")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
@@ -113,7 +113,7 @@ class Recorder:
         self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
 
-    def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (DEFAULT,)) -> None:
+    def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (ON,)) -> None:
         """Add counters for layers, before the first step. Layers that already have counters keep their counts."""
         for place in product(layers, levels):
             self._places.setdefault(place, len(self._places))
@@ -125,7 +125,7 @@ class Recorder:
         if self.is_first_rank and path != PADDING:
             self._add("rows", (path, reason.value if reason else "", level), rows)
 
-    def count_pairs(self, layer: int, index: SparseIndex, level: str = DEFAULT) -> None:
+    def count_pairs(self, layer: int, index: SparseIndex, level: str = ON) -> None:
         """Count the pairs of one layer in a step. Does not wait for the device."""
         if self.device.type == "cpu":
             self._listed[self._places[layer, level]] += index.listed_pairs().sum()

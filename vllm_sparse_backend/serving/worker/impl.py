@@ -14,7 +14,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_co
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
-from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
@@ -63,7 +63,7 @@ class SparsePrefillImpl(compat.DenseImpl):
     @property
     def layer(self) -> Layer:
         """The methods and engines at the server's own level. The layer must run sparse."""
-        return self.levels[DEFAULT].layer
+        return self.levels[ON].layer
 
     @property
     def attention_name(self) -> str:

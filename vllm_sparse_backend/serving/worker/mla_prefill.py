@@ -25,7 +25,7 @@ from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.mla import ENGINE, MlaMethod, describe, mla_method
 from vllm_sparse_backend.config.model_check import QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM
-from vllm_sparse_backend.config.plan import DEFAULT
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.identity import LOGGER, MLA_FLAG
@@ -210,10 +210,10 @@ class MlaWorker:
     def _log(
         self, vllm_config: VllmConfig, all_layers: Mapping[int, Any], thresholds: Mapping[str, Thresholds]
     ) -> None:
-        config, numbers = self.worker.resolved.config, thresholds[DEFAULT]
+        config, numbers = self.worker.resolved.config, thresholds[ON]
         logger.info(
             "sparse-prefill: MLA layers %s prefill with %s, for %s; dense rows and decodes run as in stock vLLM",
-            format_ranges(sorted(self.layers)), describe(self.method(RequestLevel(DEFAULT))), numbers,
+            format_ranges(sorted(self.layers)), describe(self.method(RequestLevel(ON))), numbers,
         )  # fmt: skip
         dense = sorted(set(all_layers) - self.layers)
         if dense:

@@ -8,7 +8,6 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.calibration.streaming_heads import STREAMING
-from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.settings import SCORING_METHOD
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import log_other_device, resolve
@@ -45,7 +44,7 @@ class Worker:
         with torch.inference_mode(False):
             self.recorder = Recorder(device, is_first_rank=self.rank == 0)
         self.memory = memory
-        self.requests = RunnerRequests({EXACT, *self.resolved.plans})
+        self.requests = RunnerRequests()
         self.streaming: StreamingHeads | None = None
         self._logged: set[str] = set()
         self._layers: dict[tuple[LayerPlan, int | None], Layer] = {}

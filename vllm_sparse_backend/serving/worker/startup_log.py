@@ -12,13 +12,12 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.plan import DEFAULT
-from vllm_sparse_backend.config.profile import SHARE
+from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.level_policy import choices
+from vllm_sparse_backend.serving.level_policy import level_policy
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
 
 logger = logging.getLogger(LOGGER)
@@ -52,11 +51,11 @@ def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[s
 
 def log_levels(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
     """Log the levels that requests may choose, and a warning if no row can run sparse."""
-    permitted = choices(vllm_config, resolved)
-    logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s", FIELD, permitted)
+    policy = level_policy(vllm_config, resolved)
+    logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s", FIELD, policy)
     if resolved.config.requests.model_fields_set:
-        logger.info("sparse-prefill: policy for requests: %s", permitted.policy())
-    _warn_if_never_sparse(vllm_config, thresholds[DEFAULT])
+        logger.info("sparse-prefill: policy for requests: %s", policy.describe())
+    _warn_if_never_sparse(vllm_config, thresholds[ON])
 
 
 def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> None:

@@ -4,12 +4,12 @@
 Each worker has one ``RunnerRequests``. The hooks around its runner fill it in, and the metadata builders read it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from vllm_sparse_backend.config.keys import REQUESTS
-from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, Mark, RequestLevel
+from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, level_in
 from vllm_sparse_backend.serving import compat
 
 
@@ -34,8 +34,7 @@ class RunnerRequests:
 
     step: Step | None = None
 
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
+    def __init__(self) -> None:
         self._levels: dict[str, RequestLevel] = {}
         self._prompt_lens: dict[str, int] = {}
 
@@ -80,7 +79,7 @@ class RunnerRequests:
             self._prompt_lens.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             self._prompt_lens[new.req_id] = compat.prompt_length(new)
-            level = self._level_of(getattr(new.sampling_params, "extra_args", None) or {})
+            level = level_in(getattr(new.sampling_params, "extra_args", None))
             if level == SERVER_LEVEL:
                 self._levels.pop(new.req_id, None)
             else:
@@ -91,11 +90,6 @@ class RunnerRequests:
             yield
         finally:
             self.step = outer_step
-
-    def _level_of(self, extra_args: Mapping[str, Any]) -> RequestLevel:
-        """Return the level in a request's mark; the server's own without a mark that this worker knows."""
-        mark = Mark.read(extra_args)
-        return SERVER_LEVEL if mark is None or mark.level not in self._names else mark.request_level
 
 
 def requests_of(runner: Any) -> RunnerRequests | None:

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Levels on real servers: answers and cached blocks of each level over the same prompt, and what is refused.
+
+``test_serve.py`` mixes levels in one step, ``test_several_workers.py`` has several engines and API servers,
+``test_disaggregated.py`` a prefill and a decode server.
+"""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.helpers import scenario
+from tests.helpers.scenario import Answer, Servers
+from tests.helpers.tiny_models import CONFIG
+from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, environment, sparse_args
+
+pytestmark = pytest.mark.server
+
+LOGPROB_TOLERANCE = 2e-5
+"""Stock vLLM differs from itself by up to 2.4e-6 if the same prompts are batched differently."""
+
+
+def ask(server: Server, token_ids: list[int], level: object = None, **more: Any) -> Answer:
+    """Return the answer to a completion with more fields."""
+    body: dict[str, Any] = {"model": server.model, "prompt": token_ids, "max_tokens": 8, "logprobs": 0}
+    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
+    if level is not None:
+        body["vllm_xargs"] = {"sparse_prefill": level}
+    answer = server.post("/v1/completions", body)
+    choice, details = answer["choices"][0], answer["usage"]["prompt_tokens_details"] or {}
+    return Answer(
+        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), details.get("cached_tokens") or 0
+    )
+
+
+def assert_same(answer: Answer, expected: Answer) -> None:
+    assert answer.token_ids == expected.token_ids
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("first", [None, "fast", 0])
+def test_each_level_has_its_own_blocks_of_a_prompt(servers: Servers, first: object) -> None:
+    """Each level twice, in any order: the second time, all full blocks come from the cache."""
+    token_ids = scenario.prompt(1281, seed=7000 + len(str(first)))
+    levels = [first, *(level for level in (None, "fast", 0) if level != first)]
+    cold = {level: ask(servers.ours, token_ids, level) for level in levels}
+    cached = {level: ask(servers.ours, token_ids, level) for level in levels}
+    assert [answer.cached_tokens for answer in cold.values()] == [0, 0, 0]
+    assert [answer.cached_tokens for answer in cached.values()] == [1280, 1280, 1280]
+    stock = [ask(servers.stock, token_ids) for _ in range(2)]
+    assert (cold[0].token_ids, cold[0].logprobs) == (stock[0].token_ids, stock[0].logprobs)  # to the bit
+    assert_same(cached[0], stock[1])
+    for level in None, "fast":
+        assert cold[level].logprobs != pytest.approx(stock[0].logprobs, abs=1e-3)
+    assert ask(servers.ours, token_ids, 1).cached_tokens == 1280  # the name of the default level
+
+
+def test_clients_salts_keep_their_blocks_apart_at_every_level(servers: Servers) -> None:
+    token_ids = scenario.prompt(901, seed=7100)
+    for level, salt in product((None, "fast", 0), ("a", "b", None)):
+        more = {} if salt is None else {"cache_salt": salt}
+        assert [ask(servers.ours, token_ids, level, **more).cached_tokens for _ in range(2)] == [0, 896]
+    for level, salt in product((None, 0), ("sparse_prefill:exact", "sparse_prefill:")):
+        with pytest.raises(ServerError, match=r"answered 400: .*cache_salt: given 'sparse_prefill:"):
+            ask(servers.ours, token_ids, level, cache_salt=salt)
+
+
+X = {"vllm_xargs": {"sparse_prefill": 0}}
+FEW: dict[str, Any] = {"max_tokens": 2}
+BEAMS: dict[str, Any] = {"use_beam_search": True, "n": 2, **FEW}
+
+
+def text(seed: int) -> str:
+    generator = random.Random(seed)
+    return " ".join(generator.choice(("level", "prompt", "sparse", "exact", "tokens")) for _ in range(400))
+
+
+def test_beams_run_at_the_default_level_and_no_other(servers: Servers) -> None:
+    for path, prompt in (
+        ("/v1/completions", {"prompt": text(1)}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text(1)}]}),
+        ("/invocations", {"prompt": text(1)}),
+    ):
+        body = {"model": servers.ours.model, **prompt, **BEAMS}
+        with pytest.raises(ServerError, match=r"answered 400: .*'sparse_prefill'.*beam search makes new sampling"):
+            servers.ours.post(path, body | X)
+        assert len(servers.ours.post(path, body)["choices"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generative_scoring", {"query": text(2), "items": ["yes", "no"], "label_token_ids": [40, 41]}),
+        ("/v1/systemone", {"state": "s", "questions": {"q": {"type": "choice", "text": "?", "options": ["a", "b"]}}}),
+        ("/inference/v1/generate", {"token_ids": [2, *range(5, 700)], "sampling_params": FEW}),
+    ],
+)
+def test_a_level_that_vllm_would_drop_is_refused(servers: Servers, path: str, body: dict[str, Any]) -> None:
+    with pytest.raises(ServerError, match=r"answered (400: .*given the key 'sparse_prefill'|404)"):
+        servers.ours.post(path, {"model": servers.ours.model, **body, **X})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": text(10), **FEW}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text(11)}], **FEW}),
+        ("/v1/chat/completions/batch", {"messages": [[{"role": "user", "content": text(i)}] for i in (12, 13)], **FEW}),
+        ("/v1/responses", {"input": text(14), "max_output_tokens": 2}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": text(15)}], **FEW}),
+        ("/invocations", {"prompt": text(16), **FEW}),
+        ("/inference/v1/generate", {"token_ids": [3, *range(5, 700)], "sampling_params": FEW}),
+    ],
+)
+def test_every_other_path_honours_a_level(servers: Servers, path: str, body: dict[str, Any]) -> None:
+    ours, body = servers.ours, {"model": servers.ours.model, **body}
+
+    def with_level(key: str, value: object) -> dict[str, Any]:
+        if "sampling_params" in body:
+            return body | {"sampling_params": FEW | {"extra_args": {key: value}}}
+        return body | {"vllm_xargs": {key: value}}
+
+    before = scenario.counted(ours)
+    ours.post_text(path, with_level("sparse_prefill", 0))
+    assert not scenario.counted(ours, before).rows_of("sparse")
+    ours.post_text(path, body)
+    assert scenario.counted(ours, before).rows_of("sparse")
+    with pytest.raises(ServerError, match=r"answered 400: .*sparse_prefill: given 'zzz', expected one of 0 \(exact\)"):
+        ours.post_text(path, with_level("sparse_prefill", "zzz"))
+    with pytest.raises(ServerError, match=r"answered 400: .*given 'sparse-prefill', expected the key 'sparse_prefill'"):
+        ours.post_text(path, with_level("sparse-prefill", 0))
+
+
+def test_a_stream_reports_a_refused_level_in_its_first_event(servers: Servers) -> None:
+    body = {"model": servers.ours.model, "prompt": text(20), "stream": True, "vllm_xargs": {"sparse_prefill": "zzz"}}
+    first, *_ = servers.ours.post_text("/v1/completions", body).splitlines()
+    error = json.loads(first.removeprefix("data: "))["error"]
+    assert (error["code"], error["message"].split(",")[0]) == (400, "vllm_xargs sparse_prefill: given 'zzz'")
+
+
+BY_MASS = {"method": "top_p", "params": {"kept_mass": 0.6}, "min_tokens": 256, "min_query_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a LoRA adapter of the small model that changes its attention."""
+    folder, generator = tmp_path_factory.mktemp("adapter"), torch.Generator().manual_seed(1)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    wide, narrow = CONFIG["num_attention_heads"] * CONFIG["head_dim"], CONFIG["hidden_size"]
+    tensors = {}
+    for layer, (name, inputs, outputs) in product(
+        range(CONFIG["num_hidden_layers"]), (("q_proj", narrow, wide), ("o_proj", wide, narrow))
+    ):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, inputs, generator=generator) / 8
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, 8, generator=generator) / 8
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.full
+class TestSharesAdaptersAndSeveralFrontEnds:
+    """A server whose heads choose by mass, with an adapter and two API servers, and a stock server beside it."""
+
+    @pytest.fixture(scope="class")
+    def pair(self, small_model: Path, adapter: Path) -> Iterator[tuple[Server, Server]]:
+        lora = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}")
+        args = (*scenario.SERVER_ARGS, *lora)
+        ours = Server(small_model, (*sparse_args(BY_MASS), *args, "--api-server-count", "2"))
+        with Server(small_model, args, env={"VLLM_PLUGINS": "none"}) as stock, ours:
+            yield stock, ours
+
+    def test_p_and_exact_over_the_same_prompt(self, pair: tuple[Server, Server]) -> None:
+        stock, ours = pair
+        token_ids = scenario.prompt(1281, seed=7200)
+        order: list[object] = [0.9, 0, 0.3, None, 0.9, 0, 0.3, None]
+        answers = [ask(ours, token_ids, level) for level in order]
+        assert [answer.cached_tokens for answer in answers] == [0] * 4 + [1280] * 4
+        assert_same(answers[1], ask(stock, token_ids))
+        assert_same(answers[5], ask(stock, token_ids))
+        differences = [abs(a.logprobs[0] - answers[1].logprobs[0]) for a in (answers[0], answers[2])]
+        assert differences[0] < differences[1] > 1e-3
+
+    def test_levels_beside_an_adapter(self, pair: tuple[Server, Server]) -> None:
+        stock, ours = pair
+        token_ids = scenario.prompt(1281, seed=7300)
+        names = ("adapter", ours.model)
+        for _ in range(2):
+            for name, level in product(names, (None, 0)):
+                answer = ask(ours, token_ids, level, model=name)
+                expected = ask(stock, token_ids, model=name)
+                if level == 0:
+                    assert_same(answer, expected)
+                else:
+                    assert answer.logprobs != pytest.approx(expected.logprobs, abs=1e-3)
+            assert answer.cached_tokens in (0, 1280)
+        exact = [ask(ours, token_ids, 0, model=name) for name in names]
+        assert exact[0].logprobs != pytest.approx(exact[1].logprobs, abs=1e-3)
+
+
+OFFLINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+settings, prompt = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+flag = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": settings}} if settings else {}
+llm = LLM(sys.argv[1], max_model_len=8192, max_num_batched_tokens=512, dtype="float32", enforce_eager=True,
+          kv_cache_memory_bytes=256 << 20, **flag)
+def ask(level):
+    extra_args = None if level is None else {"sparse_prefill": level}
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0, extra_args=extra_args)
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    (choice,) = output.outputs
+    logprobs = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids)]
+    return [list(choice.token_ids), logprobs, output.num_cached_tokens or 0]
+levels = [None, 0, 0, None] if settings else [None]
+answers = [ask(level) for level in levels]
+try:
+    ask("fastest" if settings else None)
+except Exception as error:
+    answers.append(str(error))
+print("ANSWERS", json.dumps(answers))
+"""
+
+
+@pytest.mark.full
+def test_offline(small_model: Path) -> None:
+    """``LLM`` in one process, in which the front process, the core and the worker are the same."""
+    token_ids = scenario.prompt(1281, seed=7400)
+    settings = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}, "min_tokens": 256,
+                "min_query_tokens": 1}  # fmt: skip
+
+    def answers(settings: dict[str, Any] | None) -> list[Any]:
+        command = [sys.executable, "-c", OFFLINE, str(small_model), json.dumps(settings), json.dumps(token_ids)]
+        env = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+        return list(json.loads(line.removeprefix("ANSWERS ")))
+
+    (expected, *_), (sparse, exact, cached, again, refused) = answers(None), answers(settings)
+    assert exact == expected
+    assert cached[0] == expected[0]
+    assert cached[1] == pytest.approx(expected[1], abs=LOGPROB_TOLERANCE)
+    assert sparse[1] != pytest.approx(expected[1], abs=1e-3)
+    assert [answer[2] for answer in (sparse, exact, cached, again)] == [0, 0, 1280, 1280]
+    assert "given 'fastest', expected one of 0 (exact)" in refused

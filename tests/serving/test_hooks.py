@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapping functions of vLLM. Missing functions are covered in test_plugin.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM")
+
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.serving import hooks
+
+
+class Owner:
+    def method(self, number: int) -> int:
+        return number
+
+    @classmethod
+    def of_class(cls, number: int) -> tuple[type, int]:
+        return cls, number
+
+
+def doubled(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, number: original(self, 2 * number)
+
+
+def test_a_hook_is_put_around_once() -> None:
+    owner = type("Owner", (Owner,), {})
+    for _ in range(3):
+        hooks.put_around(owner, "method", doubled, ("self", "number"))
+    assert owner().method(3) == 6
+    assert Owner().method(3) == 3
+    hooks.put_around(owner, "of_class", lambda original: lambda cls, number: original(number + 1))
+    assert owner.of_class(1) == (owner, 2)
+
+
+def test_what_a_hook_does_not_fit_is_an_error() -> None:
+    said = r"Owner\.method\(self, number: int\) -> int has no more, yet, expected it as in 0\.26 to 0\.33"
+    with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}"):
+        hooks.put_around(Owner, "method", doubled, ("number", "more", "yet"))
