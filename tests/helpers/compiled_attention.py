@@ -46,7 +46,7 @@ def shared_bytes(case: str) -> dict[str, int]:
             stack.enter_context(patch.object(module, name, recorders[name]))
         means = torch.zeros(2, int(head_dim))
         stack.enter_context(patch.object(smooth_keys, "key_means", return_value=means))
-        portable.attend(batch.q, batch.cache, index, torch.empty_like(batch.q), batch.scale, options=options)
+        portable.attend(batch.call(index), torch.empty_like(batch.q), options=options)
     compiled = [kernel for recorder in recorders.values() for kernel in recorder.compiled]
     if any(kernel.metadata.target.arch != int(capability) for kernel in compiled):
         raise RuntimeError(f"{case}: compiled for {compiled[0].metadata.target}, an earlier case's target")

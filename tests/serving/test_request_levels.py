@@ -796,8 +796,8 @@ class TestRows:
                 if level == "exact" or (number == 0):
                     assert torch.equal(out[tokens], dense[tokens]), (number, row)
                     continue
-                groups = layer.impl.levels[level].layer.groups
-                expected, _ = reference(step, row, groups, layer.impl.scale)
+                methods = layer.impl.levels[level].layer.plan.methods
+                expected, _ = reference(step, row, methods, layer.impl.scale)
                 cut = dense_tokens(step, row)
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
                 is_dense = torch.allclose(expected, dense[tokens][cut:], atol=1e-5)
@@ -897,7 +897,7 @@ class TestRows:
         config = configured(profile=profile_file(tmp_path, **LEVELS), crossover=str(table))
 
         def on_engine(level: LayerLevel) -> LayerLevel:
-            is_block_sparse = type(level.layer.groups[0].method).__name__ == "BlockSparse"
+            is_block_sparse = type(level.layer.plan.methods[0]).__name__ == "BlockSparse"
             engine = replace(PORTABLE, name="flash" if is_block_sparse else "portable")
             return replace(level, layer=replace(level.layer, engine=engine))
 

@@ -39,7 +39,6 @@ from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engin
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import Method
 
 State = dict[Hashable, Any]
@@ -70,7 +69,7 @@ class LongContexts(NamedTuple):
     """Other methods for the chunks of a prompt that have a long context."""
 
     context_tokens: int
-    groups: LayerPlan
+    plan: LayerPlan
     block_tokens: int
 
 
@@ -110,28 +109,29 @@ class LayerPrompt:
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
     def passes(
-        self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
+        self, plan: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
     ) -> Iterator[tuple[torch.Tensor, SparseIndex, State]]:
         """Select and attend chunk by chunk."""
         for i, batch in enumerate(self.batches):
             rows = replace(batch.rows)  # no state remains between passes
             rows.state.update(copy.deepcopy(self.before[i]) if self.before else {})
-            chosen, block_tokens = groups, None
+            chosen, block_tokens = plan, None
             if long is not None and rows.context_lens[0] >= long.context_tokens:
-                chosen, block_tokens = long.groups, long.block_tokens
+                chosen, block_tokens = long.plan, long.block_tokens
             layer = Layer.of(chosen, batch.cache.head_dim, batch.q.device, block_tokens=block_tokens)
-            out = batch.empty_out()
+            out, call = batch.empty_out(), layer.new_call(batch.q, batch.cache, rows, batch.scale)
             if engines:  # the engine that a server uses
-                spec = AttendSpec.of(batch.cache, layer.allocate_index(rows), layer.options)
+                spec = AttendSpec.of(batch.cache, call.index, layer.options)
                 layer = replace(layer, engine=choose_engine(engines, spec).engine)
-            yield out, run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out), rows.state
+            run(layer, call, out)
+            yield out, call.index, rows.state
 
     def outcome(
-        self, groups: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
+        self, plan: LayerPlan, engines: Mapping[str, AttendEngine] | None, long: LongContexts | None = None
     ) -> Outcome:
         """Compare the output under a method with the dense output, for all chunks."""
         errors, absolute, pairs = [], [], []
-        for dense, (out, index, _) in zip(self.dense, self.passes(groups, engines, long), strict=True):
+        for dense, (out, index, _) in zip(self.dense, self.passes(plan, engines, long), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
             distances = (out.float() - dense.float()).abs().sum(-1)
             errors.append(distances / norms)
@@ -187,8 +187,8 @@ class CapturedLayer:
 
     def after(self, methods: Sequence[Method]) -> list[list[State]]:
         """Run the layer and return the state that it passes to the next layer."""
-        groups = layer_plan(methods, self.others)
-        return [[dict(state) for *_, state in prompt.passes(groups, self.engines)] for prompt in self.prompts]
+        plan = layer_plan(methods, self.others)
+        return [[dict(state) for *_, state in prompt.passes(plan, self.engines)] for prompt in self.prompts]
 
     @cached_property
     def _of_default(self) -> list[torch.Tensor]:
@@ -199,19 +199,19 @@ class CapturedLayer:
         """
         batch = self.prompts[0].batches[0]
         default = [make_method("default", {})] * batch.num_heads
-        groups = layer_plan(default, self.others)
+        plan = layer_plan(default, self.others)
         streaming_heads = frozenset.intersection(*(prompt.streaming_heads for prompt in self.prompts))
         long = None
         if streaming_heads and self.served.streaming_context_tokens is not None:
             methods = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
-            width = Layer.of(groups, batch.cache.head_dim, batch.q.device).block_tokens
+            width = Layer.of(plan, batch.cache.head_dim, batch.q.device).block_tokens
             long = LongContexts(self.served.streaming_context_tokens, layer_plan(methods, self.others), width)
-        return [prompt.outcome(groups, self.engines, long).errors for prompt in self.prompts]
+        return [prompt.outcome(plan, self.engines, long).errors for prompt in self.prompts]
 
     def figures(self, methods: Sequence[Method]) -> list[HeadResult]:
         """Run the layer on all prompts and measure each head."""
-        groups = layer_plan(methods, self.others)
-        outcomes = [prompt.outcome(groups, self.engines) for prompt in self.prompts]
+        plan = layer_plan(methods, self.others)
+        outcomes = [prompt.outcome(plan, self.engines) for prompt in self.prompts]
         errors = torch.stack(
             [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._of_default)]
         )

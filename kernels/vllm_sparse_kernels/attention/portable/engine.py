@@ -33,6 +33,7 @@ from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, Atten
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.engine_choice import capability_of
@@ -73,11 +74,8 @@ class SmoothArgs(NamedTuple):
 
 
 def attend(
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
+    call: Call,
     out: torch.Tensor,
-    scale: float,
     lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
@@ -86,8 +84,9 @@ def attend(
 
     Exact to rounding without ``options``.
     """
-    rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
-    check_shapes(q, out, cache, index, sinks)
+    check_shapes(call, out, sinks)
+    q, cache, index, rows = call.q, call.cache, call.index, call.rows
+    num_heads, head_dim = index.num_heads, cache.head_dim
     matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
     bulk = matrix is not None and supports_bulk(cache)
     cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
@@ -104,7 +103,7 @@ def attend(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             NUM_HEADS=num_heads,
-            GROUP=num_heads // cache.num_kv_heads,
+            GROUP=call.group,
             BLOCK_M=num_queries,
             PARTS=num_parts,
             BLOCK_N=index.block_tokens,
@@ -114,7 +113,7 @@ def attend(
         )
     )
     attend_kernel[(rows.num_tiles * num_heads * num_parts,)](
-        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E.value,
+        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, call.scale * LOG2_E.value,
         cache.value_scale, *_option_args(options, cache, index, bulk),
         shape,
         num_warps=_num_warps(num_queries, block_d),
