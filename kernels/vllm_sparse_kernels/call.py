@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Call``: the arguments of selection and attention of a layer in a step. ``HeadGroup``: heads and their methods."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ MOST = 1 << 24
 """Maximum of whole numbers among parameters on the device. They are float32, which represents all integers up to it."""
 
 MethodT = TypeVar("MethodT", covariant=True)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class HeadGroup(Generic[MethodT]):
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """Return the numbers of the heads, [n] int32 on the device."""
-        return self._kept(("", device), lambda: to_device(self.heads, torch.int32, device))
+        return self._once(device, lambda: to_device(self.heads, torch.int32, device))
 
     def parameters(self, names: tuple[str, ...], device: torch.device) -> torch.Tensor:
         """Return attributes of each head's method, [len(names) · n] float32 on the device, attribute by attribute."""
@@ -52,21 +54,22 @@ class HeadGroup(Generic[MethodT]):
             limited = [min(value, MOST) if isinstance(value, int) else value for value in values]
             return to_device(limited, torch.float32, device)
 
-        return self._kept((*names, device), make)
+        return self._once((names, device), make)
 
     def derived(self, name: str) -> "HeadGroup[Any]":
         """Return the same heads with methods that are an attribute of these methods."""
-        return self._kept((name,), lambda: HeadGroup(self.heads, tuple(getattr(m, name) for m in self.methods)))
+        return self._once(name, lambda: HeadGroup(self.heads, tuple(getattr(m, name) for m in self.methods)))
 
     @cached_property
-    def _made(self) -> dict[Any, Any]:
-        """Tensors and groups that steps have made. Copies to the device are made once."""
+    def _results(self) -> dict[Any, Any]:
         return {}
 
-    def _kept(self, key: Any, make: Any) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+    def _once(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what ``make`` has returned for this key. Each tensor is copied to the device once."""
+        if key not in self._results:
+            self._results[key] = make()
+        result: T = self._results[key]
+        return result
 
 
 NO_HEADS: HeadGroup[Any] = HeadGroup((), ())
