@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -75,7 +75,8 @@ class HeadGroup(Generic[MethodT]):
 NO_HEADS: HeadGroup[Any] = HeadGroup((), ())
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Call:
     """Arguments of selection or attention of a layer in a step.
 
     Attributes:

@@ -191,7 +191,7 @@ class Layer:
         for group, engine in zip(self.plan.groups, self.select_engines, strict=True):
             select = engine.select if self.by_kernels else METHODS[name_of(group.method)].reference
             with index.workspace.frame():
-                select(call._replace(heads=group))
+                select(replace(call, heads=group))
 
     def attend(self, call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         """Compute attention over the index, which ``select`` has filled; see ``attention.engine.Attend``.

@@ -99,7 +99,7 @@ class Worker:
                 call = self.layer.new_call(q, self.cache, slab.rows, 0.1, arena)
                 for group, engines in zip(self.layer.plan.groups, self.engines, strict=True):
                     with arena.frame():
-                        engines[i_engine % len(engines)].select(call._replace(heads=group))
+                        engines[i_engine % len(engines)].select(replace(call, heads=group))
                 with arena.frame():
                     PORTABLE.attend(call, torch.empty_like(q), options=self.layer.options)
                 self.num_misses += arena.overflows

@@ -2,6 +2,7 @@
 """A mixed batch of a layer, and the references of its sparse rows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -49,7 +50,7 @@ def reference(
     index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
     call = Call(query, cache, index, scale)
     for head, method in enumerate(methods):
-        METHODS[name_of(method)].reference(call._replace(heads=HeadGroup((head,), (method,))))
+        METHODS[name_of(method)].reference(replace(call, heads=HeadGroup((head,), (method,))))
     out = torch.full_like(query, float("nan"))
     attend(call, out, options=attend_options(methods, CPU))
     return out, index

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -207,7 +208,7 @@ def test_nothing_else_is_written(engine, device):
     fused, wide = (torch.full((len(batch.q), n, 64), 7.0, dtype=batch.q.dtype, device=device) for n in (4, 5))
     fused[:, :2] = batch.q
     before = batch.cache.keys.clone(), batch.cache.values.clone()
-    engine.attend(batch.call(index)._replace(q=fused[:, :2]), wide[:, 1:3])
+    engine.attend(replace(batch.call(index), q=fused[:, :2]), wide[:, 1:3])
     assert torch.equal(wide[:, 1:3], whole.nan_to_num(nan=7.0))
     assert (wide[:, [0, 3, 4]] == 7.0).all()
     assert same(before, (batch.cache.keys, batch.cache.values))
@@ -277,7 +278,7 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
     index = random_index(batch, 64, 1.0)
     q, out = torch.zeros(q_shape, device=device), torch.zeros(out_shape, device=device)
     with pytest.raises(ValueError, match=r"expected both as \[num_tokens, 2, 64\], with a multiple of the cache's 1"):
-        engine.attend(batch.call(index)._replace(q=q), out)
+        engine.attend(replace(batch.call(index), q=q), out)
 
 
 def test_tensors_without_the_rows_tokens(engine, device):
@@ -290,7 +291,7 @@ def test_tensors_without_the_rows_tokens(engine, device):
     ):
         expected = "with at least 5 tokens, where the last row ends, and stride 1 along head_dim"
         with pytest.raises(ValueError, match=f"attend: {name}: given shape .* with strides .* {expected}"):
-            engine.attend(batch.call(index)._replace(q=q), result)
+            engine.attend(replace(batch.call(index), q=q), result)
 
 
 @pytest.mark.gpu

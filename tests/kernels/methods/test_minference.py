@@ -161,7 +161,7 @@ def check_a_shape(method: AShape, rows: Rows, block_tokens: int) -> None:
     ours, theirs = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
     call = call_without_data(ours, method)
     method.select(call)
-    reference.select_a_shape(call._replace(index=theirs))
+    reference.select_a_shape(replace(call, index=theirs))
     ours.check()
     assert all_lists(ours) == all_lists(theirs)
 

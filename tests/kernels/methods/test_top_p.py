@@ -111,7 +111,7 @@ def rounded_by(batch: Batch, method: TopP, permuted: bool) -> list[torch.Tensor]
     call, storage = call_of(method, batch), method.storage(batch.cache.head_dim, torch.float16)
     moments = rounding.row_moments(call, storage)
     room: Any = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
-    filled = call._replace(index=replace(call.index, workspace=room))
+    filled = replace(call, index=replace(call.index, workspace=room))
     (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes(storage.num_scored))
     queries = rounding.round_queries(filled, moments, storage)
     return [*queries, *rounding.round_keys(filled, slab, moments, storage, permuted)]

@@ -399,7 +399,7 @@ def reference(step: Any, row: int, layer: Layer, scale: float) -> tuple[torch.Te
     index = SparseIndex.allocate(rows, query.shape[1], layer.block_tokens, layouts)
     call = Call(query, cache, index, scale)
     for group in layer.plan.groups:
-        METHODS[name_of(group.method)].reference(call._replace(heads=group))
+        METHODS[name_of(group.method)].reference(replace(call, heads=group))
     out = torch.full_like(query, float("nan"))
     attend(call, out)
     return out, index

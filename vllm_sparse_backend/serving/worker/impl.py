@@ -75,7 +75,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             return self.fallback
         if not plans:
             return Fallback.DENSE_LAYER
-        if sum(len(group.heads) for group in plans[0]) != self.num_heads:
+        if len(plans[0].methods) != self.num_heads:
             return Fallback.OTHER_HEADS
         device = torch.device(compat.DEVICE_TYPE)
         if not all(fits_shared_memory(plan, self.head_size, device) for plan in plans):

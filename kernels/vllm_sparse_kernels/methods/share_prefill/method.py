@@ -232,7 +232,7 @@ class SharePrefill(Method):
     def select(self, call: Call) -> None:
         """Fill the lists of the call's heads: see ``Method.select``."""
         index, methods = call.index, call.heads.methods
-        lines = call._replace(heads=call.heads.derived("fallback"))
+        lines = replace(call, heads=call.heads.derived("fallback"))
         if not self.shares(methods):
             self.fallback.select(lines)
             return

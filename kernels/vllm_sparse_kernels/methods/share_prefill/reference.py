@@ -4,6 +4,7 @@
 ``method.py`` lists the deviations from the paper.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class Pivot(NamedTuple):
 
 def select_share_prefill(call: Call) -> None:
     """Fill the lists of the call's heads in plain torch, as ``SharePrefill.select`` does with kernels."""
-    select_flex_vertical_slash(call._replace(heads=call.heads.derived("fallback")))
+    select_flex_vertical_slash(replace(call, heads=call.heads.derived("fallback")))
     index, method = call.index, call.method
     if not method.shares(call.heads.methods):
         return

@@ -61,7 +61,7 @@ similarity is 0.2 to 0.5 on a trained model with 29M parameters, and θ = 0.6 ma
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +165,7 @@ class SpargeAttn(Method):
             top_share=call.parameters("kernel_top_share") if has_shares else None,
             min_similarity=call.parameters("min_similarity"),
         )
-        in_base_2 = call._replace(scale=call.scale * LOG2_E.value)
+        in_base_2 = replace(call, scale=call.scale * LOG2_E.value)
         for first_tile, scores, similarity in pooled_products(in_base_2, 1, limits.min_similarity, self.smooth_keys):
             keep_top_blocks(call, scores, similarity, first_tile, limits)
 

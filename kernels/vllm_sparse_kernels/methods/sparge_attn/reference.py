@@ -4,6 +4,8 @@
 ``method.py`` lists the deviations from the paper. The second stage is in ``attention/reference.py``.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -17,7 +19,7 @@ def select_sparge_attn(call: Call) -> None:
     """Fill the lists of the call's heads in plain torch, as ``SpargeAttn.select`` does with kernels."""
     for method in dict.fromkeys(call.heads.methods):
         heads = [head for head, other in zip(call.heads.heads, call.heads.methods, strict=True) if other == method]
-        _select_alike(call._replace(heads=HeadGroup(tuple(heads), (method,) * len(heads))))
+        _select_alike(replace(call, heads=HeadGroup(tuple(heads), (method,) * len(heads))))
 
 
 def _select_alike(call: Call) -> None:
