@@ -21,7 +21,10 @@ from vllm_sparse_kernels.attention import smooth_keys
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable import engine as portable
 
-KERNELS = {"attend_kernel": portable, "place_blocks_kernel": portable, "_round_keys_kernel": smooth_keys}
+KERNELS = {
+    "attend_kernel": portable, "approximate_kernel": portable, "place_blocks_kernel": portable,
+    "_round_keys_kernel": smooth_keys,
+}  # fmt: skip
 
 
 def shared_bytes(case: str) -> dict[str, int]:
