@@ -43,7 +43,7 @@ class ReferenceAttend:
         sinks: torch.Tensor | None = None,
     ) -> None:
         """Compute attention; ``engine.Attend`` describes it."""
-        q, cache, index, scale, _ = call
+        q, cache, index, scale = call.q, call.cache, call.index, call.scale
         rows, num_heads, group = call.rows, index.num_heads, call.group
         margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
         if options is not None:
