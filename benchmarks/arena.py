@@ -36,9 +36,9 @@ THRESHOLDS = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
 
 def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
     """Return the arena's size for a server whose heads all run ``method``, on a device with enough memory."""
-    (groups,) = Plan.build(SparsePrefillConfig(method=method), SHAPE).layers
-    assert groups is not None
-    need = LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, torch.device("cpu"))
+    (layer,) = Plan.build(SparsePrefillConfig(method=method), SHAPE).layers
+    assert layer is not None
+    need = LayerNeed.of(layer, SHAPE.num_kv_heads, SHAPE.head_dim, 2, torch.device("cpu"))
     size = ArenaSize.of([need], step_tokens, MAX_ROWS, max_len, THRESHOLDS)
     assert size is not None
     return size.num_bytes

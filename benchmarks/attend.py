@@ -159,7 +159,7 @@ def _measure(
 
     def ours(i: int) -> None:
         with indices[i].workspace.frame():
-            run(batches[i].q, batches[i].cache, indices[i], outs[i], batches[i].scale)
+            run(batches[i].call(indices[i]), outs[i])
 
     dense = [card.dense(batch, out) for batch, out in zip(batches, dense_outs, strict=True)]
     ours(0)

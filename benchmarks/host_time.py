@@ -192,15 +192,15 @@ class Pass:
         worker: Any = SimpleNamespace(recorder=recorder, memory=memory, resolved=resolved)
         served: dict[Any, Layer] = {}
         impls = []
-        for number, groups in enumerate(plan.layers):
-            assert groups is not None
-            if groups not in served:
-                engines = tuple(group.method.select_engines[0] for group in groups)
-                layer = Layer.of(groups, shape.head_dim, CPU, HOPPER.name)
-                served[groups] = replace(layer, engine=HOPPER, select_engines=engines, by_kernels=True)
+        for number, of_layer in enumerate(plan.layers):
+            assert of_layer is not None
+            if of_layer not in served:
+                engines = tuple(group.method.select_engines[0] for group in of_layer.groups)
+                layer = Layer.of(of_layer, shape.head_dim, CPU, HOPPER.name)
+                served[of_layer] = replace(layer, engine=HOPPER, select_engines=engines, by_kernels=True)
             impl = object.__new__(SparsePrefillImpl)
             impl.head_size, impl.scale, impl.sinks = shape.head_dim, shape.head_dim**-0.5, None
-            impl.adopt(number, {ON: LayerLevel(served[groups])}, worker)
+            impl.adopt(number, {ON: LayerLevel(served[of_layer])}, worker)
             impls.append(impl)
         return Pass(shape, impls, context_len, query_len)
 

@@ -12,14 +12,15 @@ blocks with estimates next to a threshold may differ. The lists must agree on mo
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from vllm_sparse_kernels.attention.engine import AttendEngine
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import ReferenceAttend, fp8_weights
+from vllm_sparse_kernels.call import NO_HEADS, Call, HeadGroup
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache, wide_dtype
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.engine import SelectEngine
@@ -59,6 +60,10 @@ class Batch:
     def num_heads(self) -> int:
         """Query heads."""
         return self.q.shape[1]
+
+    def call(self, index: SparseIndex, heads: HeadGroup[Any] = NO_HEADS) -> Call:
+        """Return the arguments of attention over an index, or of the selection of some heads."""
+        return Call(self.q, self.cache, index, self.scale, heads)
 
     def empty_out(self) -> torch.Tensor:
         """Allocate the output, filled with NaN so that a missing write shows.
@@ -115,7 +120,7 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
         out = torch.full_like(batch.q, float("nan"), dtype=out_dtype)
         lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
         attend = ReferenceAttend(dtype, weights)
-        attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
+        attend(batch.call(index), out, lse, options, batch.sinks)
         results.append((out, lse))
     (out, lse), (eager_out, eager_lse) = results
     return Expected(out, lse, error_budget(eager_out, out), error_budget(eager_lse, lse))
@@ -136,7 +141,7 @@ def failure(
     out = batch.empty_out()
     try:
         with index.workspace.frame():
-            engine.attend(batch.q, batch.cache, index, out, batch.scale, options=options, sinks=batch.sinks)
+            engine.attend(batch.call(index), out, options=options, sinks=batch.sinks)
         if out.is_cuda:
             torch.cuda.synchronize(out.device)
     except Exception as exception:  # of a compiler, launch or library
@@ -160,32 +165,29 @@ def sharpened(batch: Batch) -> Batch:
 
 
 def selection_failure(
-    engine: SelectEngine, method: Method, batch: Batch, index: SparseIndex, heads: torch.Tensor,
-    expected: SparseIndex | None,
-) -> str | None:  # fmt: skip
+    engine: SelectEngine, batch: Batch, index: SparseIndex, heads: HeadGroup[Any], expected: SparseIndex | None
+) -> str | None:
     """Run a selection engine once and check its lists.
 
     Args:
         engine: The engine.
-        method: The merged method of the heads.
         batch: Queries, cache and rows.
         index: An index for these rows; the engine fills the lists of ``heads``.
-        heads: [n] int32 on the device, numbers of query heads.
+        heads: The heads to select, with their methods.
         expected: The portable engine's selection of the same heads; None to check only the invariants of the lists.
     """
     index.block_counts.zero_()
-    numbers = heads.tolist()
     try:
         with index.workspace.frame():
-            engine.select(method, batch.q, batch.cache, index, heads, batch.scale)
-        index.check(numbers)
+            engine.select(batch.call(index, heads))
+        index.check(heads.heads)
     except AssertionError as error:
         return f"its selection in a trial breaks the index: {error}"
     except Exception as error:  # the reason is any exception of a compiler, launch or library
         return _reason(error)
     if expected is None:
         return None
-    share = agreement(index, expected, numbers)
+    share = agreement(index, expected, heads.heads)
     if share < LEAST_AGREEMENT:
         return (
             f"its selection in a trial agrees with the portable engine's on {share:.0%} of what either keeps, "

@@ -2,7 +2,7 @@
 """Prefill of one layer, for serving, calibration and evaluation.
 
     at start-up: plan (method of each head) → ``Layer.of``
-    each step:   ``run`` = ``Layer.allocate_index`` (allocate) → ``Layer.select`` (keys) → ``Layer.attend`` (output)
+    each step:   ``Layer.new_call`` (allocate) → ``run`` = ``Layer.select`` (keys) → ``Layer.attend`` (output)
 
 On a GPU, kernels select and an engine attends. On a CPU, the references do both in plain torch.
 """
@@ -10,7 +10,7 @@ On a GPU, kernels select and an engine attends. On a CPU, the references do both
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -19,9 +19,9 @@ from vllm_sparse_kernels.attention.engine import AttendEngine
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference_attend
 from vllm_sparse_kernels.block_width import index_block_tokens
+from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache
@@ -31,67 +31,45 @@ from vllm_sparse_kernels.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class HeadGroup:
-    """Query heads of a layer that are selected together.
+class LayerPlan:
+    """The method of each query head of a layer on this rank."""
 
-    Attributes:
-        heads: Numbers of the query heads on this rank.
-        method: The merged method of these heads.
-    """
+    methods: tuple[Method, ...]
 
-    heads: tuple[int, ...]
-    method: Method
+    @staticmethod
+    def of(methods: Sequence[Method], counts: Mapping[Method, int]) -> "LayerPlan":
+        """Build the plan of a layer.
 
-    def methods(self) -> list[Method]:
-        """Return the method of each head."""
-        return list(self.method.of_heads(len(self.heads)))
+        Args:
+            methods: The method of each head.
+            counts: By ``Method.sharing``, the number of heads in all layers that may share results.
+        """
+        return LayerPlan(tuple(method if counts[method.sharing] > 1 else method.unshared for method in methods))
 
-
-LayerPlan = tuple[HeadGroup, ...]
-"""The plan of one layer: its groups contain each query head of this rank once."""
+    @cached_property
+    def groups(self) -> tuple[HeadGroup[Method], ...]:
+        """The heads that are selected together: those whose methods have the same ``group_key``."""
+        heads: dict[Method, list[int]] = {}
+        for head, method in enumerate(self.methods):
+            heads.setdefault(method.group_key, []).append(head)
+        return tuple(HeadGroup(tuple(ids), tuple(self.methods[head] for head in ids)) for ids in heads.values())
 
 
 def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
-    """Group the heads of a layer by method.
+    """Build the plan of a layer from the methods of all layers.
 
     Args:
         methods: The method of each head.
         others: Methods of heads in other layers; heads of this layer may share results with these heads.
     """
-    return group_heads(methods, Counter(method.sharing for method in (*methods, *others)))
+    return LayerPlan.of(methods, Counter(method.sharing for method in (*methods, *others)))
 
 
-def group_heads(methods: Sequence[Method], counts: Mapping[Method, int]) -> LayerPlan:
-    """Group heads whose methods have the same ``group_key``.
-
-    Args:
-        methods: The method of each head.
-        counts: By ``Method.sharing``, the number of heads in all layers that may share results.
-    """
-    heads: dict[Method, list[int]] = {}
-    selections = [method if counts[method.sharing] > 1 else method.unshared for method in methods]
-    for head, selection in enumerate(selections):
-        heads.setdefault(selection.group_key, []).append(head)
-    return tuple(HeadGroup(tuple(ids), key.merged([selections[i] for i in ids])) for key, ids in heads.items())
-
-
-def methods_by_head(groups: LayerPlan) -> list[Method]:
-    """Return the method of each head of a layer.
-
-    Args:
-        groups: The plan of the layer.
-    """
-    methods: dict[int, Method] = {}
-    for group in groups:
-        methods.update(zip(group.heads, group.methods(), strict=True))
-    return [methods[head] for head in sorted(methods)]
-
-
-def fits_shared_memory(groups: LayerPlan, head_dim: int, device: torch.device) -> bool:
+def fits_shared_memory(plan: LayerPlan, head_dim: int, device: torch.device) -> bool:
     """Return whether the device's shared memory has room for the kernels of a layer.
 
     Args:
-        groups: The plan of the layer.
+        plan: The plan of the layer.
         head_dim: Elements of a head's query or key.
         device: Device of the layer.
 
@@ -100,7 +78,7 @@ def fits_shared_memory(groups: LayerPlan, head_dim: int, device: torch.device) -
     """
     if widest_block(head_dim, shared_bytes(device)) is None:
         return False
-    specs = (SelectSpec(group.method, device, head_dim) for group in groups)
+    specs = (SelectSpec(group.method, device, head_dim) for group in plan.groups)
     return all(portable_refusal(spec) is None for spec in specs)
 
 
@@ -113,7 +91,7 @@ def stripes_of(method: Method, rows: Rows) -> StripeLayout:
     """Return the room that a head's stripes need, computed once for all layers of the pass.
 
     Args:
-        method: The method of a head, or a merged method.
+        method: The method of a head.
         rows: The rows of a step.
     """
     return rows.once(method, lambda: method.stripe_layout(rows))
@@ -124,8 +102,7 @@ class Layer:
     """The prefill of a layer, prepared before the first step. Layers with equal plans may share one object.
 
     Attributes:
-        groups: The plan of the layer.
-        head_ids: Per group, the numbers of its heads: int32 on the device.
+        plan: The plan of the layer.
         options: Approximations that heads request from ``attend``; None without any.
         block_tokens: Keys of an index block.
         by_kernels: Whether kernels select and attend, as on a GPU; otherwise the references do.
@@ -133,8 +110,7 @@ class Layer:
         engine: The engine that attends if ``by_kernels``.
     """
 
-    groups: LayerPlan
-    head_ids: tuple[torch.Tensor, ...]
+    plan: LayerPlan
     options: AttendOptions | None
     block_tokens: int
     by_kernels: bool
@@ -143,25 +119,23 @@ class Layer:
 
     @staticmethod
     def of(
-        groups: LayerPlan, head_dim: int, device: torch.device, engine: str = "auto", block_tokens: int | None = None
+        plan: LayerPlan, head_dim: int, device: torch.device, engine: str = "auto", block_tokens: int | None = None
     ) -> "Layer":
         """Build the layer as it runs before any trial. Synchronises with the device: call it outside of steps.
 
         Args:
-            groups: The plan of the layer.
+            plan: The plan of the layer.
             head_dim: Elements of a head's query or key.
             device: Device of the layer.
             engine: Name of the configured attention engine, on which the width of index blocks depends. The layer
                 attends on ``portable`` until another engine is chosen (``dataclasses.replace``).
             block_tokens: Keys of an index block; None for the width that suits the methods (``block_width``).
         """
-        methods = methods_by_head(groups)
-        specs = [SelectSpec(group.method, device, head_dim) for group in groups]
+        specs = [SelectSpec(group.method, device, head_dim) for group in plan.groups]
         return Layer(
-            groups,
-            tuple(torch.tensor(group.heads, dtype=torch.int32, device=device) for group in groups),
-            attend_options(methods, device),
-            block_tokens or index_block_tokens(methods, head_dim, device, engine),
+            plan,
+            attend_options(plan.methods, device),
+            block_tokens or index_block_tokens(plan.methods, head_dim, device, engine),
             by_kernels=device.type == "cuda",
             select_engines=tuple(choose_select_engine(spec).engine for spec in specs),
         )
@@ -169,7 +143,7 @@ class Layer:
     @property
     def num_heads(self) -> int:
         """Query heads of this rank."""
-        return sum(len(group.heads) for group in self.groups)
+        return len(self.plan.methods)
 
     @property
     def attention_name(self) -> str:
@@ -186,52 +160,50 @@ class Layer:
         return rows.once(self, lambda: self._layout(rows)).allocate(workspace or Workspace(rows.device))
 
     def _layout(self, rows: Rows) -> IndexLayout:
-        stripes = {head: stripes_of(method, rows) for head, method in enumerate(methods_by_head(self.groups))}
+        stripes = {head: stripes_of(method, rows) for head, method in enumerate(self.plan.methods)}
         return IndexLayout.build(rows, self.num_heads, self.block_tokens, stripes)
 
-    def select(self, query: torch.Tensor, cache: PagedCache, index: SparseIndex, scale: float) -> None:
-        """Fill the index of all heads, without synchronising with a GPU.
+    def new_call(
+        self, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float, workspace: Workspace | None = None
+    ) -> Call:
+        """Allocate the layer's index for some rows, and return the arguments of ``select`` and ``attend``.
 
         Args:
-            query: [num_tokens, num_heads, head_dim] queries of the step.
+            q: [num_tokens, num_heads, head_dim] queries of the step.
             cache: Keys and values of the layer.
-            index: The index from ``allocate_index``; its lists are overwritten.
+            rows: The rows of the step.
             scale: Factor from q·k to scores.
+            workspace: Memory of the index and of temporary tensors; None to let torch allocate every tensor.
+        """
+        return Call(q, cache, self.allocate_index(rows, workspace), scale)
+
+    def select(self, call: Call) -> None:
+        """Fill the index of all heads, without synchronising with a GPU.
 
         Raises:
             ValueError: The index and the queries have different numbers of heads, or tokens of the index's rows are
                 missing in the queries.
         """
-        if index.num_heads != query.shape[1]:
-            raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {query.shape[1]}")
-        index.rows.check_tokens("query", query)
-        for group, heads, engine in zip(self.groups, self.head_ids, self.select_engines, strict=True):
+        index = call.index
+        if index.num_heads != call.q.shape[1]:
+            raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {call.q.shape[1]}")
+        index.rows.check_tokens("query", call.q)
+        for group, engine in zip(self.plan.groups, self.select_engines, strict=True):
             select = engine.select if self.by_kernels else METHODS[name_of(group.method)].reference
             with index.workspace.frame():
-                select(group.method, query, cache, index, heads, scale)
+                select(replace(call, heads=group))
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        cache: PagedCache,
-        index: SparseIndex,
-        out: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Compute attention over the index; see ``attention.engine.Attend``.
+    def attend(self, call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+        """Compute attention over the index, which ``select`` has filled; see ``attention.engine.Attend``.
 
         Args:
-            query: [num_tokens, num_heads, head_dim] queries of the step.
-            cache: Keys and values of the layer.
-            index: The index, filled by ``select``.
-            out: Like ``query``; written for the tokens of the index's rows.
-            scale: Factor from q·k to scores.
+            call: The arguments of ``select``.
+            out: Like the queries; written for the tokens of the index's rows.
             sinks: [num_heads] learnt sinks; None without sinks.
         """
         attend = self.engine.attend if self.by_kernels else reference_attend
-        with index.workspace.frame():
-            attend(query, cache, index, out, scale, options=self.options, sinks=sinks)
+        with call.index.workspace.frame():
+            attend(call, out, options=self.options, sinks=sinks)
 
 
 @lru_cache(maxsize=1024)
@@ -242,35 +214,23 @@ def with_kept_mass(layer: Layer, share: float) -> Layer:
         layer: The layer.
         share: p, in (0, 1].
     """
-    return replace(
-        layer, groups=tuple(replace(group, method=group.method.with_kept_mass(share)) for group in layer.groups)
-    )
+    plan = LayerPlan(tuple(method.with_kept_mass(share) for method in layer.plan.methods))
+    return replace(layer, plan=plan)
 
 
-def run(
-    layer: Layer,
-    inputs: LayerInputs,
-    out: torch.Tensor,
-    workspace: Workspace | None = None,
-    sinks: torch.Tensor | None = None,
-    check: bool = False,
-) -> SparseIndex:
+def run(layer: Layer, call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None, check: bool = False) -> None:
     """Select keys and compute attention for the rows' queries. Other tokens of ``out`` stay untouched.
 
     Args:
         layer: The layer.
-        inputs: Queries, cache, rows and scale.
+        call: The result of ``layer.new_call``.
         out: Like the queries; written.
-        workspace: Memory of the index and of temporary tensors; None to let torch allocate every tensor.
         sinks: [num_heads] learnt sinks (``attention.engine.Attend``); None without sinks. Sinks do not affect
             selection: a sink scales a query's output and leaves the order of its blocks unchanged. Shares and
             thresholds of methods refer to the attention that remains for keys.
         check: Whether to synchronise with the device and check the index, for debugging.
     """
-    query, cache, rows, scale = inputs
-    index = layer.allocate_index(rows, workspace)
-    layer.select(query, cache, index, scale)
+    layer.select(call)
     if check:
-        index.check()
-    layer.attend(query, cache, index, out, scale, sinks)
-    return index
+        call.index.check()
+    layer.attend(call, out, sinks)

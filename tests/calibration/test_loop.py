@@ -98,8 +98,8 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
     """As at a server's start, a wrong engine is dropped. An engine that only refuses stays available for other
     layers."""
 
-    def wrong(q, cache, index, out, *args, **more):
-        PORTABLE.attend(q, cache, index, out, *args, **more)
+    def wrong(call, out, *args, **more):
+        PORTABLE.attend(call, out, *args, **more)
         out[-1] = torch.nan
 
     messages: list[str] = []

@@ -16,7 +16,7 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import bundled_profiles, load_profile
 from vllm_sparse_backend.config.request_levels import fingerprint
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_kernels.layer import group_heads, methods_by_head
+from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 
@@ -47,12 +47,12 @@ def plan_of(heads: Sequence[Sequence[Method]]) -> Plan:
     """Return a plan with these methods for its heads, layer by layer."""
     plan = Plan.build(SparsePrefillConfig(method="dense", min_tokens=128, min_query_tokens=1), SHAPE)
     counts = Counter(method.sharing for method in itertools.chain.from_iterable(heads))
-    return replace(plan, layers=tuple(group_heads(layer, counts) for layer in heads))
+    return replace(plan, layers=tuple(LayerPlan.of(layer, counts) for layer in heads))
 
 
 @pytest.mark.parametrize(("name", "field"), FIELDS)
 def test_any_field_of_any_head_makes_another(name: str, field: str) -> None:
-    """For a single head, and for a head that is merged with others and has different numbers."""
+    """For a single head, and for a head that is selected together with others and has different numbers."""
     default = make_method(name, {})
     others = [next(changed(default, name, parameter.name), default) for parameter in fields(default) if parameter.init]
     variants = list(itertools.islice(changed(default, name, field), 3))
@@ -64,7 +64,7 @@ def test_any_field_of_any_head_makes_another(name: str, field: str) -> None:
         heads[layer][head] = variant
         plans.append(plan_of(heads))
     # The number of a cluster with a single member does not matter.
-    computed = {tuple(tuple(methods_by_head(groups)) for groups in plan.layers if groups) for plan in plans}
+    computed = {plan.layers for plan in plans}
     assert len({fingerprint(plan) for plan in plans}) == len(computed) > 4
 
 
@@ -103,8 +103,8 @@ def test_a_bundled_profile_with_all_numbers_changed_has_another(name: str) -> No
             known[method] = scaled(method, parameters_of(method)["method"])
     counts = Counter(known[method].sharing for method in itertools.chain.from_iterable(methods))
     layers = [
-        None if groups is None else group_heads([known[method] for method in layer_methods], counts)
-        for groups, layer_methods in zip(plan.layers, methods, strict=True)
+        None if layer is None else LayerPlan.of([known[method] for method in layer_methods], counts)
+        for layer, layer_methods in zip(plan.layers, methods, strict=True)
     ]
     assert fingerprint(replace(plan, layers=tuple(layers))) != fingerprint(plan)
 

@@ -2,7 +2,7 @@
 """The plan: every head of a rank in a single group, a profile's heads divided among ranks, and precedence."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import LayerProfile
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_kernels.layer import HeadGroup
+from vllm_sparse_kernels.call import HeadGroup
+from vllm_sparse_kernels.layer import LayerPlan
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -36,12 +38,16 @@ def write(tmp_path: Path) -> Write:
     return partial(profile_file, tmp_path, default=WIDE)
 
 
+def every(heads: Sequence[int], method: Method) -> HeadGroup[Method]:
+    """Return heads with one method."""
+    return HeadGroup(tuple(heads), (method,) * len(heads))
+
+
 def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write) -> None:
     layers = {(1,): LayerProfile(heads={(0, 3): NARROW, (7,): NARROW, (2,): DENSE})}
     plan = Plan.build(SparsePrefillConfig(profile=write(layers=layers)), SHAPE)
-    expected = (HeadGroup((0, 3, 7), NARROW), HeadGroup((1, 4, 5, 6), WIDE), HeadGroup((2,), DENSE))
-    assert plan.layer(1) == expected
-    assert plan.layer(0) == (HeadGroup(tuple(range(8)), WIDE),)
+    assert plan.layer(1).groups == (every((0, 3, 7), NARROW), every((1, 4, 5, 6), WIDE), every((2,), DENSE))
+    assert plan.layer(0).groups == (every(range(8), WIDE),)
 
 
 @pytest.mark.full
@@ -55,8 +61,7 @@ def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) 
     config = SparsePrefillConfig(profile=write(layers={(0,): LayerProfile(heads=heads)}))
     method_of_head: dict[int, object] = {}
     for rank in range(size):
-        groups = Plan.build(config, shape, rank, size).layer(0)
-        assert groups is not None
+        groups = Plan.build(config, shape, rank, size).layer(0).groups
         assert len({group.method for group in groups}) == len(groups)
         assert [group.heads[0] for group in groups] == sorted(group.heads[0] for group in groups)
         for group in groups:
@@ -76,10 +81,7 @@ def share(cluster: int = -1, **params: Any) -> SharePrefill:
 
 
 def clusters_of(plan: Plan, layer: int) -> tuple[int, ...]:
-    groups = plan.layer(layer)
-    assert groups is not None
-    (group,) = groups
-    return tuple(method.cluster for method in group.methods())
+    return tuple(method.cluster for method in plan.layer(layer).methods)
 
 
 def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) -> None:
@@ -89,14 +91,13 @@ def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) 
         (2,): LayerProfile(heads={(3,): share(2, gamma=0.8), (6,): share(7, **spread)}),
     }
     plan = Plan.build(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)
-    assert plan.layer(0) == (
-        HeadGroup((0, 3, 4, 5, 6, 7), SharePrefill.merged([share(c) for c in (7, 7, -1, 2, -1, -1)])),
-        HeadGroup((1,), DENSE),
-        HeadGroup((2,), SharePrefill.merged([share(7, **spread)])),
+    assert plan.layer(0).groups == (
+        HeadGroup((0, 3, 4, 5, 6, 7), tuple(share(c) for c in (7, 7, -1, 2, -1, -1))),
+        every((1,), DENSE),
+        every((2,), share(7, **spread)),
     )
     assert clusters_of(plan, 1) == (-1,) * 8
-    last = [*[share()] * 3, share(2, gamma=0.8), *[share()] * 3]
-    assert plan.layer(2)[0].method == SharePrefill.merged(last)
+    assert plan.layer(2).groups[0].methods == (*[share()] * 3, share(2, gamma=0.8), *[share()] * 3)
 
 
 def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -> None:
@@ -123,7 +124,7 @@ def test_dense_layers_of_configuration_and_profile_add_up(write: Write) -> None:
     assert plan.dense_layers == (0, 2)
     assert plan.layer(0) is None
     assert plan.layer(2) is None
-    assert plan.layer(1) == plan.layer(3) == (HeadGroup(tuple(range(8)), WIDE),)
+    assert plan.layer(1) == plan.layer(3) == LayerPlan((WIDE,) * 8)
 
 
 def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:

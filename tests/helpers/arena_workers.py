@@ -24,7 +24,6 @@ from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods.top_p import hopper, portable
 from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED
-from vllm_sparse_kernels.selection.engine import SelectEngine
 from vllm_sparse_kernels.selection.slabs import TileBytes, slabs_of
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -79,32 +78,30 @@ class Worker:
     def __post_init__(self) -> None:
         num_heads, num_kv_heads, self.head_dim = self.heads
         shape = ModelShape("LlamaForCausalLM", 1, num_heads, num_kv_heads, self.head_dim)
-        (groups,) = Plan.build(SparsePrefillConfig(method=self.method), shape).layers
-        assert groups is not None
-        need, layer = LayerNeed.of(groups, num_kv_heads, self.head_dim, 2, CPU), Layer.of(groups, self.head_dim, CPU)
+        (plan,) = Plan.build(SparsePrefillConfig(method=self.method), shape).layers
+        assert plan is not None
+        need, layer = LayerNeed.of(plan, num_kv_heads, self.head_dim, 2, CPU), Layer.of(plan, self.head_dim, CPU)
         size = ArenaSize.of([need], self.max_tokens, MAX_ROWS, MAX_LEN, THRESHOLDS)
         assert size is not None
         self.room = Room([need], int(size.num_bytes * self.share))
         self.layer = layer
         page = torch.empty(1, 128, num_kv_heads, 2 * self.head_dim, dtype=torch.float16, device=META)
         self.cache = PagedCache(*page.split(self.head_dim, dim=-1))
-        self.engines = {group.method: group.method.select_engines for group in layer.groups}
+        self.engines = [group.method.select_engines for group in layer.plan.groups]
 
     def run(self, rows: Sequence[SparseRow]) -> None:
         """Select with each engine and attend over the kept keys, on the host only; count tensors that do not fit."""
         tokens = rows[-1].token + rows[-1].query_len
         q = torch.empty(tokens, self.heads[0], self.head_dim, dtype=torch.float16, device=META)
         for slab in self.room.slabs(rows, table_of(rows)):
-            for i_engine in range(max(map(len, self.engines.values()))):
+            for i_engine in range(max(map(len, self.engines))):
                 arena = Arena(META, torch.empty(self.room.num_bytes, dtype=torch.uint8, device=META))
-                index = self.layer.allocate_index(slab.rows, arena)
-                for group in self.layer.groups:
-                    engines: Sequence[SelectEngine] = self.engines[group.method]
-                    heads = torch.empty(len(group.heads), dtype=torch.int32, device=META)
+                call = self.layer.new_call(q, self.cache, slab.rows, 0.1, arena)
+                for group, engines in zip(self.layer.plan.groups, self.engines, strict=True):
                     with arena.frame():
-                        engines[i_engine % len(engines)].select(group.method, q, self.cache, index, heads, 0.1)
+                        engines[i_engine % len(engines)].select(replace(call, heads=group))
                 with arena.frame():
-                    PORTABLE.attend(q, self.cache, index, torch.empty_like(q), 0.1, options=self.layer.options)
+                    PORTABLE.attend(call, torch.empty_like(q), options=self.layer.options)
                 self.num_misses += arena.overflows
                 self.peak_bytes = max(self.peak_bytes, arena.peak_bytes)
 

@@ -6,10 +6,11 @@ Caches have vLLM's layout, with shuffled pages. Unused places are poisoned with 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 
+from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch, Expected
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import FP8, PagedCache
@@ -189,3 +190,8 @@ def assert_close(expected: Expected, out: torch.Tensor, lse: torch.Tensor | None
         assert torch.equal(result.isnan(), exact.isnan()), f"{name}: NaN where there should be none, or written gaps"
         error = float((result.double() - exact).nan_to_num().abs().max())
         assert error <= budget, f"{name}: error {error:.3e}, budget {budget:.3e}"
+
+
+def every_head(method: Any, num_heads: int) -> HeadGroup[Any]:
+    """Return all heads of a layer, with one method."""
+    return HeadGroup(tuple(range(num_heads)), (method,) * num_heads)

@@ -21,7 +21,10 @@ from vllm_sparse_kernels.attention import smooth_keys
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable import engine as portable
 
-KERNELS = {"attend_kernel": portable, "place_blocks_kernel": portable, "_round_keys_kernel": smooth_keys}
+KERNELS = {
+    "attend_kernel": portable, "approximate_kernel": portable, "place_blocks_kernel": portable,
+    "_round_keys_kernel": smooth_keys,
+}  # fmt: skip
 
 
 def shared_bytes(case: str) -> dict[str, int]:
@@ -46,7 +49,7 @@ def shared_bytes(case: str) -> dict[str, int]:
             stack.enter_context(patch.object(module, name, recorders[name]))
         means = torch.zeros(2, int(head_dim))
         stack.enter_context(patch.object(smooth_keys, "key_means", return_value=means))
-        portable.attend(batch.q, batch.cache, index, torch.empty_like(batch.q), batch.scale, options=options)
+        portable.attend(batch.call(index), torch.empty_like(batch.q), options=options)
     compiled = [kernel for recorder in recorders.values() for kernel in recorder.compiled]
     if any(kernel.metadata.target.arch != int(capability) for kernel in compiled):
         raise RuntimeError(f"{case}: compiled for {compiled[0].metadata.target}, an earlier case's target")

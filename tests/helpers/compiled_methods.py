@@ -27,7 +27,6 @@ from tests.helpers.offline_compiler import SHARED_KIB, card, resource_usage
 from vllm_sparse_kernels.attention import FlashAttention, flash_engine, widest_block
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.selection.engine import SelectSpec, portable_refusal
 
@@ -133,12 +132,12 @@ def recorded(kernels: dict[str, Usage]) -> ExitStack:
 
 def launch_all(batch: Batch, capability: int, name: str) -> None:
     """Run a layer at each setting of a method."""
-    inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
     for layer in layers_of(name, batch.cache.head_dim):
-        index = run(layer, inputs, torch.zeros_like(batch.q))
+        call = layer.new_call(batch.q, batch.cache, batch.rows, batch.scale)
+        run(layer, call, torch.zeros_like(batch.q))
         flash = flash_engine(FlashAttention.of_version(3 if capability == 90 else 2, no_attention))
-        if layer.options is None and not index.has_stripes and batch.cache.head_dim <= 256:
-            flash.attend(batch.q, batch.cache, index, torch.zeros_like(batch.q), batch.scale)
+        if layer.options is None and not call.index.has_stripes and batch.cache.head_dim <= 256:
+            flash.attend(call, torch.zeros_like(batch.q))
 
 
 def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
@@ -146,7 +145,7 @@ def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
     settings = (spec.parameters(), spec.full, *(spec.parameters(**step).group_key for step in spec.ladder))
     for method in dict.fromkeys(settings):
         plan = layer_plan([method] * 8)
-        if all(portable_refusal(SelectSpec(group.method, device, head_dim)) is None for group in plan):
+        if all(portable_refusal(SelectSpec(group.method, device, head_dim)) is None for group in plan.groups):
             yield replace(Layer.of(plan, head_dim, device), by_kernels=True)
             if name == "a_shape":  # as in layers with streaming heads, whose index has the blocks of top_p
                 narrow = METHODS["top_p"].parameters().finest_block_tokens

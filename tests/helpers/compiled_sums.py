@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from tests.helpers.batches import random_batch, random_index
+from tests.helpers.batches import every_head, random_batch, random_index
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
 from vllm_sparse_kernels.selection import last_queries
 
@@ -20,13 +20,13 @@ KERNELS = ("split_lse_kernel", "sums_kernel")
 
 def main() -> None:
     batch = random_batch([(3000, 200)], 32, 8, 128, page_size=128, dtype=torch.bfloat16)
-    index, heads = random_index(batch, 128, 0.2, 0, 0), torch.arange(32, dtype=torch.int32)
+    call = batch.call(random_index(batch, 128, 0.2, 0, 0), every_head(None, 32))
     recorders = {name: Recorder(getattr(last_queries, name)) for name in (*KERNELS, "block_diagonals_kernel")}
     for name, recorder in recorders.items():
         setattr(last_queries, name, recorder)
     estimate = last_queries.Estimate(64, band=64)
     with compiling_for():
-        last_queries.last_query_sums(batch.q, batch.cache, index, (0, 1), heads, batch.scale, estimate)
+        last_queries.last_query_sums(call, (0, 1), estimate)
     figures = {}
     for name in KERNELS:
         (compiled,) = recorders[name].compiled

@@ -63,7 +63,7 @@ def run(
                 side.nan_to_num_(nan=1e3)
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
-    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
+    engine.attend(batch.call(index), out, lse, options, batch.sinks)
     return out, lse
 
 

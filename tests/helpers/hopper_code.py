@@ -45,6 +45,7 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
     from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, StripeLayout
     from vllm_sparse_kernels.attention.hopper import engine as hopper
     from vllm_sparse_kernels.attention.portable.engine import matrix_args
+    from vllm_sparse_kernels.call import Call
 
     head_dim, block, lists, name = case.split("-")
     dtype, num_heads = {"bf16": torch.bfloat16, "fp16": torch.float16}[name], 8
@@ -60,7 +61,7 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
     matrix = matrix_args(cache)
     assert matrix is not None
     sinks = torch.zeros(num_heads, dtype=dtype) if "sinks" in lists else None
-    hopper.run(q, cache, matrix, index, torch.empty_like(q), 1.0, sinks=sinks)
+    hopper.run(Call(q, cache, index, 1.0), matrix, torch.empty_like(q), sinks=sinks)
 
 
 def exponents(case: str) -> int:

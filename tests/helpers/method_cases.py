@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.helpers.lined import DEVICE
+from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
@@ -43,19 +44,23 @@ def int32(values: Sequence[Any]) -> torch.Tensor:
 
 
 def select(
-    method: Method, batch: Batch, block_tokens: int = 64, heads: list[int] | None = None, by_reference: bool = False,
-    rows: Rows | None = None,
+    methods: Method | Sequence[Method], batch: Batch, block_tokens: int = 64, heads: Sequence[int] | None = None,
+    by_reference: bool = False, rows: Rows | None = None,
 ) -> SparseIndex:  # fmt: skip
-    """Return the selection of ``heads`` (default: all) by kernels or reference, in an index poisoned beforehand."""
+    """Return the selection of ``heads`` (default: all) by kernels or reference, in an index poisoned beforehand.
+
+    ``methods`` is the method of each of these heads, or one method for all.
+    """
     rows = rows or batch.rows
-    heads = list(range(batch.num_heads)) if heads is None else heads
-    layout = method.stripe_layout(rows)
-    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, dict.fromkeys(heads, layout))
+    heads = tuple(range(batch.num_heads) if heads is None else heads)
+    group = HeadGroup(heads, tuple(methods) if isinstance(methods, Sequence) else (methods,) * len(heads))
+    layouts = {head: method.stripe_layout(rows) for head, method in zip(heads, group.methods, strict=True)}
+    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, layouts)
     poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
-    for tensor in [*poisoned, index.stripe_counts] if layout.capacity else poisoned:
+    for tensor in [*poisoned, index.stripe_counts] if index.has_stripes else poisoned:
         tensor.fill_(POISON)
-    run = METHODS[name_of(method)].reference if by_reference else type(method).select
-    run(method, batch.q, batch.cache, index, int32(heads), batch.scale)
+    select_heads = METHODS[name_of(group.method)].reference if by_reference else group.method.select
+    select_heads(batch.call(index, group))
     if len(heads) == batch.num_heads:
         index.check()
     return index

@@ -2,6 +2,7 @@
 """A mixed batch of a layer, and the references of its sparse rows."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,8 +11,10 @@ from tests.helpers.vllm_objects import CPU, Step
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.block_width import index_block_tokens
-from vllm_sparse_kernels.layer import HeadGroup, attend_options, methods_by_head
+from vllm_sparse_kernels.call import Call, HeadGroup
+from vllm_sparse_kernels.layer import attend_options
 from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods.base import Method
 
 # Decodes, short prompts and sparse rows in no particular order, with contexts of any length.
 MIXED = ((333, 150), (40, 1), (0, 63), (1, 200), (100, 131), (0, 1), (701, 40), (64, 1), (31, 64))
@@ -37,17 +40,17 @@ def sparse_part(step: Step, row: int) -> Rows:
 
 
 def reference(
-    step: Step, row: int, groups: Sequence[HeadGroup], scale: float, rows: Rows | None = None
+    step: Step, row: int, methods: Sequence[Method], scale: float, rows: Rows | None = None
 ) -> tuple[torch.Tensor, SparseIndex]:
-    """Run the sparse part of a row through the references of its methods and of attend."""
+    """Run the sparse part of a row through the references of each head's method and of attend."""
     query, cache = step.alone(row)
     query, rows = query[dense_tokens(step, row) :], rows or sparse_part(step, row)
-    layouts = {head: group.method.stripe_layout(rows) for group in groups for head in group.heads}
-    block_tokens = index_block_tokens(methods_by_head(tuple(groups)), cache.head_dim, CPU)
+    layouts = {head: method.stripe_layout(rows) for head, method in enumerate(methods)}
+    block_tokens = index_block_tokens(methods, cache.head_dim, CPU)
     index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
-    for group in groups:
-        heads = torch.tensor(group.heads, dtype=torch.int32)
-        METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
+    call = Call(query, cache, index, scale)
+    for head, method in enumerate(methods):
+        METHODS[name_of(method)].reference(replace(call, heads=HeadGroup((head,), (method,))))
     out = torch.full_like(query, float("nan"))
-    attend(query, cache, index, out, scale, options=attend_options(methods_by_head(tuple(groups)), CPU))
+    attend(call, out, options=attend_options(methods, CPU))
     return out, index

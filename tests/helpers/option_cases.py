@@ -88,7 +88,7 @@ def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: b
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), float("nan"), device=batch.q.device)
     with patch.object(portable, "supports_bulk", lambda cache: bulk):
-        portable.attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
+        portable.attend(batch.call(index), out, lse, options, batch.sinks)
     return out, lse
 
 
@@ -96,7 +96,7 @@ def by_reference(batch: Batch, index: SparseIndex, options: AttendOptions | None
     out = torch.full_like(batch.q, float("nan"), dtype=dtype)
     lse = out.new_full((batch.num_heads, len(batch.q)), float("nan"))
     attend = reference.ReferenceAttend(dtype)
-    attend(batch.q, batch.cache, index, out, batch.scale, lse, options, batch.sinks)
+    attend(batch.call(index), out, lse, options, batch.sinks)
     return out, lse
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.helpers import paper_rules as rules
+from tests.helpers.batches import every_head
 from tests.helpers.masks import mask_of
 from tests.helpers.structured import Structured, paged_batch, structured
 from vllm_sparse_kernels.engine_trial import Batch
@@ -91,8 +92,7 @@ class AnchorOverlap:
             method = AnchorAttention(theta=theta, step_tiles=step_tiles, **options)
             layout = method.stripe_layout(batch.rows)
             index = SparseIndex.allocate(batch.rows, num_heads, 128, dict.fromkeys(range(num_heads), layout))
-            heads = torch.arange(num_heads, dtype=torch.int32)
-            select_anchor_attention(method, batch.q, batch.cache, index, heads, batch.scale)
+            select_anchor_attention(batch.call(index, every_head(method, num_heads)))
             return mask_of(index, 0)
 
         default, with_options = masks(), masks(dense_tail=True, first_group=True)
@@ -149,8 +149,8 @@ class SaleOverlap:
         data, batch = prompt(num_tokens, num_heads, num_kv_heads, head_dim)
         shape = -(-num_tokens // 64), -(-num_tokens // 32)
         ours = torch.zeros(num_heads, *shape, dtype=torch.bool)
-        heads = torch.arange(num_heads)
-        for head, i_tile, kept in paper_blocks(Sale(tau), batch.q, batch.cache, batch.rows, heads, batch.scale):
+        index = SparseIndex.allocate(batch.rows, num_heads, 32)
+        for head, i_tile, kept in paper_blocks(batch.call(index, every_head(Sale(tau), num_heads))):
             ours[head, 2 * i_tile : 2 * i_tile + len(kept), : kept.shape[1]] = kept
         causal_blocks = sum(min(64 * i + 63, num_tokens - 1) // 32 + 1 for i in range(shape[0]))
         rows: list[list[float]] = []
@@ -210,10 +210,9 @@ class ShareOverlap:
         index = SparseIndex.allocate(
             batch.rows, num_heads, 64, dict.fromkeys(range(num_heads), method.stripe_layout(batch.rows))
         )
-        heads = torch.arange(num_heads, dtype=torch.int32)
-        select_flex_vertical_slash(method.fallback, batch.q, batch.cache, index, heads, batch.scale)
+        select_flex_vertical_slash(batch.call(index, every_head(method.fallback, num_heads)))
         lines = mask_of(index, 0)
-        select_share_prefill(SharePrefill.merged([method] * num_heads), batch.q, batch.cache, index, heads, batch.scale)
+        select_share_prefill(batch.call(index, every_head(method, num_heads)))
         ours = mask_of(index, 0)
         queries, keys = (torch.stack(x) for x in zip(*(head_of(data, i) for i in range(num_heads)), strict=True))
         expected = rules.share_prefill(queries, keys, data.scale, gamma, 1.01, max_distance)
@@ -270,8 +269,7 @@ class VerticalSlashOverlap:
             method = VerticalSlash(num_verticals, num_slashes, 64, forced_verticals, forced_slashes)
             layout = method.stripe_layout(batch.rows)
             index = SparseIndex.allocate(batch.rows, num_heads, 64, dict.fromkeys(range(num_heads), layout))
-            heads = torch.arange(num_heads, dtype=torch.int32)
-            select_vertical_slash(method, batch.q, batch.cache, index, heads, batch.scale)
+            select_vertical_slash(batch.call(index, every_head(method, num_heads)))
             return mask_of(index, 0)
 
         paper, released = masks(0, 0), masks(30, 100)

@@ -2,15 +2,12 @@
 """Test cases of SALE and the paper's steps in float64: blocks that are surely kept, and blocks that float32 may
 keep."""
 
-import math
-
 import torch
 
-from tests.helpers.batches import random_batch
-from tests.helpers.method_cases import DEVICE, int32, kept_blocks, row_parts
+from tests.helpers.batches import every_head, random_batch
+from tests.helpers.method_cases import DEVICE, kept_blocks, row_parts
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, Selected
@@ -19,7 +16,6 @@ from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.slabs import slabs_of
-from vllm_sparse_kernels.workspace import Workspace
 
 ROUNDING = 1e-4
 """Distance from a half, in steps, within which float32 may round the other way."""
@@ -146,22 +142,18 @@ def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
     assert total < 100 or 0.1 < kept / total < 0.9, f"{kept} of {total}: this data tells little"
 
 
-def selected_heads(method: Sale, batch: Batch) -> Selected:
-    """Return the selection for all heads."""
-    heads = int32(range(batch.num_heads))
-    return Selected(heads, torch.full((len(heads),), math.log(method.tau), device=DEVICE), len(heads))
-
-
 def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
     """Round all rows, whose keys fit a single slab."""
-    q, cache, rows, room = batch.q, batch.cache, batch.rows, Workspace(torch.device(DEVICE))
-    selected, inputs = selected_heads(method, batch), LayerInputs(q, cache, rows, batch.scale)
+    index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
+    call = batch.call(index, every_head(method, batch.num_heads))
+    selected = Selected(call.head_ids, call.parameters("log_tau"), batch.num_heads)
     regions = Regions(method.sink_tokens, method.local_tokens)
-    kept_d = kept_channels(cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
-    means = sale_means.row_means(q, cache, rows, kept_d, room)
-    integers = IntegerFormat(kept_d, module.integer_dtype(q.device))
-    queries = sale_rounding.round_queries(inputs, means, selected, regions, integers, room)
-    (slab,) = slabs_of(rows, selected.num_selected, marks_bytes)
-    keys = sale_rounding.allocate_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, room)
-    sale_rounding.round_keys(inputs, means, selected, slab, keys)
+    kept_d = kept_channels(batch.cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
+    means = sale_means.row_means(call, kept_d)
+    integers = IntegerFormat(kept_d, module.integer_dtype(batch.q.device))
+    queries = sale_rounding.round_queries(call, means, selected, regions, integers)
+    (slab,) = slabs_of(batch.rows, selected.num_selected, marks_bytes)
+    num_kv_heads = batch.cache.num_kv_heads
+    keys = sale_rounding.allocate_keys(selected.num_selected, num_kv_heads, slab.num_keys, integers, index.workspace)
+    sale_rounding.round_keys(call, means, selected, slab, keys)
     return queries, keys

@@ -31,7 +31,7 @@ def make_impls(
     row."""
     heads = SHAPE.num_kv_heads, SHAPE.head_dim
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
-    needs = [LayerNeed.of(groups, *heads, 2, device, engine) for groups in plan.layers if groups]
+    needs = [LayerNeed.of(layer, *heads, 2, device, engine) for layer in plan.layers if layer is not None]
     longest = kernel_rows([SparseRow(0, 0, LARGEST_CHUNK, LONGEST - LARGEST_CHUNK)])
     num_bytes = Room(needs, 1 << 60).needed(longest)
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -40,12 +40,13 @@ def make_impls(
         recorder=Recorder(device), memory=memory, resolved=SimpleNamespace(config=SparsePrefillConfig())
     )
     impls = []
-    for layer, groups in enumerate(plan.layers):
+    for number, layer in enumerate(plan.layers):
+        assert layer is not None
         impl = object.__new__(SparsePrefillImpl)
         impl.num_heads, impl.num_kv_heads, impl.head_size = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
         impl.scale, impl.fallback = SHAPE.head_dim**-0.5, None
         impl.sinks = None
-        served = replace(Layer.of(groups or (), impl.head_size, device, engine), by_kernels=True)
-        impl.adopt(layer, {ON: LayerLevel(served)}, worker)
+        served = replace(Layer.of(layer, impl.head_size, device, engine), by_kernels=True)
+        impl.adopt(number, {ON: LayerLevel(served)}, worker)
         impls.append(impl)
     return impls

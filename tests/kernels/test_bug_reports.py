@@ -41,12 +41,6 @@ def refill(batch: Batch, value: float) -> Batch:
     return replace(batch, cache=replace(batch.cache, keys=keys, values=values), rows=replace(batch.rows))
 
 
-def merged(name: str, params: dict[str, Any], num_heads: int) -> Any:
-    """Return a method with these parameters for each of ``num_heads`` heads."""
-    parameters = METHODS[name].parameters
-    return parameters.merged([parameters(**params)] * num_heads)
-
-
 @pytest.mark.parametrize("sinks", [None, [-30.0, 5.0]], ids=["no-sinks", "sinks"])
 @pytest.mark.parametrize("block_tokens", [pytest.param(32, marks=FULL), 64, pytest.param(128, marks=FULL)])
 def test_queries_to_which_the_first_block_read_is_masked(
@@ -92,7 +86,7 @@ def test_whatever_lies_past_a_sequences_end_methods_keep_the_same(
     """Selection is unchanged too. Its means and sums of blocks include the last, partly filled page, which is NaN at
     first."""
     batch = lined_batch([(201, 70), (0, 5)], 2, 1, 64, 64, torch.float16)
-    method = merged(name, params, 2)
+    method = METHODS[name].parameters(**params)
     lists = [
         all_lists(select(method, b, method.block_tokens, by_reference=by_reference))
         for b in (batch, *(refill(batch, value) for value in values))
@@ -155,7 +149,7 @@ def run_in_place(engine: AttendEngine, batch: Batch, index: SparseIndex) -> tupl
             side[pages] = side[pages].nan_to_num(nan=1e3)
     out = batch.empty_out()
     lse = torch.full((batch.num_heads, len(batch.q)), math.nan, device=batch.q.device)
-    engine.attend(batch.q, batch.cache, index, out, batch.scale, lse)
+    engine.attend(batch.call(index), out, lse)
     return out, lse
 
 
@@ -163,7 +157,7 @@ def run_in_place(engine: AttendEngine, batch: Batch, index: SparseIndex) -> tupl
 def test_selection_past_two_to_the_31_elements(name: str, params: dict[str, Any]) -> None:
     """Selection reads pages at the same offsets."""
     batch, far = far_batch([(201, 70), (0, 5)], torch.float16, FAR)
-    method = merged(name, params, 2)
+    method = METHODS[name].parameters(**params)
     assert all_lists(select(method, far, method.block_tokens)) == all_lists(select(method, batch, method.block_tokens))
 
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.helpers.batches import assert_close, random_batch
+from tests.helpers.batches import assert_close, every_head, random_batch
 from tests.helpers.engine_cases import DTYPES, ENGINES, flash_attention
 from tests.helpers.method_cases import all_lists
 from vllm_sparse_backend.config.method_parameters import make_method
@@ -17,8 +17,7 @@ from vllm_sparse_kernels import SparseIndex, Workspace
 from vllm_sparse_kernels.attention import PORTABLE, AttendSpec
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
-from vllm_sparse_kernels.layer import HeadGroup, Layer, run, stripes_of
-from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.layer import Layer, LayerPlan, run, stripes_of
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 
@@ -38,15 +37,17 @@ def batch(lengths: Sequence[tuple[int, int]] = ((700, 300), (0, 131))) -> Batch:
     return random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, 64, 16, gap_tokens=3)
 
 
-def inputs_of(batch: Batch) -> LayerInputs:
-    return LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-
-
 def layer_of(*methods: Method) -> Layer:
     """Return a layer whose heads have these methods in turn, on a CPU on any machine."""
-    dealt = [methods[head % len(methods)] for head in range(NUM_HEADS)]
-    groups = tuple(HeadGroup(tuple(h for h, m in enumerate(dealt) if m == method), method) for method in methods)
-    return dataclasses.replace(Layer.of(groups, 64, CPU), block_tokens=64)
+    plan = LayerPlan(tuple(methods[head % len(methods)] for head in range(NUM_HEADS)))
+    return dataclasses.replace(Layer.of(plan, 64, CPU), block_tokens=64)
+
+
+def run_layer(layer: Layer, batch: Batch, out: torch.Tensor, workspace: Workspace | None = None) -> SparseIndex:
+    """Select and attend, and return the index."""
+    call = layer.new_call(batch.q, batch.cache, batch.rows, batch.scale, workspace)
+    run(layer, call, out)
+    return call.index
 
 
 def fits(index: SparseIndex, buffer: torch.Tensor) -> bool:
@@ -62,7 +63,7 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     """Layers of the same plan share a layout, the only data that a step keeps."""
     rows = batch().rows
     layers = [layer_of(DENSE, LINES), layer_of(DENSE, MORE_LINES), layer_of(MASS), layer_of(DENSE)]
-    capacities = [sum(stripes_of(g.method, rows).capacity * len(g.heads) for g in layer.groups) for layer in layers]
+    capacities = [sum(stripes_of(method, rows).capacity for method in layer.plan.methods) for layer in layers]
     needed = [SparseIndex.bytes_for(rows, NUM_HEADS, 64, capacity) for capacity in capacities]
     arena = Workspace(CPU, torch.empty(max(needed), dtype=torch.uint8))
     assert arena.buffer is not None
@@ -90,14 +91,13 @@ def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -
         assert arena.buffer is not None
         arena.buffer.fill_(0x7F)  # data of the previous layer
         out, alone = inputs.empty_out(), inputs.empty_out()
-        run(layer, inputs_of(inputs), out, arena).check()
-        for group in layer.groups:
+        run_layer(layer, inputs, out, arena).check()
+        for group in layer.plan.groups:
             layouts = dict.fromkeys(range(NUM_HEADS), group.method.stripe_layout(inputs.rows))
             index = SparseIndex.allocate(inputs.rows, NUM_HEADS, 64, layouts)
-            heads = torch.arange(NUM_HEADS, dtype=torch.int32)
-            METHODS[name_of(group.method)].reference(group.method, inputs.q, inputs.cache, index, heads, inputs.scale)
+            METHODS[name_of(group.method)].reference(inputs.call(index, every_head(group.method, NUM_HEADS)))
             every = inputs.empty_out()
-            attend(inputs.q, inputs.cache, index, every, inputs.scale)
+            attend(inputs.call(index), every)
             alone[:, list(group.heads)] = every[:, list(group.heads)]
         assert torch.equal(out.nan_to_num(7), alone.nan_to_num(7))
 
@@ -106,7 +106,9 @@ def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -
 def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check: bool) -> None:
     looks, sample = Mock(), batch([(0, 100)])
     monkeypatch.setattr(SparseIndex, "check", looks)
-    run(layer_of(SHAPE), inputs_of(sample), sample.empty_out(), check=check)
+    layer = layer_of(SHAPE)
+    call = layer.new_call(sample.q, sample.cache, sample.rows, sample.scale)
+    run(layer, call, sample.empty_out(), check=check)
     assert looks.call_count == check
 
 
@@ -127,15 +129,15 @@ def test_selection_does_not_depend_on_the_engine(
         pytest.skip("blocks are narrow on GPUs of compute capability 9.0 (H100, H200)")
     sample = without_nan(random_batch(lengths, NUM_HEADS, NUM_KV_HEADS, head_dim, 128, DTYPES[-1], device))
     sample.q.mul_(3)
-    groups = (HeadGroup(tuple(range(NUM_HEADS)), method),)
+    plan = LayerPlan((method,) * NUM_HEADS)
     layer, wide = (
-        dataclasses.replace(Layer.of(groups, head_dim, sample.q.device, wanted), by_kernels=True)
+        dataclasses.replace(Layer.of(plan, head_dim, sample.q.device, wanted), by_kernels=True)
         for wanted in ("auto", PORTABLE.name)
     )
     spec, kept = AttendSpec.of(sample.cache, layer.allocate_index(sample.rows), None), {}
     for engine in (engine for engine in ENGINES.values() if engine.refusal(spec) is None):
         out = sample.empty_out()
-        index = run(dataclasses.replace(layer, engine=engine), inputs_of(sample), out)
+        index = run_layer(dataclasses.replace(layer, engine=engine), sample, out)
         assert_close(expected_attention(sample, index), out)
         kept[engine.name] = all_lists(index)
     missing = {"hopper"} if device == "cpu" else {"flash"} if flash_attention() is None else set()
@@ -143,5 +145,5 @@ def test_selection_does_not_depend_on_the_engine(
     assert all(lists_of_engine == kept[PORTABLE.name] for lists_of_engine in kept.values())
     times = wide.block_tokens // layer.block_tokens
     assert times > 1
-    for ours, theirs in zip(kept[PORTABLE.name], all_lists(run(wide, inputs_of(sample), out))):
+    for ours, theirs in zip(kept[PORTABLE.name], all_lists(run_layer(wide, sample, out))):
         assert [sorted({block // times for block in blocks}) for blocks, _ in ours] == [blocks for blocks, _ in theirs]

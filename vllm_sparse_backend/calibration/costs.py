@@ -128,7 +128,7 @@ def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[TimedLa
 
 def _alone(layer: TimedLayer, method: Method) -> TimedLayer:
     """Return the layer with selection for the first head only. Its index still has room for all heads."""
-    head = layer.served.head_ids[0][:1]
-    engine = choose_select_engine(SelectSpec(method, head.device, layer.batch.cache.head_dim)).engine
-    served = replace(layer.served, groups=layer_plan([method]), head_ids=(head,), select_engines=(engine,))
+    spec = SelectSpec(method, layer.batch.q.device, layer.batch.cache.head_dim)
+    engine = choose_select_engine(spec).engine
+    served = replace(layer.served, plan=layer_plan([method]), select_engines=(engine,))
     return replace(layer, served=served)

@@ -34,7 +34,6 @@ from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engin
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.base import Method
 
 State = dict[Hashable, Any]
@@ -126,12 +125,12 @@ class LayerPrompt:
             if setup.long is not None and rows.context_lens[0] >= setup.long.context_tokens:
                 plan, block_tokens = setup.long.plan, setup.long.block_tokens
             layer = Layer.of(plan, batch.cache.head_dim, batch.q.device, block_tokens=block_tokens)
-            out = batch.empty_out()
+            out, call = batch.empty_out(), layer.new_call(batch.q, batch.cache, rows, batch.scale)
             if setup.engines:  # the engine that a server uses
-                spec = AttendSpec.of(batch.cache, layer.allocate_index(rows), layer.options)
+                spec = AttendSpec.of(batch.cache, call.index, layer.options)
                 layer = replace(layer, engine=choose_engine(setup.engines, spec).engine)
-            index = run(layer, LayerInputs(batch.q, batch.cache, rows, batch.scale), out)
-            yield ChunkPass(out, index, rows.state)
+            run(layer, call, out)
+            yield ChunkPass(out, call.index, rows.state)
 
     def outcome(self, setup: "LayerSetup", states: Sequence[State] = ()) -> Outcome:
         """Compare the output under a method with the dense output, for all chunks."""

@@ -18,23 +18,23 @@ from vllm_sparse_backend.config.profile import EXACT, ON, Profile
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.settings import OPTION, SparsePrefillConfig
 from vllm_sparse_backend.config.source_files import Documents
-from vllm_sparse_kernels.layer import HeadGroup, LayerPlan, group_heads, methods_by_head
+from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
 
 def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]:
-    """Return one layer's groups of heads at each level.
+    """Return one layer's plan at each level.
 
-    Rows of several levels may share a step. A level at which the layer is dense therefore gets one group of dense heads
-    if the layer is sparse at another level.
+    Rows of several levels may share a step. A level at which the layer is dense therefore gets dense heads if the layer
+    is sparse at another level.
     """
-    groups_by_level = [plan.layer(layer) for plan in plans]
-    num_heads = max((len(methods_by_head(groups)) for groups in groups_by_level if groups), default=0)
+    by_level = [plan.layer(layer) for plan in plans]
+    num_heads = max((len(of_level.methods) for of_level in by_level if of_level is not None), default=0)
     if not num_heads:
         return ()
-    dense = (HeadGroup(tuple(range(num_heads)), make_method("dense", {})),)
-    return tuple(dense if groups is None else groups for groups in groups_by_level)
+    dense = LayerPlan((make_method("dense", {}),) * num_heads)
+    return tuple(dense if of_level is None else of_level for of_level in by_level)
 
 
 ANY_OTHER = "any other"
@@ -77,7 +77,7 @@ class Plan:
         return {level: _build(config, profile, documents.source, shape, tp_rank, tp_size, level) for level in levels}
 
     def layer(self, layer: int) -> LayerPlan | None:
-        """Return the groups of a layer."""
+        """Return the plan of a layer; None if it is dense."""
         return self.layers[layer] if layer < len(self.layers) else None
 
     @property
@@ -88,7 +88,7 @@ class Plan:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that run dense."""
-        return tuple(i for i, groups in enumerate(self.layers) if groups is None)
+        return tuple(i for i, layer in enumerate(self.layers) if layer is None)
 
     def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
         """Return the lengths from which rows run sparse: the strictest thresholds of several engines."""
@@ -129,12 +129,12 @@ class Plan:
         layers: dict[str, set[int]] = defaultdict(set)
         heads: dict[str, int] = defaultdict(int)
         methods: dict[str, dict[Method, list[Method]]] = defaultdict(lambda: defaultdict(list))
-        for i, groups in enumerate(self.layers):
-            for group in groups or ():
-                name = name_of(group.method)
+        for i, layer in enumerate(self.layers):
+            for method in layer.methods if layer is not None else ():
+                name = name_of(method)
                 layers[name].add(i)
-                heads[name] += len(group.heads)
-                methods[name][group.method.group_key].append(group.method)
+                heads[name] += 1
+                methods[name][method.group_key].append(method)
         for name, settings in methods.items():
             first_setting = next(iter(settings.values()))
             text = summarize(first_setting) if len(settings) == 1 else f"{name} ({len(settings)} settings)"
@@ -171,7 +171,7 @@ def _build(
     all_methods = [
         () if layer in dense else profile.methods_of(layer, shape.num_heads) for layer in range(shape.num_layers)
     ]
-    layers = _group_layers([methods[local_heads] for methods in all_methods])
+    layers = _layer_plans([methods[local_heads] for methods in all_methods])
     return Plan(
         layers=layers,
         min_tokens=_select_setting(config, profile, "min_tokens"),
@@ -180,16 +180,16 @@ def _build(
         shape=shape,
         level=profile.level,
         level_names=profile.level_names,
-        methods=_methods(layers if tp_size == 1 else _group_layers(all_methods)),
+        methods=_methods(layers if tp_size == 1 else _layer_plans(all_methods)),
     )
 
 
-def _group_layers(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
-    """Group the heads of each layer; None for a layer without methods. Equal layers share one object."""
+def _layer_plans(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
+    """Return the plan of each layer; None for a layer without methods. Equal layers share one object."""
     counts = Counter(method.sharing for method in chain.from_iterable(methods))
     known: dict[LayerPlan, LayerPlan] = {}
-    plans = (group_heads(layer_methods, counts) for layer_methods in methods)
-    return tuple(known.setdefault(plan, plan) or None for plan in plans)
+    plans = [LayerPlan.of(layer_methods, counts) for layer_methods in methods]
+    return tuple(known.setdefault(plan, plan) if plan.methods else None for plan in plans)
 
 
 def _select_setting(config: SparsePrefillConfig, profile: Profile, field: str) -> TokenCount:
@@ -201,4 +201,4 @@ def _select_setting(config: SparsePrefillConfig, profile: Profile, field: str) -
 
 def _methods(layers: Iterable[LayerPlan | None]) -> frozenset[Method]:
     """Return the methods of all heads, as the configuration states them."""
-    return frozenset(method for groups in set(layers) if groups for method in methods_by_head(groups))
+    return frozenset(chain.from_iterable(layer.methods for layer in set(layers) if layer is not None))

@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.settings import KEY, OPTION, RequestsConfig, StreamingHeadsConfig
 from vllm_sparse_backend.identity import PACKAGE, package_version
-from vllm_sparse_kernels.layer import LayerPlan, methods_by_head
+from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
@@ -188,9 +188,9 @@ def fingerprint(
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _heads_of(groups: LayerPlan) -> list[dict[str, Any]]:
-    """Return each head's method by name and fields. A merged method would hide the fields of single heads."""
-    return [_canonical(method) for method in methods_by_head(groups)]
+def _heads_of(plan: LayerPlan) -> list[dict[str, Any]]:
+    """Return each head's method by name and fields."""
+    return [_canonical(method) for method in plan.methods]
 
 
 def _canonical(method: Method) -> dict[str, Any]:

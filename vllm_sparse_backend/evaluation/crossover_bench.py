@@ -40,7 +40,7 @@ from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
 from vllm_sparse_backend.identity import package_version
 from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import layer_plan, methods_by_head
+from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 
@@ -94,7 +94,7 @@ def methods_of_settings(settings: Sequence[Mapping[str, Any]], shape: ModelShape
     methods: dict[Method, None] = {}
     for values in settings:
         layers = Plan.build(load_config({KEY: values}), shape).layers
-        counted = Counter(method for groups in layers for method in methods_by_head(groups or ()))
+        counted = Counter(method for layer in layers if layer is not None for method in layer.methods)
         kinds: dict[str, Method] = {}
         for method, _ in counted.most_common():
             kinds.setdefault(name_of(method), method)

@@ -23,9 +23,9 @@ class TimedLayer:
     out: torch.Tensor
 
     @staticmethod
-    def of(batch: Batch, groups: LayerPlan, engine: str) -> "TimedLayer":
+    def of(batch: Batch, plan: LayerPlan, engine: str) -> "TimedLayer":
         """Prepare a layer's chunk for attention on the engine named ``engine``."""
-        served = layers.Layer.of(groups, batch.cache.head_dim, batch.q.device, engine)
+        served = layers.Layer.of(plan, batch.cache.head_dim, batch.q.device, engine)
         return TimedLayer(batch, served, served.allocate_index(batch.rows), batch.empty_out())
 
     @property
@@ -34,12 +34,11 @@ class TimedLayer:
 
     def select(self) -> None:
         with self.index.workspace.frame():
-            self.served.select(self.batch.q, self.batch.cache, self.index, self.batch.scale)
+            self.served.select(self.batch.call(self.index))
 
     def attend(self, engine: AttendEngine) -> None:
-        batch = self.batch
         served = replace(self.served, engine=engine, by_kernels=True)  # on any device, because this engine is measured
-        served.attend(batch.q, batch.cache, self.index, self.out, batch.scale)
+        served.attend(self.batch.call(self.index), self.out)
 
     def run(self, engine: AttendEngine) -> None:
         self.select()
@@ -73,9 +72,7 @@ def layers_of(
     """Return the chunk in each layer as one step, in which all layers share rows. ``plan`` has no dense layer."""
     rows = prompts[0].chunk(context_len, query_len).rows
     chunks = [replace(prompt.chunk(context_len, query_len), rows=rows) for prompt in prompts]
-    return [
-        TimedLayer.of(chunk, groups, engine) for chunk, groups in zip(chunks, plan, strict=True) if groups is not None
-    ]
+    return [TimedLayer.of(chunk, layer, engine) for chunk, layer in zip(chunks, plan, strict=True) if layer is not None]
 
 
 def new_step(layers: Sequence[TimedLayer]) -> Callable[[], None]:

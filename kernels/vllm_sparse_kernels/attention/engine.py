@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
@@ -86,16 +87,13 @@ class Attend(Protocol):
     """A function that computes attention over the keys of an index.
 
     It writes softmax(scale · q kᵀ) v into ``out`` for the tokens of the index's rows and leaves other tokens untouched.
-    Temporary tensors come from ``index.workspace``. It does not synchronise with the device.
+    Temporary tensors come from the index's workspace. It does not synchronise with the device.
     """
 
     def __call__(
         self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        index: SparseIndex,
+        call: Call,
         out: torch.Tensor,
-        scale: float,
         lse: torch.Tensor | None = None,
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
@@ -140,11 +138,9 @@ class AttendArgs(NamedTuple):
         return AttendArgs(q, out, lse, sinks, *strides, 0 if lse is None else lse.stride(0))
 
 
-def check_shapes(
-    q: torch.Tensor, out: torch.Tensor, cache: PagedCache, index: SparseIndex, sinks: torch.Tensor | None = None
-) -> None:
+def check_shapes(call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
     """Check that the tensors fit the index and each other."""
-    num_heads = index.num_heads
+    q, cache, index, num_heads = call.q, call.cache, call.index, call.index.num_heads
     if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
         raise ValueError(
             f"attend: given q {tuple(q.shape)} and out {tuple(out.shape)}, expected both as [num_tokens, {num_heads}, "

@@ -20,8 +20,9 @@ import torch
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.engine import STRIPE_STEP
 from vllm_sparse_kernels.attention.smooth_keys import SCALE_TOKENS
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import FP8, PagedCache
+from vllm_sparse_kernels.paged import FP8
 
 INT8_MAX = 127
 
@@ -35,17 +36,15 @@ class ReferenceAttend:
 
     def __call__(
         self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        index: SparseIndex,
+        call: Call,
         out: torch.Tensor,
-        scale: float,
         lse: torch.Tensor | None = None,
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
         """Compute attention; ``engine.Attend`` describes it."""
-        rows, num_heads, group = index.rows, index.num_heads, q.shape[1] // cache.num_kv_heads
+        q, cache, index, scale = call.q, call.cache, call.index, call.scale
+        rows, num_heads, group = call.rows, index.num_heads, call.group
         margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
         if options is not None:
             options.check(num_heads)

@@ -22,6 +22,6 @@ def name_of(method: Method) -> str:
     """Return the name under which a method's class is registered.
 
     Args:
-        method: A method, or a merger of several.
+        method: The method of a head.
     """
-    return next(name for name, spec in METHODS.items() if spec.parameters is type(method.group_key))
+    return next(name for name, spec in METHODS.items() if spec.parameters is type(method))

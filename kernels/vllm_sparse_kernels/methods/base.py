@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``Method``: the parameters of a selection method, which can fill rows of a SparseIndex.
+"""``Method``: the parameters of a selection method for one head.
 
 A method's file defines one dataclass derived from ``Method`` per pattern. Its fields are the paper's parameters. Their
 defaults are the paper's where it states any, and otherwise those of the authors' code. ``__post_init__`` refuses values
@@ -9,32 +9,30 @@ the two (``spec.py``).
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass, fields
+from typing import ClassVar, Self
 
-import torch
-
-from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.index import LayerShape, StripeLayout
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.engine import PORTABLE, SelectEngine, portable_refusal
 from vllm_sparse_kernels.selection.footprint import most_bytes
-from vllm_sparse_kernels.selection.parameters import require
 
 
 @dataclass(frozen=True)
 class Method(ABC):
     """Parameters of one selection method for one head.
 
-    Heads of a layer whose methods have the same ``group_key`` are selected together: ``merged`` combines their methods
-    into one, whose ``select`` handles all of these heads.
+    Heads of a layer whose methods have the same ``group_key`` are selected together (``HeadGroup``).
 
     Attributes:
         block_tokens: Widest index block, in keys, that does not make the method's selection coarser. Blocks of 128 keys
             are faster on Hopper than blocks of 64.
+        differing: Names of the fields that may differ between heads that are selected together.
     """
 
     block_tokens: ClassVar[int] = 64
+    differing: ClassVar[tuple[str, ...]] = ()
 
     @property
     def finest_block_tokens(self) -> int | None:
@@ -58,31 +56,15 @@ class Method(ABC):
         return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     @property
-    def group_key(self) -> "Method":
-        """Key that is equal for methods that ``merged`` combines. Such methods have the same registered name."""
-        return self
-
-    @property
-    def size_key(self) -> "Method":
-        """Key that is equal for methods, merged or not, that need equal room in an index and a workspace."""
-        return self.group_key
+    def group_key(self) -> Self:
+        """Key of the heads that are selected together: the method with the defaults of the ``differing`` fields."""
+        names = (item.name for item in fields(self) if item.init and item.name not in self.differing)
+        return type(self)(**{name: getattr(self, name) for name in names})
 
     @classmethod
-    def merged(cls, methods: Sequence[Self]) -> "Method":
-        """Combine the methods of several heads of a layer.
-
-        Args:
-            methods: The method of each head; all have the same ``group_key``.
-        """
-        return methods[0]
-
-    def of_heads(self, num_heads: int) -> Sequence[Self]:
-        """Return the method of each head that this method selects.
-
-        Args:
-            num_heads: Number of heads that are selected together.
-        """
-        return (self,) * num_heads
+    def largest(cls, methods: Sequence[Self]) -> Self:
+        """Return a method that needs as much room as any of several methods with the same ``group_key``."""
+        return methods[0].group_key
 
     @property
     def skip_margin(self) -> float | None:
@@ -120,7 +102,7 @@ class Method(ABC):
         return None
 
     def with_kept_mass(self, share: float) -> "Method":
-        """Return the method with another share of kept attention mass.
+        """Return the method with another share of kept attention mass. Only ``differing`` fields may change.
 
         Args:
             share: p, in (0, 1].
@@ -141,9 +123,9 @@ class Method(ABC):
         """Summarise the methods of many heads for a log.
 
         Args:
-            methods: Methods, merged or not, with the same ``group_key``; at least one.
+            methods: Methods with the same ``group_key``; at least one.
         """
-        settings = {setting for method in methods for setting in (getattr(method, "settings", ()) or (method,))}
+        settings = set(methods)
         all_fields = [setting.shown_fields for setting in settings]
         common = {
             name: value
@@ -183,7 +165,7 @@ class Method(ABC):
         The last engine runs on every device that Triton supports and that has ``least_shared_bytes``. A method with
         kernels for certain GPUs overrides this together with ``select`` (``selection/engine.py``).
         """
-        return (SelectEngine(PORTABLE, portable_refusal, type(self).select),)
+        return (SelectEngine(PORTABLE, portable_refusal, select_by_method),)
 
     def least_shared_bytes(self, head_dim: int) -> int:
         """Return the minimum shared memory of the portable engine's kernels.
@@ -197,69 +179,16 @@ class Method(ABC):
         return 0
 
     @abstractmethod
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the index of some heads, for all tiles, without synchronising with the device.
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads, for all tiles, without synchronising with the device.
+
+        This method is ``call.method``. Parameters that differ between heads are in ``call.heads``.
 
         Args:
-            q: [num_tokens, num_heads, head_dim] queries of the step; ``index.rows`` names the tokens of each row.
-            cache: Keys and values of the layer.
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of query heads.
-            scale: Factor of q·k, usually 1/√head_dim.
+            call: Queries, keys, index and heads. ``call.index.rows`` names the tokens of each row.
         """
 
 
-@dataclass(frozen=True)
-class PerHead(Method):
-    """A method that selects several heads together. Their methods may differ in the fields that ``differing`` lists.
-
-    ``select`` calls ``of_heads`` for the method of each head.
-
-    Attributes:
-        differing: Names of the fields that may differ between merged methods.
-        settings: The merged methods, head by head; empty if the method is not merged.
-    """
-
-    differing: ClassVar[tuple[str, ...]]
-
-    settings: tuple[Any, ...] = field(default=(), init=False, repr=False)
-
-    @property
-    def group_key(self) -> Self:
-        """The method with the defaults of the fields that may differ."""
-        names = (item.name for item in fields(self) if item.init and item.name not in self.differing)
-        return type(self)(**{name: getattr(self, name) for name in names})
-
-    @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Self:
-        """Combine the methods of several heads of a layer.
-
-        Args:
-            methods: The method of each head; all have the same ``group_key``.
-
-        Raises:
-            ValueError: The methods differ in a field that ``differing`` does not list.
-        """
-        merger = methods[0].group_key
-        have_one_key = all(method.group_key == merger for method in methods)
-        require(
-            have_one_key, "methods", methods, f"methods that differ from {merger} in {', '.join(cls.differing)} only"
-        )
-        if len(set(methods)) == 1:
-            return methods[0]
-        object.__setattr__(merger, "settings", tuple(methods))
-        return merger
-
-    def of_heads(self, num_heads: int) -> Sequence[Any]:
-        """Return the method of each head that this method selects.
-
-        Args:
-            num_heads: Number of heads that are selected together.
-
-        Raises:
-            ValueError: The method merges a different number of methods.
-        """
-        if not self.settings:
-            return (self,) * num_heads
-        require(len(self.settings) == num_heads, "settings", self.settings, f"one for each of the {num_heads} heads")
-        return self.settings
+def select_by_method(call: Call) -> None:
+    """Fill the lists of the call's heads by their method."""
+    call.method.select(call)

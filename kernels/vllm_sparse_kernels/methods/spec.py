@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.base import Method
 
 
@@ -18,8 +19,7 @@ class MethodSpec:
     Attributes:
         name: Name in configurations and profiles.
         parameters: Class of the method's parameters, whose ``select`` runs on a GPU.
-        reference: The same selection in float32 torch, on any device, with the arguments (method, q, cache, index,
-            heads, scale); see ``Method.select``.
+        reference: The same selection in float32 torch, on any device.
         full: Parameters with which the method keeps every causal key of a row of any length, so that attention is
             dense.
         demo: Parameters for prompts of a few thousand tokens and small models. They are low enough that some keys are
@@ -35,7 +35,7 @@ class MethodSpec:
 
     name: str
     parameters: type[Method]
-    reference: Callable[..., None]
+    reference: Callable[[Call], None]
     full: Method
     demo: Mapping[str, object] = field(default_factory=dict)
     ladder: tuple[Mapping[str, object], ...] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SelectEngine``: the interface of the kernels that select keys: ``queries, cache → lists of a SparseIndex``.
+"""``SelectEngine``: the interface of the kernels that select keys.
 
 Most methods have one engine, their ``select``. A method with faster kernels for certain GPUs lists several
 (``Method.select_engines``), which differ only in speed and in rounding. Each layer's engine is chosen at start-up, by
@@ -7,22 +7,29 @@ Most methods have one engine, their ``select``. A method with faster kernels for
 replaced: an exception in a step, including out-of-memory, reaches the caller.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.engine_choice import EngineChoice, capability_of, choose_engine
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache
-
-if TYPE_CHECKING:
-    from vllm_sparse_kernels.methods.base import Method
 
 PORTABLE = "portable"
 """Name of every method's last engine, which runs on every device that Triton supports."""
+
+
+class Selecting(Protocol):
+    """The part of a method that the choice of its engine needs."""
+
+    @property
+    def select_engines(self) -> Sequence["SelectEngine"]:
+        """Engines that can run the selection, fastest first."""
+
+    def least_shared_bytes(self, head_dim: int) -> int:
+        """Return the minimum shared memory of the portable engine's kernels."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +37,12 @@ class SelectSpec:
     """Properties of a layer's selection that are known before the first step.
 
     Attributes:
-        method: The merged method of the heads.
+        method: The method of a head; all heads that are selected together have the same ``group_key``.
         device: Device of the layer.
         head_dim: Elements of a head's query or key.
     """
 
-    method: "Method"
+    method: Selecting
     device: torch.device
     head_dim: int
 
@@ -45,14 +52,6 @@ class SelectSpec:
         return capability_of(self.device)
 
 
-class Select(Protocol):
-    """A function that fills the lists of ``heads`` as ``Method.select`` does, with the method as first argument."""
-
-    def __call__(
-        self, method: Any, /, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-    ) -> None: ...
-
-
 @dataclass(frozen=True)
 class SelectEngine:
     """One way to run a method's selection.
@@ -60,12 +59,12 @@ class SelectEngine:
     Attributes:
         name: Name of the engine.
         refusal: Returns why the engine cannot select for a layer, as the end of a sentence; None if it can.
-        select: Fills the lists.
+        select: Fills the lists of a call's heads.
     """
 
     name: str
     refusal: Callable[[SelectSpec], str | None]
-    select: Select
+    select: Callable[[Call], None]
 
 
 def portable_refusal(spec: SelectSpec) -> str | None:

@@ -9,16 +9,14 @@ are stacked and share their reads. All sums have a fixed order. The split of a r
 its length and on the number of heads.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.last_query_kernels import (
     KEY_TILE,
@@ -96,71 +94,77 @@ class Estimate(NamedTuple):
 
 
 def last_query_sums(
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
-    row_range: tuple[int, int],
-    heads: torch.Tensor,
-    scale: float,
-    estimate: Estimate,
-    patterns: torch.Tensor | None = None,
+    call: Call, row_range: tuple[int, int], estimate: Estimate, patterns: torch.Tensor | None = None
 ) -> Sums:
-    """Sum Â of some rows over columns and diagonals."""
-    rows, empty, (last_queries, band, spread) = index.rows, index.workspace.empty, estimate
-    first_row, end_row = row_range
-    num_rows, num_selected = end_row - first_row, len(heads)
-    capacity = rows.key_starts[end_row] - rows.key_starts[first_row]
-    group, block_d = q.shape[1] // cache.num_kv_heads, triton.next_power_of_2(cache.head_dim)
-    vector_bytes = block_d * q.element_size()
-    num_tiles = [ceil_div(seq_len, KEY_TILE.value) for seq_len in rows.seq_lens[first_row:end_row]]
-    division = _divide(num_tiles, group, cache.num_kv_heads, last_queries, vector_bytes)
-    num_queries, members = division.num_queries, division.members
-
-    values = empty(num_selected * (capacity + capacity // band))
-    partial = empty(num_rows, num_selected, division.most_splits, num_queries)
-    by_block = empty(num_selected, capacity // band, num_queries) if band > 1 else None
-    args = LastArgs(
-        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, rows.block_table, rows.row_table, heads,
-        num_selected, last_queries, patterns, partial, by_block, division.most_splits, division.least_tiles,
-        scale * LOG2_E.value,
+    """Sum Â of some rows over columns and diagonals: one pass for the log-sum-exps, and one for the sums."""
+    rows, num_rows = call.rows, row_range[1] - row_range[0]
+    stacks = _Stacks.of(call, row_range, estimate)
+    sums = _allocate_sums(call, row_range, estimate, stacks, patterns)
+    args = (
+        _last_args(call, estimate, stacks, sums), rows.block_table.stride(0), rows.num_rows, sums.first_row,
     )  # fmt: skip
-    step_args = (rows.block_table.stride(0), rows.num_rows, first_row)
-    shape = compile_time(
-        StackShape(
-            GROUP=group,
-            MEMBERS=members,
-            QUERIES=num_queries,
-            SPREAD=spread,
-            BAND=band,
-            HEAD_DIM=cache.head_dim,
-            BLOCK_D=block_d,
-            PAGE=cache.page_size,
-            SELECTED=triton.next_power_of_2(num_selected),
-            FIELDS=ROW_FIELDS,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        )
-    )
-    grid = (division.num_splits, division.num_stacks, num_rows)
-    stacked = members * num_queries
-    num_stages = _num_stages(stacked * vector_bytes, KEY_TILE.value * vector_bytes, shared_bytes(q.device))
+    shape = compile_time(_stack_shape(call, estimate, stacks))
+    grid = (stacks.num_splits, stacks.num_stacks, num_rows)
     # Two programs run on an SM at a time, so that the exponentials of one hide behind the products of the other. In the
     # first pass they have many warps with few registers. In the second they have one warp group, with a warp for each
     # of 4 stacked heads, and sum columns. Diagonals of keys are always summed within a warp.
-    lse_registers = 64 if stacked > KEY_TILE.value and q.dtype != torch.float32 else None
+    stacked = stacks.members * stacks.num_queries
+    lse_registers = 64 if stacked > KEY_TILE.value and call.q.dtype != torch.float32 else None
     split_lse_kernel[grid](
-        args, *step_args, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=num_stages
+        *args, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=stacks.num_stages
     )
     sums_kernel[grid](
-        args, *step_args, capacity, values, shape, JOINED=JOINED, num_warps=4 if band > 1 else members,
-        num_stages=num_stages,
+        *args, sums.capacity, sums.values, shape, JOINED=JOINED, num_warps=4 if sums.band > 1 else stacks.members,
+        num_stages=stacks.num_stages,
     )  # fmt: skip
-    sums = Sums(values, patterns, capacity, num_selected, band, first_row, end_row, by_block)
-    if by_block is not None:
-        _sum_block_diagonals(sums, by_block, index, max(num_tiles), last_queries, spread)
+    if sums.by_block is not None:
+        _sum_block_diagonals(sums, sums.by_block, rows, estimate)
     return sums
 
 
-class _Division(NamedTuple):
+def _allocate_sums(
+    call: Call, row_range: tuple[int, int], estimate: Estimate, stacks: "_Stacks", patterns: torch.Tensor | None
+) -> Sums:
+    """Allocate the sums of some rows."""
+    (first_row, end_row), num_selected, band = row_range, len(call.heads), estimate.band
+    capacity = call.rows.key_starts[end_row] - call.rows.key_starts[first_row]
+    values = call.index.workspace.empty(num_selected * (capacity + capacity // band))
+    by_block = None
+    if band > 1:
+        by_block = call.index.workspace.empty(num_selected, capacity // band, stacks.num_queries)
+    return Sums(values, patterns, capacity, num_selected, band, first_row, end_row, by_block)
+
+
+def _last_args(call: Call, estimate: Estimate, stacks: "_Stacks", sums: Sums) -> LastArgs:
+    """Return the arguments of both passes, and allocate the log-sum-exps of splits."""
+    q, cache, rows = call.q, call.cache, call.rows
+    num_rows = sums.end_row - sums.first_row
+    partial = call.index.workspace.empty(num_rows, sums.num_selected, stacks.most_splits, stacks.num_queries)
+    return LastArgs(
+        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, rows.block_table, rows.row_table, call.head_ids,
+        sums.num_selected, estimate.last_queries, sums.patterns, partial, sums.by_block, stacks.most_splits,
+        stacks.least_tiles, call.scale * LOG2_E.value,
+    )  # fmt: skip
+
+
+def _stack_shape(call: Call, estimate: Estimate, stacks: "_Stacks") -> StackShape:
+    """Return the compile-time sizes of both passes."""
+    return StackShape(
+        GROUP=call.group,
+        MEMBERS=stacks.members,
+        QUERIES=stacks.num_queries,
+        SPREAD=estimate.spread,
+        BAND=estimate.band,
+        HEAD_DIM=call.cache.head_dim,
+        BLOCK_D=triton.next_power_of_2(call.cache.head_dim),
+        PAGE=call.cache.page_size,
+        SELECTED=triton.next_power_of_2(len(call.heads)),
+        FIELDS=ROW_FIELDS,
+        PRECISION="ieee" if call.q.dtype == torch.float32 else "tf32",
+    )
+
+
+class _Stacks(NamedTuple):
     """Division of both passes among programs, which each take a stack of query heads and a split of the keys."""
 
     num_queries: int  # rows of one head in a stack, a multiple of 64
@@ -169,19 +173,26 @@ class _Division(NamedTuple):
     most_splits: int  # maximum number of splits of a row's keys
     least_tiles: int  # minimum number of key tiles of a split
     num_splits: int  # largest number of splits among the rows
+    num_stages: int  # pipeline stages
 
-
-def _divide(num_tiles: Sequence[int], group: int, num_kv_heads: int, last_queries: int, vector_bytes: int) -> _Division:
-    """Divide rows of ``num_tiles`` key tiles. A query or key has ``vector_bytes``."""
-    num_queries = max(KEY_TILE.value, triton.next_power_of_2(last_queries))
-    head_bytes = num_queries * vector_bytes
-    members = min(triton.next_power_of_2(group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // head_bytes))
-    num_stacks = num_kv_heads * ceil_div(group, members)
-    # Use fewer programs if a program would otherwise be shorter than its start.
-    most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // num_stacks)), max(4, min(16, 2 * num_stacks))
-    # The longest row's splits may be longer, and therefore fewer, than those of a shorter row.
-    num_splits = max(ceil_div(n, max(least_tiles, ceil_div(n, most_splits))) for n in num_tiles)
-    return _Division(num_queries, members, num_stacks, most_splits, least_tiles, num_splits)
+    @staticmethod
+    def of(call: Call, row_range: tuple[int, int], estimate: Estimate) -> "_Stacks":
+        """Divide the passes over the keys of some rows."""
+        num_kv_heads = call.cache.num_kv_heads
+        vector_bytes = triton.next_power_of_2(call.cache.head_dim) * call.q.element_size()
+        num_queries = max(KEY_TILE.value, triton.next_power_of_2(estimate.last_queries))
+        head_bytes = num_queries * vector_bytes
+        members = min(
+            triton.next_power_of_2(call.group), MOST_QUERIES // num_queries, max(1, QUERY_BYTES // head_bytes)
+        )
+        num_stacks = num_kv_heads * ceil_div(call.group, members)
+        # Use fewer programs if a program would otherwise be shorter than its start.
+        most_splits, least_tiles = max(PROGRAMS // 8, min(256, PROGRAMS // num_stacks)), max(4, min(16, 2 * num_stacks))
+        # The longest row's splits may be longer, and therefore fewer, than those of a shorter row.
+        num_tiles = [ceil_div(seq_len, KEY_TILE.value) for seq_len in call.rows.seq_lens[slice(*row_range)]]
+        num_splits = max(ceil_div(n, max(least_tiles, ceil_div(n, most_splits))) for n in num_tiles)
+        num_stages = _num_stages(members * head_bytes, KEY_TILE.value * vector_bytes, shared_bytes(call.q.device))
+        return _Stacks(num_queries, members, num_stacks, most_splits, least_tiles, num_splits, num_stages)
 
 
 def least_shared_bytes(last_queries: int, head_dim: int) -> int:
@@ -199,16 +210,12 @@ def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
     return 3 if num_tiles * tile_bytes <= free_bytes and stack_bytes <= QUERY_BYTES else 2
 
 
-def _sum_block_diagonals(
-    sums: Sums, by_block: torch.Tensor, index: SparseIndex, most_tiles: int, last_queries: int, spread: bool
-) -> None:
-    """Sum diagonals of blocks from the weight that each query gives to each block.
-
-    ``most_tiles``: blocks of the longest row.
-    """
+def _sum_block_diagonals(sums: Sums, by_block: torch.Tensor, rows: Rows, estimate: Estimate) -> None:
+    """Sum diagonals of blocks from the weight that each query gives to each block."""
     num_queries = by_block.shape[2]
     block = 4096 // num_queries
-    block_diagonals_kernel[(ceil_div(most_tiles, block), sums.num_selected, sums.end_row - sums.first_row)](
-        by_block, *sums.args(index.rows), last_queries,
-        QUERIES=num_queries, SPREAD=spread, BAND=sums.band, FIELDS=ROW_FIELDS, BLOCK=block,
+    most_blocks = ceil_div(max(rows.seq_lens[sums.first_row : sums.end_row]), KEY_TILE.value)
+    block_diagonals_kernel[(ceil_div(most_blocks, block), sums.num_selected, sums.end_row - sums.first_row)](
+        by_block, *sums.args(rows), estimate.last_queries,
+        QUERIES=num_queries, SPREAD=estimate.spread, BAND=sums.band, FIELDS=ROW_FIELDS, BLOCK=block,
     )  # fmt: skip

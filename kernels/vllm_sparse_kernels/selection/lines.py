@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums, last_query_sums
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
@@ -41,38 +40,23 @@ def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
 
 
 def select_lines(
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
-    heads: torch.Tensor,
-    scale: float,
-    estimate: Estimate,
-    keep: Callable[[Sums, SparseIndex], Lines],
-    patterns: torch.Tensor | None = None,
+    call: Call, estimate: Estimate, keep: Callable[[Call, Sums], Lines], patterns: torch.Tensor | None = None
 ) -> None:
-    """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of ``heads``."""
-    for row_range in slabs_of_rows(index.rows, len(heads)):
-        with index.workspace.frame():
-            sums = last_query_sums(q, cache, index, row_range, heads, scale, estimate, patterns)
-            write_lines(index, row_range, heads, keep(sums, index), estimate.band, patterns)
+    """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of the call's heads."""
+    for row_range in slabs_of_rows(call.rows, len(call.heads)):
+        with call.index.workspace.frame():
+            sums = last_query_sums(call, row_range, estimate, patterns)
+            write_lines(call, sums, keep(call, sums))
 
 
-def write_lines(
-    index: SparseIndex,
-    row_range: tuple[int, int],
-    heads: torch.Tensor,
-    lines: Lines,
-    band: int,
-    patterns: torch.Tensor | None = None,
-) -> None:
-    """Write the lists of ``heads`` for all tiles of some rows."""
-    rows, (first_row, end_row) = index.rows, row_range
-    first_tile, end_tile = rows.tile_starts[first_row], rows.tile_starts[end_row]
-    capacity = rows.key_starts[end_row] - rows.key_starts[first_row]
-    _write_lines_kernel[(end_tile - first_tile, len(heads))](
-        heads, lines, lines.columns.shape[2], rows.row_table, first_row, rows.num_rows, capacity, patterns, first_tile,
-        index.args, rows.num_tiles,
-        BAND=band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ROW_FIELDS=ROW_FIELDS,
+def write_lines(call: Call, sums: Sums, lines: Lines) -> None:
+    """Write the lists of the call's heads for all tiles of the rows whose sums these are."""
+    index, rows = call.index, call.rows
+    first_tile, end_tile = rows.tile_starts[sums.first_row], rows.tile_starts[sums.end_row]
+    _write_lines_kernel[(end_tile - first_tile, len(call.heads))](
+        call.head_ids, lines, lines.columns.shape[2], rows.row_table, sums.first_row, rows.num_rows, sums.capacity,
+        sums.patterns, first_tile, index.args, rows.num_tiles,
+        BAND=sums.band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ROW_FIELDS=ROW_FIELDS,
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import TILE_FIELDS
 
 CHUNK_BLOCKS = 1024
@@ -43,13 +43,14 @@ def list_of(index, i_head, i_tile):
     return index.block_ids + i_head * index.stride_blocks + tl.load(index.block_offsets + i_tile)
 
 
-def compact_blocks(kept: torch.Tensor | None, index: SparseIndex, heads: torch.Tensor) -> None:
-    """Write the block lists of ``heads`` from flags.
+def compact_blocks(kept: torch.Tensor | None, call: Call) -> None:
+    """Write the block lists of the call's heads from flags; None keeps all blocks.
 
     The flag of block b of tile t is at ``block_offsets[t] + b``. Diagonal blocks are kept regardless of their flags.
     """
-    _compact_blocks_kernel[(index.rows.num_tiles, len(heads))](
-        kept, 0 if kept is None else kept.stride(0), heads, index.args,
+    index = call.index
+    _compact_blocks_kernel[(index.rows.num_tiles, len(call.heads))](
+        kept, 0 if kept is None else kept.stride(0), call.head_ids, index.args,
         BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
 

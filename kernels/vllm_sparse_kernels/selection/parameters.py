@@ -7,10 +7,6 @@ import torch
 
 from vllm_sparse_kernels.rows import to_device
 
-MOST = 1 << 24
-"""Maximum of parameters in tokens, blocks or lines. They are copied as float32, which represents all integers up to
-it."""
-
 
 def require(condition: bool, field: str, value: object, expected: str) -> None:
     """Check one parameter of a method.

@@ -15,13 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant, compile_time
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, query_args
+from vllm_sparse_kernels.paged import key_args, load_block, load_queries, query_args
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, rows_within
-from vllm_sparse_kernels.workspace import Workspace
 
 KEY_BLOCK_TOKENS = 64
 """Number of keys in a pooled key."""
@@ -107,27 +106,24 @@ def _num_warps(head_dim: int) -> int:
     return max(2, triton.next_power_of_2(head_dim) // 64)
 
 
-def pool_queries(
-    q: torch.Tensor, rows: Rows, heads: torch.Tensor, per_tile: int, workspace: Workspace, with_similarity: bool
-) -> Pooled:
+def pool_queries(call: Call, per_tile: int, with_similarity: bool) -> Pooled:
     """Average the queries of tiles or of parts of tiles."""
-    num_pooled, head_dim = rows.num_tiles * per_tile, q.shape[2]
-    means = workspace.empty(len(heads), num_pooled, head_dim)
-    similarity = workspace.empty(len(heads), num_pooled) if with_similarity else None
-    _pool_queries_kernel[(len(heads), num_pooled)](
-        query_args(q), rows.tiles, heads, means, similarity,
+    rows, num_selected, empty = call.rows, len(call.heads), call.index.workspace.empty
+    num_pooled, head_dim = rows.num_tiles * per_tile, call.q.shape[2]
+    means = empty(num_selected, num_pooled, head_dim)
+    similarity = empty(num_selected, num_pooled) if with_similarity else None
+    _pool_queries_kernel[(num_selected, num_pooled)](
+        query_args(call.q), rows.tiles, call.head_ids, means, similarity,
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PER_TILE=per_tile, POOL=TILE_TOKENS // per_tile,
         BLOCK=64, num_warps=_num_warps(head_dim),
     )  # fmt: skip
     return Pooled(means, similarity)
 
 
-def pool_keys(
-    cache: PagedCache, rows: Rows, slab: PooledSlab, heads: torch.Tensor, num_heads: int, workspace: Workspace,
-    with_similarity: bool, centered: bool,
-) -> Pooled:  # fmt: skip
+def pool_keys(call: Call, slab: PooledSlab, with_similarity: bool, centered: bool) -> Pooled:
     """Average the keys of the slab's blocks."""
-    num_kv_heads, head_dim, empty = cache.num_kv_heads, cache.head_dim, workspace.empty
+    cache, rows, empty = call.cache, call.rows, call.index.workspace.empty
+    num_kv_heads, head_dim, num_selected = cache.num_kv_heads, cache.head_dim, len(call.heads)
     num_rows = slab.end_row - slab.first_row
     splits = [ceil_div(n, KEY_BLOCK_TOKENS * SPLIT_BLOCKS) for n in rows.seq_lens[slab.first_row : slab.end_row]]
     pooled = Pooled(
@@ -143,8 +139,8 @@ def pool_keys(
     ) -> None:  # fmt: skip
         _pool_keys_kernel[(num_kv_heads, max(splits), num_rows)](
             key_args(cache, rows.block_table), row_blocks(rows), slab.first_row, slab.num_blocks, sum(splits),
-            heads if len(heads) < num_heads else None, len(heads), means, sums, similarity, centers,
-            shape, GROUP=num_heads // num_kv_heads,
+            call.head_ids if num_selected < call.q.shape[1] else None, num_selected, means, sums, similarity, centers,
+            shape, GROUP=call.group,
             STAGES=3 if similarity is None else 2, num_warps=_num_warps(head_dim),
         )  # fmt: skip
 
@@ -161,14 +157,14 @@ def pool_keys(
 
 
 def pooled_products(
-    q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float, per_tile: int,
-    min_similarity: torch.Tensor | None = None, centered: bool = False,
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:  # fmt: skip
+    call: Call, per_tile: int, min_similarity: torch.Tensor | None = None, centered: bool = False
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
     """Multiply mean queries with mean keys, a run of tiles at a time."""
-    rows, num_selected, with_similarity = index.rows, len(heads), min_similarity is not None
-    queries = pool_queries(q, rows, heads, per_tile, index.workspace, with_similarity)
+    cache, rows, workspace = call.cache, call.rows, call.index.workspace
+    num_selected, with_similarity = len(call.heads), min_similarity is not None
+    queries = pool_queries(call, per_tile, with_similarity)
     shape = ProductShape(
-        GROUP=q.shape[1] // cache.num_kv_heads,
+        GROUP=call.group,
         HEAD_DIM=cache.head_dim,
         PER_TILE=per_tile,
         BLOCK_M=64,
@@ -177,16 +173,16 @@ def pooled_products(
         BLOCK=KEY_BLOCK_TOKENS,
     )
     for slab in pooled_slabs(rows, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
-        with index.workspace.frame():
-            keys = pool_keys(cache, rows, slab, heads, q.shape[1], index.workspace, with_similarity, centered)
+        with workspace.frame():
+            keys = pool_keys(call, slab, with_similarity, centered)
             operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
             for first, end in slab.runs:
-                with index.workspace.frame():
+                with workspace.frame():
                     num_pooled = (end - first) * per_tile
-                    products = index.workspace.empty(num_selected, num_pooled, slab.width * ALIGNED.value)
+                    products = workspace.empty(num_selected, num_pooled, slab.width * ALIGNED.value)
                     _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(num_pooled, 64), num_selected)](
-                        operands, row_blocks(rows), rows.tiles, heads,
-                        products, slab.width, first, end, rows.num_tiles, slab.first_row, slab.num_blocks, scale,
+                        operands, row_blocks(rows), rows.tiles, call.head_ids, products, slab.width, first, end,
+                        rows.num_tiles, slab.first_row, slab.num_blocks, call.scale,
                         compile_time(shape),
                     )  # fmt: skip
                     yield first, products, queries.similarity

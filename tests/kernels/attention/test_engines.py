@@ -10,13 +10,14 @@ import dataclasses
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.batches import assert_close, random_batch, random_index, repaged
+from tests.helpers.batches import assert_close, every_head, random_batch, random_index, repaged
 from tests.helpers.engine_cases import (
     DTYPES,
     ENGINES,
@@ -144,7 +145,7 @@ def test_stripes_that_tiles_share(engine, device):
     batch = random_batch([(700, 300)], 2, 1, 64, 16, torch.float16, device)
     method = AnchorAttention(theta=2.7, step_tiles=2)
     index = SparseIndex.allocate(batch.rows, 2, 64, dict.fromkeys((0, 1), method.stripe_layout(batch.rows)))
-    method.select(batch.q, batch.cache, index, torch.arange(2, dtype=torch.int32, device=device), batch.scale)
+    method.select(batch.call(index, every_head(method, 2)))
     assert bool((index.stripe_counts > 0).any())
     assert int(index.stripe_counts.max()) <= index.longest_stripes < len(index.stripe_positions)
     check(engine, batch, index)
@@ -181,7 +182,7 @@ def test_full_index_is_dense_attention(engine, device, dtype, sinks):
     if sinks is not None:
         batch = dataclasses.replace(batch, sinks=torch.tensor(sinks, device=device))
     index = SparseIndex.allocate(batch.rows, 4, 64)
-    Dense().select(batch.q, batch.cache, index, torch.arange(4, dtype=torch.int32, device=device), batch.scale)
+    Dense().select(batch.call(index, every_head(Dense(), 4)))
     out, lse = run(engine, batch, index)
     expected = expected_attention(batch, index)
     assert_close(expected, out, lse)
@@ -207,7 +208,7 @@ def test_nothing_else_is_written(engine, device):
     fused, wide = (torch.full((len(batch.q), n, 64), 7.0, dtype=batch.q.dtype, device=device) for n in (4, 5))
     fused[:, :2] = batch.q
     before = batch.cache.keys.clone(), batch.cache.values.clone()
-    engine.attend(fused[:, :2], batch.cache, index, wide[:, 1:3], batch.scale)
+    engine.attend(replace(batch.call(index), q=fused[:, :2]), wide[:, 1:3])
     assert torch.equal(wide[:, 1:3], whole.nan_to_num(nan=7.0))
     assert (wide[:, [0, 3, 4]] == 7.0).all()
     assert same(before, (batch.cache.keys, batch.cache.values))
@@ -227,7 +228,7 @@ def test_temporary_tensors_come_from_the_workspace(engine, device):
     results = []
     for room in (None, workspace):
         index = SparseIndex.allocate(batch.rows, 2, 64, workspace=room)
-        Dense().select(batch.q, batch.cache, index, torch.arange(2, dtype=torch.int32, device=device), batch.scale)
+        Dense().select(batch.call(index, every_head(Dense(), 2)))
         index.workspace.peak_bytes = before = index.workspace.used_bytes
         results.append(run(engine, batch, index))
     assert same(*results)
@@ -277,7 +278,7 @@ def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
     index = random_index(batch, 64, 1.0)
     q, out = torch.zeros(q_shape, device=device), torch.zeros(out_shape, device=device)
     with pytest.raises(ValueError, match=r"expected both as \[num_tokens, 2, 64\], with a multiple of the cache's 1"):
-        engine.attend(q, batch.cache, index, out, 1.0)
+        engine.attend(replace(batch.call(index), q=q), out)
 
 
 def test_tensors_without_the_rows_tokens(engine, device):
@@ -290,7 +291,7 @@ def test_tensors_without_the_rows_tokens(engine, device):
     ):
         expected = "with at least 5 tokens, where the last row ends, and stride 1 along head_dim"
         with pytest.raises(ValueError, match=f"attend: {name}: given shape .* with strides .* {expected}"):
-            engine.attend(q, batch.cache, index, result, 1.0)
+            engine.attend(replace(batch.call(index), q=q), result)
 
 
 @pytest.mark.gpu
@@ -407,7 +408,7 @@ class TestFlash:
         batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
         options = AttendOptions(torch.zeros(2, device=device), None)
         with pytest.raises(ValueError, match="the engine flash cannot run this: the skip of products"):
-            ENGINES["flash"].attend(batch.q, batch.cache, random_index(batch, 64, 1.0), batch.q, 1.0, options=options)
+            ENGINES["flash"].attend(batch.call(random_index(batch, 64, 1.0)), batch.q, options=options)
 
 
 SPEC = AttendSpec(

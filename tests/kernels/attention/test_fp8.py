@@ -38,7 +38,6 @@ METHODS_ASKED += [
 
 def apart(method: Method, batch: Batch, other: Batch, by_reference: bool = False) -> float:
     """Return the share of pairs that only one of two selections keeps. Each selection is independent of the other."""
-    method = method.merged([method] * batch.num_heads)
     runs = ((batch, False), (other, by_reference))
     kept = [select(method, b, method.block_tokens, None, way, replace(b.rows)) for b, way in runs]
     assert 0.05 < float(density_of(kept[0])) < 0.98 or len(batch.q) > 1000
@@ -90,7 +89,7 @@ def test_eight_bit_scores_and_skips(device):
     index = random_index(batch, 64, 0.6, 20)
     options = AttendOptions.from_heads([-3.0, None], [True, False], torch.device(device))
     outputs, truth = [], batch.empty_out().float()
-    reference(batch.q, batch.cache, index, truth, batch.scale, options=options)
+    reference(batch.call(index), truth, options=options)
     for variant in (batch, widened(batch)):
         outputs.append(run(ENGINES["portable"], variant, index, options)[0].float())
     assert float((outputs[0] - truth).abs().max()) <= 1.5 * float((outputs[1] - truth).abs().max()) + 1e-3

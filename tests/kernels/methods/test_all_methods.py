@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.batches import assert_close, random_batch, repaged
+from tests.helpers.batches import assert_close, every_head, random_batch, repaged
 from tests.helpers.lined import lined_batch
 from tests.helpers.masks import density_of, tile_keys
 from tests.helpers.method_cases import DEVICE, F32, POISON, all_lists, row_alone, select
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.engine_trial import expected_attention
 from vllm_sparse_kernels.index import SparseIndex, causal_pairs
+from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.base import Method, PerHead
 
 SMALL: dict[str, list[dict[str, Any]]] = {
     "a_shape": [{"sink_tokens": 50, "local_tokens": 50}],
@@ -57,16 +57,11 @@ LONG = [(0, 2049), (6143, 1000), (0, 63), (2999, 1)]
 every_method = pytest.mark.parametrize(("name", "params"), CASES)
 
 
-def merged(name: str, params: dict[str, Any], num_heads: int) -> Method:
-    """Return a method for ``num_heads`` heads that all have these parameters."""
-    return METHODS[name].parameters.merged([METHODS[name].parameters(**params)] * num_heads)
-
-
 @every_method
 def test_kernels_and_reference_keep_the_same(name: str, params: dict[str, Any]) -> None:
     """Except for the few keys that float32's rounding decides. Both write valid lists over previous data."""
     batch = lined_batch(LENGTHS, 2, 1, 64, 16, F32, layout="HND", gap_tokens=3)
-    method = merged(name, params, 2)
+    method = METHODS[name].parameters(**params)
     ours, theirs = (select(method, replace(batch, rows=replace(batch.rows)), 64, None, way) for way in (False, True))
     differing = kept = 0
     for head in range(2):
@@ -81,7 +76,7 @@ def test_kernels_and_reference_keep_the_same(name: str, params: dict[str, Any]) 
 def test_neither_neighbours_nor_pages_nor_slots_matter(name: str, params: dict[str, Any]) -> None:
     """A row's lists are bitwise the same alone, among other rows, and on other pages."""
     batch = lined_batch(LENGTHS, 2, 1, 64, 16, torch.float16, gap_tokens=3)
-    method = merged(name, params, 2)
+    method = METHODS[name].parameters(**params)
     together = select(method, batch)
     for row, (page_size, layout) in ((0, (48, "HND")), (2, (64, "NHD"))):
         alone = select(method, row_alone(repaged(batch, page_size, layout), row))
@@ -92,7 +87,7 @@ def test_neither_neighbours_nor_pages_nor_slots_matter(name: str, params: dict[s
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 def test_only_the_heads_asked_for_are_written(name: str, params: dict[str, Any], by_reference: bool) -> None:
     batch = lined_batch([(100, 70)], 4, 2, 64, 16, F32)
-    index = select(merged(name, params, 2), batch, 128, [3, 0], by_reference)
+    index = select(METHODS[name].parameters(**params), batch, 128, [3, 0], by_reference)
     assert bool((index.block_counts[[1, 2]] == POISON).all())
     assert bool((index.block_ids[[1, 2]] == POISON).all())
     assert bool((index.block_counts[[0, 3]] > 0).all())
@@ -103,37 +98,29 @@ def test_only_the_heads_asked_for_are_written(name: str, params: dict[str, Any],
 def test_heads_that_differ_select_what_they_select_alone(name: str, params: dict[str, Any], by_reference: bool) -> None:
     """Heads of two kv heads in an arbitrary order, of which some keep everything, select bitwise as alone."""
     spec = METHODS[name]
-    if not issubclass(spec.parameters, PerHead) or spec.full.unshared != spec.full:
+    if not spec.parameters.differing or spec.full.unshared != spec.full:
         pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
     first = spec.parameters(**params)
     other = replace(first, **{field: getattr(spec.full, field) for field in first.differing})
-    settings, heads = [first, other, spec.parameters(**params), first], [2, 0, 3, 1]
-    method = spec.parameters.merged(settings)
-    assert list(method.of_heads(4)) == settings
-    assert method.group_key == first.group_key
-    assert name_of(method) == name
-    assert spec.parameters.merged([first, first]) == first
+    methods, heads = [first, other, spec.parameters(**params), first], [2, 0, 3, 1]
+    assert len({method.group_key for method in methods}) == 1
     batch = lined_batch([(240, 65), (0, 5)], 4, 2, 64, 16, F32, gap_tokens=3)
-    together = select(method, batch, 64, heads, by_reference)
-    for head, setting in ((2, first), (0, other)):
-        alone = select(setting, batch, 64, [head], by_reference)
+    together = select(methods, batch, 64, heads, by_reference)
+    for head, method in ((2, first), (0, other)):
+        alone = select(method, batch, 64, [head], by_reference)
         assert all_lists(alone, heads=[head]) == all_lists(together, heads=[head])
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_what_heads_of_one_launch_share_may_not_differ(name: str) -> None:
+def test_heads_whose_other_fields_differ_are_selected_apart(name: str) -> None:
     default, full = METHODS[name].parameters(), METHODS[name].full
-    if not isinstance(default, PerHead) or full.unshared != full:
-        pytest.skip(f"{name} has no settings that heads of one launch may differ in, each by itself")
     shared = {item.name for item in fields(default) if item.init} - {*default.differing}
-    assert default.merged([default, default]).summary([default]) == default.shown_fields
-    summary = default.merged([default, full]).summary([default])
-    assert {name for name in summary if name in shared} == shared
-    with pytest.raises(ValueError, match="one for each of the 3 heads"):
-        default.merged([default, METHODS[name].full]).of_heads(3)
+    assert default.summary([default, default]) == default.summary([default])
+    if default.group_key == full.group_key:
+        assert {name for name in default.summary([default, full]) if name in shared} == shared
     for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor", "dense_tail", "first_group"}:
-        with pytest.raises(ValueError, match="methods that differ from"):
-            default.merged([default, replace(default, **{field: not getattr(default, field)})])
+        other = replace(default, **{field: not getattr(default, field)})
+        assert len(layer_plan([default, other, default]).groups) == 2
 
 
 NAN = math.nan
@@ -191,21 +178,20 @@ def test_set_to_keep_everything_it_is_dense_attention(
 ) -> None:
     """The error stays within attention's own budget."""
     num_heads, num_kv_heads, head_dim = heads
-    method = METHODS[name].full.merged([METHODS[name].full] * num_heads)
+    method = METHODS[name].full
     batch = random_batch(rows, num_heads, num_kv_heads, head_dim, page_size, dtype, DEVICE, gap_tokens=5)
     index = select(method, batch, method.block_tokens)
     assert int(index.kept_pairs()) == num_heads * causal_pairs(batch.rows)
     out = batch.empty_out()
-    PORTABLE.attend(batch.q, batch.cache, index, out, batch.scale)
+    PORTABLE.attend(batch.call(index), out)
     dense = SparseIndex.allocate(batch.rows, num_heads, 64)
-    every = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
-    METHODS["dense"].reference(METHODS["dense"].full, batch.q, batch.cache, dense, every, batch.scale)
+    METHODS["dense"].reference(batch.call(dense, every_head(METHODS["dense"].full, num_heads)))
     assert_close(expected_attention(batch, dense), out)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_reference_set_to_keep_everything_is_dense(name: str) -> None:
-    method = METHODS[name].full.merged([METHODS[name].full] * 2)
+    method = METHODS[name].full
     batch = random_batch([(150, 140), (0, 9)], 2, 1, 64, 16, F32, DEVICE)
     batch.q.mul_(40)  # scores so far apart that most weights underflow to 0
     assert density_of(select(method, batch, by_reference=True)) == 1

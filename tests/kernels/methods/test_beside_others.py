@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.batches import random_batch, random_index
+from tests.helpers.batches import every_head, random_batch, random_index
 from tests.helpers.structured import paged_batch, structured
 from vllm_sparse_kernels.attention.hopper import engine as hopper
 from vllm_sparse_kernels.attention.portable import engine as portable
@@ -68,12 +68,12 @@ def attention(
     def launch() -> torch.Tensor:
         out.fill_(float("nan"))
         with index.workspace.frame():
-            hopper.attend(batch.q, batch.cache, index, out, batch.scale)
+            hopper.attend(batch.call(index), out)
         return out
 
     launches = Launches(launch)
     with index.workspace.frame():
-        portable.attend(batch.q, batch.cache, index, expected, batch.scale)
+        portable.attend(batch.call(index), expected)
     torch.testing.assert_close(launches.first, expected, rtol=2e-2, atol=2e-2)
     return launches
 
@@ -83,11 +83,12 @@ def selection(context_len: int, query_len: int) -> Launches:
     blocks of each tile."""
     batch = paged_batch(structured(query_len, context_len, 32, 8, 128, torch.bfloat16, "cuda"), 128)
     index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
-    heads = torch.arange(batch.num_heads, dtype=torch.int32, device="cuda")
+    method = Sale(tau=0.03)
+    call = batch.call(index, every_head(method, batch.num_heads))
 
     def launch() -> torch.Tensor:
         with index.workspace.frame():
-            Sale(tau=0.03).select(batch.q, batch.cache, index, heads, batch.scale)
+            method.select(call)
         return index.block_counts
 
     return Launches(launch)

@@ -188,7 +188,7 @@ def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top
 COMPILE_ANCHORS = """
 import json, sys
 import torch
-from tests.helpers.batches import random_batch
+from tests.helpers.batches import every_head, random_batch
 from tests.helpers.offline_compiler import Code, Recorder, card
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention import method as anchors
@@ -202,7 +202,7 @@ with card(90):
     for lengths in ([(3000, 300)], [(0, 200), (600, 70)]):
         method, batch = anchors.AnchorAttention(), random_batch(lengths, 8, 2, head_dim, 128, torch.bfloat16)
         index = SparseIndex.allocate(batch.rows, 8, 64, dict.fromkeys(range(8), method.stripe_layout(batch.rows)))
-        method.select(batch.q, batch.cache, index, torch.arange(8, dtype=torch.int32), batch.scale)
+        method.select(batch.call(index, every_head(method, 8)))
 code = Code.of(recorders["anchor_kernel"].compiled[0])
 first_exit = code.places("EXIT")[0]
 print(json.dumps({

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.helpers.batches import random_batch
+from tests.helpers.batches import every_head, random_batch
 from tests.helpers.method_cases import VARIANTS, uncomputed
 from tests.helpers.offline_compiler import without_launches
 from vllm_sparse_kernels import LayerShape, Rows, SparseIndex, Workspace
@@ -39,8 +39,7 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     """Return (taken, announced) of the index, of selection on each engine, and of attention on either engine."""
     method = METHODS[name].parameters(**values)
     num_heads, num_kv_heads = batch.num_heads, batch.cache.keys.shape[2]
-    methods, heads = [method] * num_heads, torch.arange(num_heads, dtype=torch.int32)
-    merged, rows = method.merged(methods), batch.rows
+    rows = batch.rows
     layout, workspace = method.stripe_layout(rows), Workspace(rows.device)
     layouts = dict.fromkeys(range(num_heads), layout)
     index = SparseIndex.allocate(rows, num_heads, block_tokens, layouts, workspace)
@@ -51,22 +50,23 @@ def peaks(name: str, values: dict[str, Any], batch: Batch, block_tokens: int) ->
     def taken() -> int:
         return workspace.peak_bytes - workspace.used_bytes
 
-    for engine in merged.select_engines:
+    call = batch.call(index, every_head(method, num_heads))
+    for engine in method.select_engines:
         workspace.peak_bytes = workspace.used_bytes
         with workspace.frame():
-            engine.select(merged, batch.q, batch.cache, index, heads, batch.scale)
-        peaks_and_bounds.append((taken(), merged.workspace_bytes(rows, shape, num_heads, layout.capacity)))
+            engine.select(call)
+        peaks_and_bounds.append((taken(), method.workspace_bytes(rows, shape, num_heads, layout.capacity)))
     workspace.peak_bytes = workspace.used_bytes
-    options = attend_options(methods, rows.device)
+    options = attend_options([method] * num_heads, rows.device)
     with workspace.frame():
-        PORTABLE.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+        PORTABLE.attend(call, batch.empty_out(), options=options)
     int8_scores = options is not None and options.int8_heads is not None
     announced = workspace_bytes(rows, shape, layout.capacity * num_heads, layout.longest, int8_scores)
     peaks_and_bounds.append((taken(), announced))
     if options is None and batch.q.dtype != torch.float32:
         workspace.peak_bytes = workspace.used_bytes
         with workspace.frame():
-            FLASH.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+            FLASH.attend(call, batch.empty_out(), options=options)
         peaks_and_bounds.append((taken(), announced))
     return peaks_and_bounds
 

@@ -12,11 +12,13 @@ from tests.helpers.batches import random_batch
 from tests.helpers.masks import mask_of
 from tests.helpers.method_cases import DEVICE, F32, all_lists, int32, lists, row_alone, select
 from tests.helpers.minference_cases import CASES, LONG, LONGER, Case, block_sparse_between, vertical_slash_between
+from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import name_of
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
-from vllm_sparse_kernels.methods.minference import block_sparse as minference, reference
+from vllm_sparse_kernels.methods.minference import block_sparse as minference, reference, vertical_slash
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
@@ -141,12 +143,25 @@ def unread_row(query_len: int, context_len: int) -> Rows:
     return Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
 
 
+def call_without_data(index: SparseIndex, *methods: Method) -> Call:
+    """Return the arguments of a selection that reads neither queries nor keys."""
+    nothing, cache = torch.empty(0, device=DEVICE), PagedCache(*torch.empty(2, 1, 16, 1, 64, device=DEVICE))
+    return Call(nothing, cache, index, 1.0, HeadGroup(tuple(range(len(methods))), methods))
+
+
+def write_row(index: SparseIndex, lines: Lines) -> None:
+    """Write the lists of all heads of an index with one row."""
+    rows, num_heads = index.rows, index.num_heads
+    sums = Sums(torch.empty(0), None, rows.key_starts[1], num_heads, 1, 0, 1)
+    write_lines(call_without_data(index, *[VerticalSlash()] * num_heads), sums, lines)
+
+
 def check_a_shape(method: AShape, rows: Rows, block_tokens: int) -> None:
     """Check that the kernel's lists equal the reference's, for rows whose keys are never read."""
-    nothing, cache = torch.empty(0, device=DEVICE), PagedCache(*torch.empty(2, 1, 16, 1, 64, device=DEVICE))
     ours, theirs = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
-    method.select(nothing, cache, ours, int32([0]), 1.0)
-    reference.select_a_shape(method, nothing, cache, theirs, int32([0]), 1.0)
+    call = call_without_data(ours, method)
+    method.select(call)
+    reference.select_a_shape(replace(call, index=theirs))
     ours.check()
     assert all_lists(ours) == all_lists(theirs)
 
@@ -169,11 +184,10 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
     keys = [(64 * i + i % 3 - 1) % 351 for i in range(len(offsets))]
     slashes = torch.eye(384, device=DEVICE, dtype=torch.int32)[offsets]
     verticals = int32(keys)[None, :, None]
-    heads = int32(range(len(offsets)))
     layouts = dict.fromkeys(range(len(offsets)), VerticalSlash(1).stripe_layout(rows))
     index = SparseIndex.allocate(rows, len(offsets), block_tokens, layouts)
     counts = int32([[1] * len(offsets)])
-    write_lines(index, (0, 1), heads, Lines(verticals, counts, None, slashes.cumsum(1).int()), 1)
+    write_row(index, Lines(verticals, counts, None, slashes.cumsum(1).int()))
     index.check()
     expected = SparseIndex.allocate(rows, len(offsets), block_tokens, layouts)
     for head, key in enumerate(keys):
@@ -186,7 +200,7 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
 @pytest.mark.parametrize("block_tokens", [64, 128])
 def test_lists_beyond_one_chunk(block_tokens):
     """For a row of 200,070 keys: lists of a-shape, of a vertical and slash merge, and of block-sparse."""
-    rows, heads, generator = unread_row(70, 200_000), int32([0]), torch.Generator(DEVICE).manual_seed(0)
+    rows, generator = unread_row(70, 200_000), torch.Generator(DEVICE).manual_seed(0)
     check_a_shape(AShape(70_000, 90_000), rows, block_tokens)
 
     verticals = torch.randperm(200_070, generator=generator, device=DEVICE)[:2500].sort().values
@@ -195,7 +209,7 @@ def test_lists_beyond_one_chunk(block_tokens):
     layouts = {0: VerticalSlash(2500).stripe_layout(rows)}
     index, expected = (SparseIndex.allocate(rows, 1, block_tokens, layouts) for _ in range(2))
     lines = Lines(verticals.int().view(1, 1, -1), int32([[2500]]), None, slashes.cumsum(0)[None].int())
-    write_lines(index, (0, 1), heads, lines, 1)
+    write_row(index, lines)
     index.check()
     every = torch.zeros(200_070, dtype=torch.bool, device=DEVICE)
     every[verticals] = True
@@ -210,7 +224,7 @@ def test_lists_beyond_one_chunk(block_tokens):
     for top_blocks in (0, 3, 100, 10**9):
         index, expected = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
         reference.set_block_sparse(reference.tile_blocks(causal, top_blocks)[0], expected, 0, 0)
-        minference.write_top_blocks(scores, BlockSparse(top_blocks), index, 0, heads)
+        minference.write_top_blocks(call_without_data(index, BlockSparse(top_blocks)), scores, 0)
         index.check()
         assert all_lists(index) == all_lists(expected)
 
@@ -234,9 +248,9 @@ def check_top_k(lengths: list[int], kind: str, numbers: list[tuple[int, int]]) -
     values = made_up(kind, 4 * rows.key_starts[-1]).view(2, 2, -1)
     for start, length, end in zip(rows.key_starts, lengths, rows.key_starts[1:]):
         values[..., start + length : end] = float("nan")  # undefined places of a last tile
-    method = VerticalSlash.merged([VerticalSlash(k, k // 2, 64, forced, 2 * forced) for k, forced in numbers])
+    methods = tuple(VerticalSlash(k, k // 2, 64, forced, 2 * forced) for k, forced in numbers)
     sums = Sums(values.flatten(), None, rows.key_starts[-1], 2, 1, 0, len(lengths))
-    kept = method.keep_largest(sums, index)
+    kept = vertical_slash.keep_largest(call_without_data(index, *methods), sums)
     for row, (start, length) in enumerate(zip(rows.key_starts, lengths)):
         for head, (k, forced) in enumerate(numbers):
             columns, slashes = values[:, head, start : start + length]

@@ -36,7 +36,7 @@ from vllm_sparse_kernels.methods import METHODS, name_of
 
 shape = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
 config = SparsePrefillConfig(method="strided", params={"stride_tokens": 512})
-(group,) = Plan.build(config, shape).layer(0)
+(group,) = Plan.build(config, shape).layer(0).groups
 names = [one["properties"]["method"]["const"] for one in profile_schema()["$defs"]["Method"]["oneOf"]]
 print(json.dumps({
     "listed": "strided" in METHODS,

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.helpers.batches import random_batch
+from tests.helpers.batches import every_head, random_batch
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
 from tests.helpers.sale_cases import (
@@ -18,14 +18,20 @@ from tests.helpers.sale_cases import (
     make_batch,
     regions,
     rounded_by_kernels,
-    selected_heads,
 )
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
-from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, allocate_keys
+from vllm_sparse_kernels.methods.sale.rounding import (
+    IntegerFormat,
+    Regions,
+    RoundedKeys,
+    RoundedQueries,
+    Selected,
+    allocate_keys,
+)
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.channels import kept_channels
@@ -67,8 +73,8 @@ def test_reference_agrees_with_the_paper(case):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, layout=layout)
     assert_agrees(batch, method, select(method, batch, block_tokens, by_reference=True))
-    heads = torch.arange(num_heads)
-    ours = {(head, i): x for head, i, x in paper_blocks(method, batch.q, batch.cache, batch.rows, heads, batch.scale)}
+    call = batch.call(SparseIndex.allocate(batch.rows, num_heads, 32), every_head(method, num_heads))
+    ours = {(head, i): x for head, i, x in paper_blocks(call)}
     for row, head in product(range(len(lengths)), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
             assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
@@ -98,7 +104,7 @@ def test_the_channels_that_weigh_most_are_multiplied(head_dim):
     batch.cache.keys[pages[1, 0], 5, 0, 7] = torch.nan
     kept_d = kept_channels(head_dim, True, sale_means.LEAST_CHANNELS)
     assert kept_d == {64: 32, 96: 64, 256: 128}[head_dim]
-    means = sale_means.row_means(batch.q, batch.cache, batch.rows, kept_d, Workspace(torch.device(DEVICE)))
+    means = sale_means.row_means(batch.call(SparseIndex.allocate(batch.rows, 6, 32)), kept_d)
     assert means.channels[0, 0].tolist() == list(range(kept_d))
     assert 7 not in means.channels[1, 0]
     assert means.channels[1, 0].unique().numel() == kept_d
@@ -153,7 +159,9 @@ def flags_twice(
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
     (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
-    selected, always = selected_heads(method, batch), Regions(method.sink_tokens, method.local_tokens)
+    call = batch.call(index, every_head(method, batch.num_heads))
+    selected = Selected(call.head_ids, call.parameters("log_tau"), batch.num_heads)
+    always = Regions(method.sink_tokens, method.local_tokens)
     sale_scores.first_flags(ours, index, selected, always)
     in_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
     sale_scores.flag_blocks(queries, keys, ours, index, selected, always, run, in_half)

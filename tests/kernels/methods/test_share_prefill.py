@@ -10,8 +10,10 @@ import torch
 
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.helpers.method_cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
+from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
@@ -22,9 +24,8 @@ MARGIN = 1e-4
 less than this share of the mass may differ."""
 
 
-def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8, **more) -> SharePrefill:
-    heads = [SharePrefill(max_sparsity, max_distance, gamma, cluster, **more) for cluster in clusters]
-    return SharePrefill.merged(heads)
+def layer_of(clusters, max_sparsity=0.9, max_distance=0.2, gamma=0.8, **more) -> list[SharePrefill]:
+    return [SharePrefill(max_sparsity, max_distance, gamma, cluster, **more) for cluster in clusters]
 
 
 def small_batch(lengths=((203, 140),), num_heads=3) -> Batch:
@@ -47,22 +48,22 @@ def estimate(batch: Batch, row: int, head: int, block_tokens: int) -> torch.Tens
     return block_average(q[-128:], keys * batch.scale, block_tokens).softmax(-1)
 
 
-def check_layers(batches: list[Batch], methods: list[SharePrefill], block_tokens: int) -> None:
+def check_layers(batches: list[Batch], layers: list[list[SharePrefill]], block_tokens: int) -> None:
     """Check kernels against the reference through the layers of a forward pass."""
     passes, heads = [dataclasses.replace(batches[0].rows) for _ in range(2)], range(batches[0].num_heads)
-    for batch, method in zip(batches, methods, strict=True):
-        index = select(method, batch, block_tokens)
+    for batch, methods in zip(batches, layers, strict=True):
+        index = select(methods, batch, block_tokens)
         index.check()
         bounds = [
             kept_keys(select(changed, batch, block_tokens, by_reference=True, rows=rows), heads)
-            for rows, changed in zip(passes, (shifted(method, -MARGIN), shifted(method, MARGIN)), strict=True)
+            for rows, changed in zip(passes, (shifted(methods, -MARGIN), shifted(methods, MARGIN)), strict=True)
         ]
         assert_between(kept_keys(index, heads), *bounds)
 
 
-def shifted(method: SharePrefill, by: float) -> SharePrefill:
-    """Return the method with another γ, for each head if they differ."""
-    return method.merged([dataclasses.replace(setting, gamma=setting.gamma + by) for setting in method.settings])
+def shifted(methods: list[SharePrefill], by: float) -> list[SharePrefill]:
+    """Return the methods with another γ."""
+    return [dataclasses.replace(method, gamma=method.gamma + by) for method in methods]
 
 
 def is_dense(index: SparseIndex, head: int, row: int) -> bool:
@@ -99,8 +100,7 @@ def test_kernels_keep_what_the_reference_keeps(case, dtype, gammas):
     batches = [batch, next_layer(batch)][: len(clusters)]
     more = {"estimating": "spread", "last_queries": 30} if gammas == "differing" else {}
     heads = [[SharePrefill(0.25, 0.1, g, c, **more) for g, c in zip(cycle(GAMMAS[gammas]), cs)] for cs in clusters]
-    methods = [SharePrefill.merged(layer) for layer in heads]
-    check_layers(batches, methods, block_tokens)
+    check_layers(batches, heads, block_tokens)
 
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
@@ -108,8 +108,8 @@ def test_averages_are_those_of_all_pairs(block_tokens):
     """Estimates are exact to float32: (mean q) · (mean k) before the diagonal, causal pairs on it."""
     batch = lined_batch([(333, 140), (5, 3)], 2, 1, 64, 16, gap_tokens=1)
     index = SparseIndex.allocate(batch.rows, 2, block_tokens)
-    heads = int32([1, 0])
-    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index), int32([0, 0]))
+    call = batch.call(index, HeadGroup((1, 0), (SharePrefill(cluster=0),) * 2))
+    averages = BlockAverages(call, Spans.of(index), int32([0, 0]))
     estimates, sparsity = averages.estimates()
     estimates = estimates.double()
     expected = [torch.cat([estimate(batch, row, head, block_tokens) for row in (0, 1)]) for head in (1, 0)]
@@ -127,9 +127,8 @@ def test_heads_of_no_cluster_cost_no_estimate():
     batch.cache.keys[:, :, 1] = float("nan")
     index = SparseIndex.allocate(batch.rows, 4, 64)
     index.workspace.buffer = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN
-    heads = int32([2, 0, 1, 3])
-    clusters = int32([NOISE, NOISE, 0, NOISE])
-    averages = BlockAverages(batch.q, batch.cache, index, heads, batch.scale, Spans.of(index), clusters)
+    call = batch.call(index, HeadGroup((2, 0, 1, 3), tuple(layer_of((NOISE, NOISE, 0, NOISE)))))
+    averages = BlockAverages(call, Spans.of(index), int32([NOISE, NOISE, 0, NOISE]))
     estimates, sparsity = averages.estimates()
     assert averages.scores[2:].isnan().all()
     assert estimates[[0, 1, 3]].isnan().all()
@@ -217,9 +216,8 @@ def test_each_head_takes_what_its_own_gamma_holds(by_reference):
         for a in [dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))]
     }
     heads = [SharePrefill(0.9, 1e-6, gamma, c) for gamma, c in zip(gammas, clusters, strict=True)]
-    method = SharePrefill.merged(heads)
     for layer in range(2):
-        index = select(method, batch, by_reference=by_reference)
+        index = select(heads, batch, by_reference=by_reference)
         assert is_dense(index, 0, 0) == (layer == 0)
         assert not is_dense(index, 1, 0)
         assert all(of_head(index, i) == of_head(alike[gamma][layer], i) for i, gamma in enumerate(gammas))
@@ -234,17 +232,15 @@ def test_distance():
     assert js_distance(a, torch.tensor([0.25, 0.75, 0.0])) == pytest.approx(by_scipy, abs=1e-6)
 
 
-def test_heads_of_a_layer_are_merged():
+def test_heads_of_a_layer_with_equal_thresholds_are_selected_together():
     heads = [SharePrefill(cluster=c) for c in (3, NOISE, 3)]
-    assert SharePrefill.merged(heads).of_heads(3) == tuple(heads)
-    with pytest.raises(ValueError, match=r"^methods: "):
-        SharePrefill.merged([SharePrefill(), SharePrefill(max_distance=0.1)])
-    differing = SharePrefill.merged([SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95)])
-    assert differing.of_heads(2) == tuple(SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95))
-    assert SharePrefill.summary([differing])["gamma"] == "0.8 to 0.95"
+    (group,) = layer_plan(heads).groups
+    assert group.methods == tuple(heads)
+    assert len(layer_plan([SharePrefill(), SharePrefill(max_distance=0.1)]).groups) == 2
+    differing = [SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95)]
+    assert len(layer_plan(differing).groups) == 1
+    assert SharePrefill.summary(differing)["gamma"] == "0.8 to 0.95"
     assert SharePrefill(gamma=0.8, cluster=3).unshared == SharePrefill(gamma=0.8)
-    with pytest.raises(ValueError, match=r"^settings: "):
-        select(differing, small_batch(((0, 5),)), 64)
 
 
 def test_a_model_whose_heads_can_share_nothing_is_objected_to():
@@ -260,7 +256,7 @@ def test_a_model_whose_heads_can_share_nothing_is_objected_to():
 
 
 def test_summary_counts_clusters_over_layers():
-    layers = [SharePrefill.merged([SharePrefill(cluster=c) for c in heads]) for heads in ((0, NOISE, 3), (3, 3, 1))]
+    heads = [SharePrefill(cluster=c) for c in (0, NOISE, 3, 3, 3, 1)]  # of two layers
     thresholds = {"max_sparsity": 0.3, "max_distance": 0.2, "gamma": 0.9, "last_queries": 64, "estimating": "last"}
-    assert SharePrefill.summary(layers) == thresholds | {"clusters": 3, "clustered_heads": 5}
+    assert SharePrefill.summary(heads) == thresholds | {"clusters": 3, "clustered_heads": 5}
     assert SharePrefill.summary([SharePrefill()]) == thresholds | {"clusters": 0, "clustered_heads": 0}

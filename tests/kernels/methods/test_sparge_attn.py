@@ -3,15 +3,17 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.batches import random_batch
+from tests.helpers.batches import every_head, random_batch
 from tests.helpers.method_cases import DEVICE, kept_blocks, row_parts, select
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.layer import attend_options
+from vllm_sparse_kernels.layer import attend_options, layer_plan
 from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
@@ -160,8 +162,9 @@ def keep_top_mass(
     padded[:, 0, num_blocks : wide // KEY_BLOCK_TOKENS] = -1e30
     padded[:, 0, wide // KEY_BLOCK_TOKENS] = -torch.inf
     limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, top_share, 0.5))
-    heads = torch.arange(num_heads, dtype=torch.int32, device=DEVICE)
-    module.keep_top_blocks(padded, similar, index, 0, heads, module.HeadLimits(*limits), sink)
+    nothing: Any = torch.empty(0, device=DEVICE)  # neither queries nor keys are read
+    call = Call(nothing, nothing, index, 1.0, every_head(SpargeAttn(keep_sink=sink), num_heads))
+    module.keep_top_blocks(call, padded, similar, 0, module.HeadLimits(*limits))
     index.check()
     flags = torch.stack([kept_blocks(index, head, 0) for head in range(num_heads)])
     return flags[:, : wide // block_tokens]
@@ -365,7 +368,7 @@ def test_the_rules_differ_where_they_should():
 def test_what_heads_ask_of_attention():
     skipping = SpargeAttn(skip_margin=-5.0)
     methods = [METHOD, skipping, SpargeAttn(int8_scores=True)]
-    assert list(SpargeAttn.merged(methods).of_heads(3)) == methods
+    assert len(layer_plan(methods).groups) == 1
     options = attend_options(methods, torch.device(DEVICE))
     assert options.skip_margins.tolist() == [-math.inf, -5.0, -math.inf]
     assert options.int8_heads.tolist() == [0, 0, 1]

@@ -11,18 +11,19 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.functional import pad
 
+from tests.helpers.batches import every_head
 from tests.helpers.masks import density_of
-from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, int32, kept_blocks, row_parts, select
+from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, kept_blocks, row_parts, select
 from tests.helpers.top_p_cases import LENGTHS, make_batch
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, scored_queries, tile_shares
 from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 from vllm_sparse_kernels.selection.slabs import slabs_of
-from vllm_sparse_kernels.workspace import Workspace
 
 METHOD = TopP(
     kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", queries="all", peak_share=1.0
@@ -34,21 +35,25 @@ MASS_ERROR = 5e-3
 """Total error of a tile's masses: half precision rounds scores up to 32 by up to 2^-7; exponentials err by as much."""
 
 
+def call_of(method: TopP, batch: Batch) -> Call:
+    """Return the arguments of the selection of all heads with one method."""
+    index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
+    return batch.call(index, every_head(method, batch.num_heads))
+
+
 def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Return the masses from which the kernels choose: [heads, tiles, blocks], 0 past a tile's causal blocks."""
     rows = batch.rows
     measured = torch.zeros(batch.num_heads, rows.num_tiles, max(rows.block_capacities(32)), device=DEVICE)
 
-    def keep(masses: torch.Tensor, index: Any, first_tile: int, *others: Any) -> None:
+    def keep(call: Any, masses: torch.Tensor, first_tile: int) -> None:
         for i in range(masses.shape[1]):
             count = rows.block_capacities(32)[first_tile + i]
             measured[:, first_tile + i, :count] = masses[:, i, :count]
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_block_lists", keep)
-        index = module.SparseIndex.allocate(rows, batch.num_heads, 32)
-        every = torch.arange(batch.num_heads, dtype=torch.int32, device=DEVICE)
-        method.select(batch.q, batch.cache, index, every, batch.scale)
+        method.select(call_of(method, batch))
     return measured
 
 
@@ -65,8 +70,7 @@ def exact_masses(batch: Batch, head: int, i_tile: int) -> torch.Tensor:
 
 def check_masses(method: TopP, batch: Batch, masses: torch.Tensor) -> None:
     """Check that they are the reference's masses."""
-    heads = int32(range(batch.num_heads))
-    for head, i_tile, shares in tile_shares(method, batch.q, batch.cache, batch.rows, heads, batch.scale):
+    for head, i_tile, shares in tile_shares(call_of(method, batch)):
         theirs = shares.mean(0)
         assert float((masses[head, i_tile, : len(theirs)] - theirs).abs().sum()) < MASS_ERROR, (head, i_tile)
 
@@ -98,20 +102,19 @@ def test_eight_bits_are_close_to_exact_scores() -> None:
     """In tiles with several queries, errors average out. Half of the masses' difference is the mass that may be
     misplaced."""
     batch = make_batch([(1500, 300)], (2, 1, 128), dtype=torch.float32)
-    for head, i_tile, shares in tile_shares(METHOD, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+    for head, i_tile, shares in tile_shares(call_of(METHOD, batch)):
         assert float((shares.mean(0) - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
 
 
 def rounded_by(batch: Batch, method: TopP, permuted: bool) -> list[torch.Tensor]:
     """Return rounded queries, factors, keys and steps of all rows, with 7 wherever nothing is written."""
-    workspace = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
-    inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-    storage = method.storage(batch.cache.head_dim, torch.float16)
-    moments = rounding.row_moments(inputs, storage, Workspace(batch.q.device))
-    heads = int32(range(batch.num_heads))
+    call, storage = call_of(method, batch), method.storage(batch.cache.head_dim, torch.float16)
+    moments = rounding.row_moments(call, storage)
+    room: Any = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
+    filled = replace(call, index=replace(call.index, workspace=room))
     (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes(storage.num_scored))
-    queries = rounding.round_queries(inputs, moments, heads, storage, workspace)
-    return [*queries, *rounding.round_keys(inputs, slab, moments, storage, permuted, workspace)]
+    queries = rounding.round_queries(filled, moments, storage)
+    return [*queries, *rounding.round_keys(filled, slab, moments, storage, permuted)]
 
 
 @pytest.mark.parametrize(("method", "permuted"), [(METHOD, False), (HALF, True), (FEW_QUERIES, True)])
@@ -210,7 +213,7 @@ def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, queries: st
     monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 32)
     index, without = select(method, batch, 32), select(replace(method, peak_share=1.0), batch, 32)
     several = 0
-    for head, i_tile, shares in tile_shares(method, batch.q, batch.cache, batch.rows, int32([0, 1]), batch.scale):
+    for head, i_tile, shares in tile_shares(call_of(method, batch)):
         kept, most = set(index.blocks_of(head, i_tile).tolist()), shares.amax(0)
         fewest = set(without.blocks_of(head, i_tile).tolist())
         surely = set((most > 0.1 * 1.02).nonzero().flatten().tolist())

@@ -29,7 +29,7 @@ from vllm_sparse_kernels.selection import lines, pooled, slabs
 
 TOP_P = TopP(0.2, sink_tokens=32, local_tokens=128, most_share=1.0)
 LINES = VerticalSlash(30, 10, 64, 5, 5)
-HEADS_OF_SALE = Sale.merged([Sale(0.3), Sale(0.2)])
+HEADS_OF_SALE = [Sale(0.3), Sale(0.2)]
 
 
 @pytest.mark.full

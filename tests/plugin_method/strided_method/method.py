@@ -7,19 +7,17 @@ keeps the blocks that contain such a key. Neither queries nor keys are read.
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, load_tile, tile_blocks
-from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 
 
 @dataclass(frozen=True)
-class Strided(PerHead):
+class Strided(Method):
     """First tokens ``sink_tokens``, local window ``local_tokens``, and the stride of all keys between."""
 
     block_tokens = 128
@@ -33,11 +31,10 @@ class Strided(PerHead):
         for name, least in (("sink_tokens", 0), ("local_tokens", 1), ("stride_tokens", 1)):
             require(getattr(self, name) >= least, name, getattr(self, name), f">= {least}")
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        methods = self.of_heads(len(heads))
-        numbers = tuple(min(getattr(method, name), MOST) for name in self.differing for method in methods)
-        _strided_kernel[(index.rows.num_tiles, len(heads))](
-            heads, on_device(numbers, heads.device), index.rows.tiles, index.rows.num_tiles,
+    def select(self, call: Call) -> None:
+        index = call.index
+        _strided_kernel[(index.rows.num_tiles, len(call.heads))](
+            call.head_ids, call.parameters(*self.differing), index.rows.tiles, index.rows.num_tiles,
             index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0),
             BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
         )  # fmt: skip

@@ -35,7 +35,7 @@ from vllm_sparse_backend.serving.worker.arena import (
 )
 from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.worker.step import Slab
-from vllm_sparse_kernels.layer import HeadGroup
+from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
@@ -48,7 +48,7 @@ LENGTHS = st.tuples(st.integers(0, LONGEST - 3000), st.integers(1, 3000))
 
 def needs(method: str = "vertical_slash", **params: Any) -> list[LayerNeed]:
     plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
-    return [LayerNeed.of(groups, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU) for groups in plan.layers if groups]
+    return [LayerNeed.of(layer, SHAPE.num_kv_heads, SHAPE.head_dim, 2, CPU) for layer in plan.layers if layer]
 
 
 def in_turn(lengths: list[tuple[int, int]]) -> list[SparseRow]:
@@ -101,10 +101,9 @@ class TestSlabs:
 
     def test_heads_that_differ_need_room_for_the_one_that_keeps_most(self) -> None:
         slab = kernel_rows(in_turn([(5000, 500)]))
-        merged = VerticalSlash.merged([VerticalSlash(40), VerticalSlash(4000), VerticalSlash(7)])
-        groups = ((HeadGroup((0, 1, 2), merged),), (HeadGroup((0, 1, 2), VerticalSlash(4000)),))
-        of_merged, of_most = (Room([LayerNeed.of(g, 1, 64, 2, CPU)], 0).needed(slab) for g in groups)
-        assert of_merged == of_most
+        plans = [layer_plan(list(map(VerticalSlash, sizes))) for sizes in ((40, 4000, 7), (4000, 4000, 4000))]
+        of_different, of_most = (Room([LayerNeed.of(plan, 1, 64, 2, CPU)], 0).needed(slab) for plan in plans)
+        assert of_different == of_most
 
 
 class TestEveryStep:
@@ -144,9 +143,9 @@ class TestEveryStep:
         """A row fits alone and uncut, because the arena is sized for the row that needs most."""
         params = {"cluster": 0} if method == "share_prefill" else {}
         shape = ModelShape("LlamaForCausalLM", 1, *heads)
-        (groups,) = Plan.build(SparsePrefillConfig(method=method, params=params), shape).layers
-        assert groups is not None
-        need, limits = LayerNeed.of(groups, shape.num_kv_heads, shape.head_dim, 2, CPU), (4096, 1, 65_536)
+        (layer,) = Plan.build(SparsePrefillConfig(method=method, params=params), shape).layers
+        assert layer is not None
+        need, limits = LayerNeed.of(layer, shape.num_kv_heads, shape.head_dim, 2, CPU), (4096, 1, 65_536)
         size = ArenaSize.of([need], *limits, Thresholds(0, 1))
         assert size is not None
         query_len, context_len = lengths[0], min(lengths[1], 65_536 - lengths[0])

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 if torch.cuda.is_available():
     pytest.skip("engines are chosen in Triton's interpreter here", allow_module_level=True)
 
+
 from tests.helpers.batches import random_batch, random_index
 from tests.helpers.paged_varlen import STAND_IN
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -25,7 +26,6 @@ from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.engine_trial import expected_attention
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.method import TopP, select_on_portable
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
@@ -40,8 +40,8 @@ BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, str
 def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> AttendEngine:
     """Return an engine that computes the reference and then modifies its result."""
 
-    def attend(q, cache, index, out, scale, lse=None, options=None, sinks=None) -> None:
-        reference(q, cache, index, out, scale, lse, options=options, sinks=sinks)
+    def attend(call, out, lse=None, options=None, sinks=None) -> None:
+        reference(call, out, lse, options=options, sinks=sinks)
         change(out)
 
     return AttendEngine(name, PORTABLE.refusal, attend)
@@ -107,9 +107,9 @@ LAYER = replace(Layer.of(layer_plan([METHOD, METHOD]), 64, CPU), by_kernels=True
 def select_engine(name: str, change: Callable[[SparseIndex], None] = lambda index: None) -> SelectEngine:
     """Return a selection engine that keeps the portable engine's lists and then modifies them."""
 
-    def select(method, q, cache, index, heads, scale) -> None:
-        select_on_portable(method, q, cache, index, heads, scale)
-        change(index)
+    def select(call) -> None:
+        select_on_portable(call)
+        change(call.index)
 
     return SelectEngine(name, lambda spec: None, select)
 
@@ -166,12 +166,12 @@ def test_out_of_memory_in_a_step_surfaces_and_the_layer_keeps_its_engine(monkeyp
     fails: list[bool] = [False]
     offered(monkeypatch, select_engine("hopper", lambda index: out_of_memory(index) if fails[0] else None))
     layer = replace(LAYER, select_engines=EnginePicker(table=table(PORTABLE)).pick_selection(LAYER, SELECTED))
-    inputs = LayerInputs(SELECTED.q, SELECTED.cache, SELECTED.rows, SELECTED.scale)
+    call = layer.new_call(SELECTED.q, SELECTED.cache, SELECTED.rows, SELECTED.scale)
     fails[0] = True
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        run(layer, inputs, SELECTED.empty_out())
+        run(layer, call, SELECTED.empty_out())
     fails[0] = False
-    run(layer, inputs, SELECTED.empty_out()).check()
+    run(layer, call, SELECTED.empty_out(), check=True)
     assert [engine.name for engine in layer.select_engines] == ["hopper"]
 
 

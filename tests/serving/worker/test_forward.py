@@ -16,7 +16,6 @@ from tests.helpers.vllm_objects import PAGE_TOKENS, make_builder, make_layers, m
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import PagedCache
-from vllm_sparse_kernels.layer import HeadGroup
 from vllm_sparse_kernels.methods import METHODS
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -126,9 +125,9 @@ class TestMethods:
         parts = {row: sparse_part(step, row) for row in SPARSE_ROWS}
         for number, layer in enumerate(made):
             out = step.forward(layer, metadata)
-            heads = [HeadGroup((head,), method) for head, method in enumerate(profile.methods_of(number, 4))]
+            methods = profile.methods_of(number, 4)
             for row, part in parts.items():
-                expected, _ = reference(step, row, heads, layer.impl.scale, part)
+                expected, _ = reference(step, row, methods, layer.impl.scale, part)
                 torch.testing.assert_close(out[step.tokens(row)][dense_tokens(step, row) :], expected, **CLOSE)
 
     @pytest.mark.parametrize(
@@ -147,7 +146,7 @@ class TestMethods:
         for row in range(len(MIXED)):
             tokens = step.tokens(row)
             if row in SPARSE_ROWS:
-                expected, index = reference(step, row, layers[0].impl.layer.groups, layers[0].impl.scale)
+                expected, index = reference(step, row, layers[0].impl.layer.plan.methods, layers[0].impl.scale)
                 cut = dense_tokens(step, row)
                 assert torch.equal(first[tokens][:cut], dense[tokens][:cut])
                 torch.testing.assert_close(first[tokens][cut:], expected, **CLOSE)

@@ -222,7 +222,7 @@ class TestRows:
                 if level == "exact" or (number == 0):
                     assert torch.equal(out[tokens], dense[tokens]), (number, row)
                     continue
-                groups = layer.impl.levels[level].layer.groups
+                groups = layer.impl.levels[level].layer.plan.groups
                 expected, _ = reference(step, row, groups, layer.impl.scale)
                 cut = dense_tokens(step, row)
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
@@ -323,7 +323,7 @@ class TestRows:
         config = configured(profile=profile_file(tmp_path, **LEVELS), crossover=str(table))
 
         def on_engine(level: LayerLevel) -> LayerLevel:
-            is_block_sparse = type(level.layer.groups[0].method).__name__ == "BlockSparse"
+            is_block_sparse = type(level.layer.plan.groups[0].method).__name__ == "BlockSparse"
             engine = replace(PORTABLE, name="flash" if is_block_sparse else "portable")
             return replace(level, layer=replace(level.layer, engine=engine))
 

@@ -142,7 +142,7 @@ class TestGroups:
             (layer,) = layers = make_layers(config, [0])
             lines.clear()
             make_builder(config, layers)
-            assert [(group.heads, type(group.method).__name__) for group in layer.impl.layer.groups] == groups
+            assert [(group.heads, type(group.method).__name__) for group in layer.impl.layer.plan.groups] == groups
             assert bool(lines) == (rank == 0)
 
 

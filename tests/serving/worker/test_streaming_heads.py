@@ -41,7 +41,8 @@ from vllm_sparse_backend.serving.worker.model_layers import model_layers
 from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
-from vllm_sparse_kernels.layer import Layer, layer_plan, methods_by_head
+from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.layer import Layer, layer_plan
 from vllm_sparse_kernels.methods import METHODS, name_of
 
 make_prompt = streaming_heads._prompt
@@ -338,8 +339,8 @@ class TestRunning:
     def test_a_layer_with_streaming_heads_has_a_second_plan_of_equal_width(self, adopted: Any) -> None:
         (with_heads, without), _ = adopted
         level = with_heads.impl.levels[ON]
-        assert [name_of(method) for method in methods_by_head(level.layer.groups)] == ["top_p"] * 4
-        streaming = methods_by_head(level.streaming_layer.groups)
+        assert [name_of(method) for method in level.layer.plan.methods] == ["top_p"] * 4
+        streaming = level.streaming_layer.plan.methods
         assert [name_of(method) for method in streaming] == ["a_shape", "top_p", "top_p", "a_shape"]
         assert streaming[0] == STREAMING
         assert level.streaming_layer.block_tokens == level.layer.block_tokens == 32
@@ -379,8 +380,8 @@ class TestRunning:
         for query_len, context_len in ((1, 50_000), (100, 60_001), (2048, 131_072), (8192, 49_152), (8192, 122_880)):
             rows = kernel_rows([SparseRow(0, 0, query_len, context_len)])
             for number in range(1, 9):
-                groups = layer_plan([STREAMING] * number + [scored] * (8 - number))
-                assert replace(plain, groups=groups).num_bytes(rows) <= plain.num_bytes(rows)
+                plan = layer_plan([STREAMING] * number + [scored] * (8 - number))
+                assert replace(plain, plan=plan).num_bytes(rows) <= plain.num_bytes(rows)
 
     def test_layers_that_are_found_are_those_of_the_model(self, adopted: Any) -> None:
         layers, builder = adopted
@@ -388,18 +389,18 @@ class TestRunning:
         assert layers[0].impl.worker.streaming.by_layer.keys() == {0, 1}
 
 
-def reference(step: Any, row: int, plan: Layer, scale: float) -> tuple[torch.Tensor, SparseIndex]:
-    """Run a row alone through the references of the methods of a plan, over blocks of the plan's width."""
+def reference(step: Any, row: int, layer: Layer, scale: float) -> tuple[torch.Tensor, SparseIndex]:
+    """Run a row alone through the references of the methods of a layer, over blocks of the layer's width."""
     query, cache = step.alone(row)
     context_len, query_len = step.lengths[row]
     rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
-    layouts = {head: method.stripe_layout(rows) for head, method in enumerate(methods_by_head(plan.groups))}
-    index = SparseIndex.allocate(rows, query.shape[1], plan.block_tokens, layouts)
-    for group in plan.groups:
-        heads = torch.tensor(group.heads, dtype=torch.int32)
-        METHODS[name_of(group.method)].reference(group.method, query, cache, index, heads, scale)
+    layouts = {head: method.stripe_layout(rows) for head, method in enumerate(layer.plan.methods)}
+    index = SparseIndex.allocate(rows, query.shape[1], layer.block_tokens, layouts)
+    call = Call(query, cache, index, scale)
+    for group in layer.plan.groups:
+        METHODS[name_of(group.method)].reference(replace(call, heads=group))
     out = torch.full_like(query, float("nan"))
-    attend(query, cache, index, out, scale)
+    attend(call, out)
     return out, index
 
 
@@ -407,4 +408,4 @@ def test_no_head_streams_if_either_number_is_large_or_within_noise_of_its_thresh
     query = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOW_TOKENS)
     shares, heavy = torch.tensor([0.0, 0.2, 0.0, 0.0979, 0.0985, 0.0]), torch.tensor([0, 0, 6, 2, 0, 3]) * query
     assert FarAttention(shares, heavy).streaming_heads() == {0, 3}
-    assert layer_plan([STREAMING] * 2)[0].heads == (0, 1)
+    assert layer_plan([STREAMING] * 2).groups[0].heads == (0, 1)

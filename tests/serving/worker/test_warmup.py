@@ -34,11 +34,10 @@ from vllm_sparse_backend.serving.worker.warmup import consecutive_rows, warm_up
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import AttendEngine, FlashAttention
 from vllm_sparse_kernels.attention.portable import engine as portable
+from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.layer import Layer, layer_plan, methods_by_head, run
-from vllm_sparse_kernels.layer_inputs import LayerInputs
+from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.methods import METHODS
-from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
@@ -113,8 +112,7 @@ def run_steps(
             for impl in impls:
                 with arena.frame():
                     out = torch.empty_like(query, dtype=torch.bfloat16 if in_fp8 else None)
-                    inputs = LayerInputs(query, cache, slab.rows, impl.scale)
-                    run(impl.layer, inputs, out, arena, impl.sinks)
+                    run(impl.layer, impl.layer.new_call(query, cache, slab.rows, impl.scale, arena), out, impl.sinks)
     assert arena.overflows == arena.used_bytes == 0
     assert 0 < arena.peak_bytes <= len(arena.buffer)
 
@@ -126,12 +124,10 @@ class TestKeys:
         """Run every engine and accept it: nothing is computed, so there is no result to judge."""
 
         def failure(engine: AttendEngine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
-            engine.attend(batch.q, batch.cache, index, batch.empty_out(), batch.scale, options=options)
+            engine.attend(batch.call(index), batch.empty_out(), options=options)
 
-        def selection_failure(
-            engine: SelectEngine, method: Method, batch: Batch, index: Any, heads: torch.Tensor, expected: Any
-        ) -> None:
-            engine.select(method, batch.q, batch.cache, index, heads, batch.scale)
+        def selection_failure(engine: SelectEngine, batch: Batch, index: Any, heads: HeadGroup, expected: Any) -> None:
+            engine.select(batch.call(index, heads))
 
         monkeypatch.setattr(compat, "IS_CPU", False)
         monkeypatch.setattr(engine_picker, "selection_failure", selection_failure)
@@ -153,7 +149,8 @@ class TestKeys:
         monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
         steps = [*random_steps(seed=page_size, number=12), *SINGLE]
         served = check_keys(make_impls(method, params, CPU, engine), page_size, engine, steps, monkeypatch)
-        assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}
+        names = {"portable": {"attend_kernel", "approximate_kernel"}, "flash": {"finish_kernel"}}[engine]
+        assert names & {name for name, _ in served}
 
     @pytest.mark.full
     def test_nor_does_one_on_an_engine_that_narrow_blocks_are_not_for(
@@ -183,7 +180,7 @@ class TestKeys:
         """A level has two plans then. They have blocks of the same width, and each gets its own engines."""
         impls = make_impls("top_p", {}, CPU)
         level = impls[0].levels[ON]
-        methods = [STREAMING if head % 3 else method for head, method in enumerate(methods_by_head(level.layer.groups))]
+        methods = [STREAMING if head % 3 else method for head, method in enumerate(level.layer.plan.methods)]
         streaming = Layer.of(layer_plan(methods), SHAPE.head_dim, CPU, block_tokens=level.layer.block_tokens)
         impls[0].levels = {ON: replace(level, streaming_layer=replace(streaming, by_kernels=True))}
         steps = random_steps(seed=6, number=8)

@@ -29,7 +29,7 @@ from vllm_sparse_backend.serving.worker.step import Slab
 from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace
 from vllm_sparse_kernels.attention import workspace_bytes
 from vllm_sparse_kernels.block_width import index_block_tokens
-from vllm_sparse_kernels.layer import LayerPlan, fits_shared_memory, methods_by_head, stripes_of
+from vllm_sparse_kernels.layer import LayerPlan, fits_shared_memory, stripes_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ceil_div
 
@@ -72,12 +72,12 @@ class Arena(Workspace):
 class LayerNeed:
     """The arena memory that one layer of the plan needs."""
 
-    groups: LayerPlan
+    plan: LayerPlan
     shape: LayerShape
 
     @staticmethod
     def of(
-        groups: LayerPlan,
+        plan: LayerPlan,
         num_kv_heads: int,
         head_dim: int,
         element_bytes: int,
@@ -85,23 +85,23 @@ class LayerNeed:
         engine: str = AUTO,
     ) -> "LayerNeed":
         """Return the memory that a layer with this plan needs."""
-        methods = methods_by_head(groups)
-        num_heads, block_tokens = len(methods), index_block_tokens(methods, head_dim, device, engine)
-        shape = LayerShape(num_heads, num_kv_heads, head_dim, block_tokens, element_bytes)
-        return LayerNeed(groups, shape)
+        block_tokens = index_block_tokens(plan.methods, head_dim, device, engine)
+        shape = LayerShape(len(plan.methods), num_kv_heads, head_dim, block_tokens, element_bytes)
+        return LayerNeed(plan, shape)
 
     @cached_property
     def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
         """Methods that differ in the memory they need, each with the number of its heads."""
         heads: dict[Method, int] = {}
-        for group in self.groups:
-            heads[group.method.size_key] = heads.get(group.method.size_key, 0) + len(group.heads)
+        for group in self.plan.groups:
+            largest = group.method.largest(group.methods)
+            heads[largest] = heads.get(largest, 0) + len(group)
         return tuple(heads.items())
 
     @cached_property
     def int8_scores(self) -> bool:
         """Whether the method of any head uses 8-bit scores."""
-        return any(method.int8_scores for method in methods_by_head(self.groups))
+        return any(method.int8_scores for method in self.plan.methods)
 
     def num_bytes(self, rows: Rows) -> int:
         """Return the memory that the layer needs for these rows.
@@ -329,7 +329,7 @@ def _layer_needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.devi
     head_dim, engine = resolved.plan.shape.head_dim, resolved.config.engine
     first, end = model.get_layers_start_end_indices(parallel)
     plans = [resolved.layer(number) for number in range(first, end)]
-    fitting = [plan for plan in plans if all(fits_shared_memory(groups, head_dim, device) for groups in plan)]
-    layers = {groups for plan in fitting for groups in plan}
+    fitting = [plan for plan in plans if all(fits_shared_memory(layer, head_dim, device) for layer in plan)]
+    layers = {layer for plan in fitting for layer in plan}
     num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
-    return tuple(LayerNeed.of(groups, num_kv_heads, head_dim, element_bytes, device, engine) for groups in layers)
+    return tuple(LayerNeed.of(layer, num_kv_heads, head_dim, element_bytes, device, engine) for layer in layers)

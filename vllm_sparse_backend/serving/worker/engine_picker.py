@@ -22,6 +22,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
 from vllm_sparse_kernels.attention import PORTABLE, AttendEngine, AttendSpec, EngineChoice, choose_engine, engines
+from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention, failure, selection_failure, sharpened
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods import name_of
@@ -72,25 +73,25 @@ class EnginePicker:
         A method with a single engine needs no trial: there is nothing to choose, and warm-up runs it.
         """
         chosen = []
-        for group, heads in zip(layer.groups, layer.head_ids, strict=True):
+        for group in layer.plan.groups:
             *faster, portable = group.method.select_engines
-            chosen.append(self._pick_selection_of(group.method, heads, layer, batch) if faster else portable)
+            chosen.append(self._pick_selection_of(group, layer, batch) if faster else portable)
         return tuple(chosen)
 
-    def _pick_selection_of(self, method: Method, heads: torch.Tensor, layer: Layer, batch: Batch) -> SelectEngine:
-        # Methods of the same size run the same kernels, so a single trial is enough.
-        spec = SelectSpec(method.size_key, heads.device, batch.cache.head_dim)
+    def _pick_selection_of(self, group: HeadGroup[Method], layer: Layer, batch: Batch) -> SelectEngine:
+        # Methods with the same key run the same kernels, so a single trial is enough.
+        spec = SelectSpec(group.method.group_key, batch.q.device, batch.cache.head_dim)
         if spec not in self._selection:
             excluded = self._excluded.get(_subject(spec), {})
             sharp = sharpened(batch)
-            portable = method.select_engines[-1]
+            portable = group.method.select_engines[-1]
             by_portable = layer.allocate_index(batch.rows)
-            is_right = selection_failure(portable, method, sharp, by_portable, heads, None) is None
+            is_right = selection_failure(portable, sharp, by_portable, group, None) is None
             expected = by_portable if is_right else None  # otherwise the portable engine's own trial reports why
 
             def trial(engine: SelectEngine) -> str | None:
                 index, reference = layer.allocate_index(batch.rows), None if engine.name == portable.name else expected
-                return excluded.get(engine.name) or selection_failure(engine, method, sharp, index, heads, reference)
+                return excluded.get(engine.name) or selection_failure(engine, sharp, index, group, reference)
 
             try:
                 self._selection[spec] = choose_select_engine(spec, trial)
@@ -156,7 +157,7 @@ class EnginePicker:
         numbers: dict[str, dict[int, SelectEngine]] = {}
         names: dict[str, None] = {}
         for number, layer in layers.items():
-            for group, engine in zip(layer.groups, layer.select_engines, strict=True):
+            for group, engine in zip(layer.plan.groups, layer.select_engines, strict=True):
                 if len(group.method.select_engines) > 1:
                     numbers.setdefault(name_of(group.method), {})[number] = engine
                     names |= dict.fromkeys(known.name for known in group.method.select_engines)

@@ -20,7 +20,6 @@ from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, run, with_kept_mass
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.paged import PagedCache
 
 AttendWithoutCache = Callable[
@@ -76,7 +75,7 @@ class SparsePrefillImpl(compat.DenseImpl):
             return self.fallback
         if not plans:
             return Fallback.DENSE_LAYER
-        if sum(len(group.heads) for group in plans[0]) != self.num_heads:
+        if len(plans[0].methods) != self.num_heads:
             return Fallback.OTHER_HEADS
         device = torch.device(compat.DEVICE_TYPE)
         if not all(fits_shared_memory(plan, self.head_size, device) for plan in plans):
@@ -158,12 +157,12 @@ class SparsePrefillImpl(compat.DenseImpl):
         assert self.worker is not None
         assert self.worker.memory is not None
         arena = self.worker.memory.arena
-        inputs = LayerInputs(query, cache, slab.rows, self.scale * cache.score_scale)
         with arena.frame():
             layer = self._layer_of(slab)
-            index = run(layer, inputs, output, arena, self.sinks, self.worker.resolved.config.check_index)
+            call = layer.new_call(query, cache, slab.rows, self.scale * cache.score_scale, arena)
+            run(layer, call, output, self.sinks, self.worker.resolved.config.check_index)
             if is_counted:
-                self.worker.recorder.count_pairs(self.number, index, slab.level)
+                self.worker.recorder.count_pairs(self.number, call.index, slab.level)
 
     def _layer_of(self, slab: Slab) -> Layer:
         """Return the methods and engines for the level of a slab, with the p that its requests set."""

@@ -15,7 +15,7 @@ from vllm_sparse_backend.serving.worker.arena import Memory
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
-from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, methods_by_head
+from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan
 from vllm_sparse_kernels.methods import name_of
 
 
@@ -59,37 +59,36 @@ class Worker:
             self.memory = Memory.reserve(self.vllm_config, self.resolved, self.device, self.rank)
         return self.memory
 
-    def layer(self, groups: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
+    def layer(self, plan: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
         """Return the methods and engines of layers with this plan."""
-        key = groups, block_tokens
+        key = plan, block_tokens
         if key not in self._layers:
-            self._layers[key] = Layer.of(groups, head_dim, self.device, self.resolved.config.engine, block_tokens)
+            self._layers[key] = Layer.of(plan, head_dim, self.device, self.resolved.config.engine, block_tokens)
         return self._layers[key]
 
-    def layer_levels(self, number: int, groups_by_level: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
+    def layer_levels(self, number: int, plans: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
         """Return a layer's methods and engines at each level."""
         return {
             level: LayerLevel(
-                self.layer(groups, head_dim),
+                self.layer(of_level, head_dim),
                 stays_dense=plan.layer(number) is None,
-                streaming_layer=self._streaming_layer(number, groups, head_dim),
+                streaming_layer=self._streaming_layer(number, of_level, head_dim),
             )
-            for (level, plan), groups in zip(self.resolved.plans.items(), groups_by_level, strict=True)
+            for (level, plan), of_level in zip(self.resolved.plans.items(), plans, strict=True)
         }
 
-    def _streaming_layer(self, number: int, groups: LayerPlan, head_dim: int) -> Layer | None:
+    def _streaming_layer(self, number: int, plan: LayerPlan, head_dim: int) -> Layer | None:
         """Return a layer whose streaming heads keep only the first and the nearest keys; None if it has none.
 
         Its index has blocks of the same width as without streaming heads. The other heads thus keep the same keys, and
         the arena has room for it.
         """
         heads = frozenset[int]() if self.streaming is None else self.streaming.by_layer[number]
-        methods = methods_by_head(groups)
-        scored = {head for head, method in enumerate(methods) if name_of(method) == SCORING_METHOD}
+        scored = {head for head, method in enumerate(plan.methods) if name_of(method) == SCORING_METHOD}
         if not heads & scored:
             return None
-        streaming = [STREAMING if head in heads & scored else method for head, method in enumerate(methods)]
-        return self.layer(layer_plan(streaming), head_dim, self.layer(groups, head_dim).block_tokens)
+        streaming = [STREAMING if head in heads & scored else method for head, method in enumerate(plan.methods)]
+        return self.layer(layer_plan(streaming), head_dim, self.layer(plan, head_dim).block_tokens)
 
     def should_log(self, line: str) -> bool:
         """Return whether to log a line: True only for the first call with the line."""

@@ -27,7 +27,6 @@ from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
 from vllm_sparse_kernels import PagedCache, Rows, Workspace
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
 from vllm_sparse_kernels.rows import ceil_div
 
@@ -163,20 +162,20 @@ class WarmUp:
         layer = replace(self.layer, select_engines=picker.pick_selection(self.layer, batch))
         workspace = self._workspace(batch.rows)
         with workspace.frame():
-            index = layer.allocate_index(batch.rows, workspace)
-            layer.select(batch.q, batch.cache, index, batch.scale)
-            self.layer = replace(layer, engine=picker.pick(batch, index, layer.options))
+            call = layer.new_call(batch.q, batch.cache, batch.rows, batch.scale, workspace)
+            layer.select(call)
+            self.layer = replace(layer, engine=picker.pick(batch, call.index, layer.options))
 
     def run(self) -> None:
         """Select and attend on every batch, with the engines that were chosen."""
         for batch in map(self._batch, BATCHES):
             workspace = self._workspace(batch.rows)
             with workspace.frame():
-                inputs = LayerInputs(batch.q, batch.cache, batch.rows, batch.scale)
-                index = run(self.layer, inputs, batch.empty_out(), workspace, batch.sinks)
+                call = self.layer.new_call(batch.q, batch.cache, batch.rows, batch.scale, workspace)
+                run(self.layer, call, batch.empty_out(), batch.sinks)
                 if not compat.IS_CPU:
                     pairs = torch.zeros(1, dtype=torch.int64, device=batch.q.device)
-                    add_listed_pairs(index, pairs, 0)
+                    add_listed_pairs(call.index, pairs, 0)
 
 
 def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[SparseRow]:

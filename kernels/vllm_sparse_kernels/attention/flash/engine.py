@@ -37,6 +37,7 @@ import triton
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
 from vllm_sparse_kernels.attention.flash.kernels import SliceShape, UnitShape, finish_kernel, prepare_kernel
 from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import LayerShape, SparseIndex
 from vllm_sparse_kernels.paged import FP8, PagedCache
@@ -105,24 +106,21 @@ class FlashAttend:
 
     def __call__(
         self,
-        q: torch.Tensor,
-        cache: PagedCache,
-        index: SparseIndex,
+        call: Call,
         out: torch.Tensor,
-        scale: float,
         lse: torch.Tensor | None = None,
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
         """Compute attention; ``engine.Attend`` describes the arguments."""
-        check_shapes(q, out, cache, index, sinks)
-        reason = refusal(self.flash, AttendSpec.of(cache, index, options))
+        check_shapes(call, out, sinks)
+        reason = refusal(self.flash, AttendSpec.of(call.cache, call.index, options))
         if reason is not None or self.flash is None:
             raise ValueError(f"attend: the engine flash cannot run this: {reason}")
-        queries = AttendArgs.of(q, out, lse, sinks)
-        for part in _parts(index, cache):
-            with index.workspace.frame():
-                _attend_part(self.flash, queries, cache, index, scale, part)
+        queries = AttendArgs.of(call.q, out, lse, sinks)
+        for part in _parts(call.index, call.cache):
+            with call.index.workspace.frame():
+                _attend_part(self.flash, call, queries, part)
 
 
 def flash_engine(flash: FlashAttention | None) -> AttendEngine:
@@ -198,11 +196,9 @@ def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
     return max(min(PART_BYTES, num_sequences * bytes_each), bytes_each) + 16 * num_sequences + SPARE_BYTES
 
 
-def _attend_part(
-    flash: FlashAttention, queries: AttendArgs, cache: PagedCache, index: SparseIndex, scale: float, part: Part
-) -> None:
+def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: Part) -> None:
     """Prepare a part, call FlashAttention for its blocks and, if there are any, its stripes, and merge the results."""
-    rows, group = index.rows, index.num_heads // cache.num_kv_heads
+    cache, index, rows, group = call.cache, call.index, call.rows, call.group
     unit = gcd(index.block_tokens, cache.page_size)
     sequences = _allocate_sequences(index, cache, part)
     lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
@@ -218,7 +214,9 @@ def _attend_part(
         units, shape,
     )  # fmt: skip
 
-    def call(keys: torch.Tensor, table: torch.Tensor, unit: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def flash_call(
+        keys: torch.Tensor, table: torch.Tensor, unit: int, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return flash.varlen(
             q=sequences.q,
             k=_units(cache.keys, unit, _granule(cache)),
@@ -228,16 +226,16 @@ def _attend_part(
             max_seqlen_q=flash.max_seqlen_q,
             seqused_k=keys,
             max_seqlen_k=table.shape[1] * unit,
-            softmax_scale=scale,
+            softmax_scale=call.scale,
             causal=causal,
             block_table=table,
             return_softmax_lse=True,
         )
 
-    results = call(sequences.keys, sequences.table, unit, causal=True)
+    results = flash_call(sequences.keys, sequences.table, unit, causal=True)
     by_stripes: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if stripe_table is not None:
-        by_stripes = call(sequences.stripe_keys, stripe_table, 1, causal=False)
+        by_stripes = flash_call(sequences.stripe_keys, stripe_table, 1, causal=False)
     finish_kernel[grid](queries, *lists, *results, *by_stripes, cache.value_scale, *varying, shape)
 
 

@@ -14,6 +14,7 @@ import torch
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, matrix_args
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.engine_choice import gluon_refusal
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
@@ -91,46 +92,30 @@ def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
 
 
 def attend(
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
+    call: Call,
     out: torch.Tensor,
-    scale: float,
     lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Run attention over the index's keys; see ``engine.Attend``."""
-    check_shapes(q, out, cache, index, sinks)
-    why = refusal(AttendSpec.of(cache, index, options))
-    matrix = matrix_args(cache)
-    if why is not None or matrix is None or q.dtype != cache.keys.dtype:
+    check_shapes(call, out, sinks)
+    why = refusal(AttendSpec.of(call.cache, call.index, options))
+    matrix = matrix_args(call.cache)
+    if why is not None or matrix is None or call.q.dtype != call.cache.keys.dtype:
         raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is not a matrix of tokens'}")
-    run(q, cache, matrix, index, out, scale, lse, sinks)
+    run(call, matrix, out, lse, sinks)
 
 
 def run(
-    q: torch.Tensor,
-    cache: PagedCache,
+    call: Call,
     matrix: MatrixArgs,
-    index: SparseIndex,
     out: torch.Tensor,
-    scale: float,
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Launch both kernels without the checks of ``attend``, so that tests can compile for Hopper without a GPU.
-
-    Args:
-        q: As for ``attend``.
-        cache: As for ``attend``.
-        matrix: The cache as a matrix of tokens, from ``portable.matrix_args``.
-        index: As for ``attend``.
-        out: As for ``attend``.
-        scale: As for ``attend``.
-        lse: As for ``attend``.
-        sinks: As for ``attend``.
-    """
+    """Launch both kernels without the checks of ``attend``, so that tests can compile for Hopper without a GPU."""
+    q, cache, index = call.q, call.cache, call.index
     if q.stride(1) * index.num_heads > q.stride(0):
         q = q.contiguous()
     num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
@@ -145,7 +130,8 @@ def run(
         cache_args, index_args, work = _prepare(cache, matrix, index)
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
             queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, head_strides, index_args, work,
-            num_tiles, scale * LOG2_E.value, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes, num_warps=4,
+            num_tiles, call.scale * LOG2_E.value, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes,
+            num_warps=4,
         )  # fmt: skip
 
 

@@ -12,15 +12,8 @@ Blocks are loaded in one of two ways. If a block lies within a page, its *place*
 is looked up only once, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
 cost a look-up in the block table for every key.
 
-Heads may request the approximations of ``AttendOptions``. Without them, the kernel is compiled without their code. With
-them, one launch serves a layer of mixed heads, and each program uses its head's options:
-
-* SpargeAttn's skip of P·V tests all 128 queries of a tile together. The paper tests the queries of a warp (16 or 32)
-  and therefore skips more. (The authors' kernels, as compiled, test a block of 64 or 128.) All warps of a Triton
-  program must take the same branch. Two products of 64 queries would not help: a warp group's matrix instruction takes
-  64 rows, so the two groups would share each half, and its probabilities would cross between them through shared
-  memory.
-* 8-bit scores: ``smooth_keys.py``.
+Heads may request the approximations of ``AttendOptions``. One launch of another kernel (``sage.py``) then serves a
+layer of mixed heads, and each program uses its head's options.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +25,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
+from vllm_sparse_kernels.attention.portable.sage import approximate_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.engine_choice import capability_of
@@ -73,11 +68,8 @@ class SmoothArgs(NamedTuple):
 
 
 def attend(
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
+    call: Call,
     out: torch.Tensor,
-    scale: float,
     lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
@@ -86,8 +78,9 @@ def attend(
 
     Exact to rounding without ``options``.
     """
-    rows, num_heads, head_dim = index.rows, index.num_heads, cache.head_dim
-    check_shapes(q, out, cache, index, sinks)
+    check_shapes(call, out, sinks)
+    q, cache, index, rows = call.q, call.cache, call.index, call.rows
+    num_heads, head_dim = index.num_heads, cache.head_dim
     matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
     bulk = matrix is not None and supports_bulk(cache)
     cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
@@ -104,7 +97,7 @@ def attend(
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             NUM_HEADS=num_heads,
-            GROUP=num_heads // cache.num_kv_heads,
+            GROUP=call.group,
             BLOCK_M=num_queries,
             PARTS=num_parts,
             BLOCK_N=index.block_tokens,
@@ -113,13 +106,18 @@ def attend(
             AHEAD=_buffers_ahead(index.block_tokens, head_dim, limit_bytes, options is not None and options.skips),
         )
     )
-    attend_kernel[(rows.num_tiles * num_heads * num_parts,)](
-        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, scale * LOG2_E.value,
-        cache.value_scale, *_option_args(options, cache, index, bulk),
-        shape,
-        num_warps=_num_warps(num_queries, block_d),
-        num_stages=_num_stages(index.block_tokens, head_dim, limit_bytes),
+    args = (
+        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, call.scale * LOG2_E.value,
+        cache.value_scale,
     )  # fmt: skip
+    grid = (rows.num_tiles * num_heads * num_parts,)
+    num_warps = _num_warps(num_queries, block_d)
+    num_stages = _num_stages(index.block_tokens, head_dim, limit_bytes)
+    if options is None:
+        attend_kernel[grid](*args, shape, num_warps=num_warps, num_stages=num_stages)
+    else:
+        option_args = _option_args(options, cache, index, bulk)
+        approximate_kernel[grid](*args, *option_args, shape, num_warps=num_warps, num_stages=num_stages)
 
 
 def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
@@ -247,7 +245,7 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
 
 
 def _option_args(
-    options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
+    options: AttendOptions, cache: PagedCache, index: SparseIndex, bulk: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
     """Return the kernel arguments of the options.
 
@@ -257,8 +255,6 @@ def _option_args(
     Each is None unless it is requested. They are separate arguments because Triton 3.6 cannot compare a tuple that
     contains None with None.
     """
-    if options is None:
-        return None, None, None, None
     options.check(index.num_heads)
     if options.int8_heads is None:
         return options.skip_margins, None, None, None

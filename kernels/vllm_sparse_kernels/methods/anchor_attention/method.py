@@ -90,9 +90,10 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, descriptors_of, matrix_args, supports_bulk
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
-from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import LayerShape, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     GROUP_FIELDS,
     TILE_FIELDS,
@@ -107,12 +108,12 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     stripes_kernel,
     vote_kernel,
 )
-from vllm_sparse_kernels.methods.base import PerHead
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache, key_args, query_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.selection.footprint import voted_bytes
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS
-from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 INITIAL_TOKENS = TILE_TOKENS
@@ -228,7 +229,7 @@ class Groups(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AnchorAttention(PerHead):
+class AnchorAttention(Method):
     """Parameters of AnchorAttention; the defaults are the paper's (section 4.1)."""
 
     block_tokens = 128
@@ -251,6 +252,11 @@ class AnchorAttention(PerHead):
         require(in_blocks, "window_tokens", self.window_tokens, "a multiple of 128 >= 0")
         sampled = isinstance(self.sample_tokens, int) and self.sample_tokens in (0, 1, 2, 4, 8, 16, 32, 64, 128)
         require(sampled, "sample_tokens", self.sample_tokens, "0, or a power of two from 1 to 128")
+
+    @property
+    def kernel_theta(self) -> float:
+        """θ as a finite number."""
+        return min(self.theta, MOST_THETA)
 
     @property
     def tile_voters(self) -> int:
@@ -313,25 +319,25 @@ class AnchorAttention(PerHead):
         block_d = triton.next_power_of_2(head_dim)
         return 512 * block_d if block_d > 256 else 0
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads``: see ``Method.select``."""
-        rows, empty = index.rows, index.workspace.empty
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads: see ``Method.select``."""
+        index, rows, empty = call.index, call.rows, call.index.workspace.empty
         grouping = self.grouping
         groups = rows.once((Groups, grouping), lambda: Groups.of(rows, grouping))
-        shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), triton.next_power_of_2(cache.head_dim)
-        voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(q.dtype)), empty(*shape))
+        shape, block_d = (
+            (index.num_heads, rows.num_tiles, self.tile_voters),
+            triton.next_power_of_2(call.cache.head_dim),
+        )
+        voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(call.q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
         words = empty(index.num_heads, num_words, dtype=torch.int32)
         args = GroupArgs(groups.table, groups.row_starts, groups.tile_windows, words, num_words)
-        self._vote(q, cache, index, heads, scale, voters, groups, args)
-        self._list(index, heads, groups, args)
+        self._vote(call, voters, groups, args)
+        self._list(call, groups, args)
 
-    def _vote(
-        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
-        voters: VoterArgs, groups: Groups, args: GroupArgs,
-    ) -> None:  # fmt: skip
+    def _vote(self, call: Call, voters: VoterArgs, groups: Groups, args: GroupArgs) -> None:
         """Compute the keys that each group keeps (equations 1 and 2), as the words of ``args``."""
-        rows, group = index.rows, index.num_heads // cache.num_kv_heads
+        q, cache, rows, group, heads = call.q, call.cache, call.rows, call.group, call.head_ids
         block_d = triton.next_power_of_2(cache.head_dim)
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, to fit shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
@@ -354,12 +360,11 @@ class AnchorAttention(PerHead):
             "num_stages": _num_stages(block_d, block_n, descriptor is not None, shared_bytes(q.device)),
             "maxnreg": 128 if descriptor else None,
         }
-        thetas = on_device(tuple(min(head.theta, MOST_THETA) for head in self.of_heads(len(heads))), q.device)
         queries = max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS
         voting = Voting(self.use_anchor, queries, self.sample_tokens, self.tile_voters)
         anchor_kernel[(rows.num_tiles, len(heads))](
-            query_args(q), *keys, rows.tiles, heads, thetas, voters, args,
-            rows.num_tiles, scale,
+            query_args(q), *keys, rows.tiles, heads, call.parameters("kernel_theta"), voters, args,
+            rows.num_tiles, call.scale,
             shape, compile_time(voting), **options,
         )  # fmt: skip
         # Rows that are too short to have candidates also launch it, so that warm-up compiles it for groups of any size.
@@ -377,14 +382,14 @@ class AnchorAttention(PerHead):
             WHOLE_WORDS=self.whole_blocks,
         )
         vote_kernel[(num_sets * cache.num_kv_heads, splits, rows.num_rows)](
-            *keys, args, voters, None if len(heads) == index.num_heads else heads, len(heads),
-            rows.num_tiles, num_sets, scale,
+            *keys, args, voters, None if len(heads) == call.index.num_heads else heads, len(heads),
+            rows.num_tiles, num_sets, call.scale,
             shape, compile_time(split), **options,
         )  # fmt: skip
 
-    def _list(self, index: SparseIndex, heads: torch.Tensor, groups: Groups, args: GroupArgs) -> None:
+    def _list(self, call: Call, groups: Groups, args: GroupArgs) -> None:
         """List the blocks and stripes of every tile from the votes."""
-        rows = index.rows
+        index, rows, heads = call.index, call.rows, call.head_ids
         blocks_kernel[(rows.num_tiles, len(heads))](
             args, index.args, heads, rows.num_tiles,
             INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,

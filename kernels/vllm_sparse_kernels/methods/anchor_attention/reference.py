@@ -10,30 +10,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, Tile
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 
 
-def select_anchor_attention(
-    method: "AnchorAttention", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``AnchorAttention.select`` does with kernels."""
-    rows, ratio, initial = index.rows, q.shape[1] // cache.num_kv_heads, method.initial_tokens
-    keys = [keys for _, _, keys in rows_of(q, cache, rows)]
-    thetas = [head.theta for head in method.of_heads(len(heads))]
+def select_anchor_attention(call: Call) -> None:
+    """Fill the lists of the call's heads in plain torch, as ``AnchorAttention.select`` does with kernels."""
+    method, q, index, rows = call.method, call.q, call.index, call.rows
+    initial = method.initial_tokens
+    keys = [keys for _, _, keys in rows_of(call)]
     row_and_start = [(tile.row, window_start(method, rows, tile)) for tile in rows.tile_list]
     for (row, start), members in groupby(enumerate(rows.tile_list), lambda numbered: row_and_start[numbered[0]]):
         tiles = list(members)
-        for head, theta in zip(heads.tolist(), thetas):
-            k = keys[row][:, head // ratio]
-            differences = anchor_differences(method, [tile for _, tile in tiles], q[:, head].float(), k, start, scale)
+        for head, head_method in zip(call.heads.heads, call.heads.methods, strict=True):
+            b_q, b_k = q[:, head].float(), keys[row][:, head // call.group]
+            differences = anchor_differences(method, [tile for _, tile in tiles], b_q, b_k, start, call.scale)
             # Equation 2; section 3.4: a key that any tile of the group keeps is kept by all of its tiles.
-            kept = initial + (differences <= theta).any(0).nonzero().flatten()
+            kept = initial + (differences <= head_method.theta).any(0).nonzero().flatten()
             for i_tile, tile in tiles:
                 blocks = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=q.device)
                 blocks[: initial // index.block_tokens] = True

@@ -3,15 +3,12 @@
 
 import torch
 
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.call import Call
 
 
-def select_dense(
-    method: Method, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``Dense.select`` does with kernels."""
+def select_dense(call: Call) -> None:
+    """Fill the lists of the call's heads in plain torch, as ``Dense.select`` does with kernels."""
+    index = call.index
     for i_tile, tile in enumerate(index.rows.tile_list):
-        for head in heads.tolist():
+        for head in call.heads.heads:
             index.set_blocks(head, i_tile, torch.ones(index.num_causal_blocks(tile), dtype=torch.bool))

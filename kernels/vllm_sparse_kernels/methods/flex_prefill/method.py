@@ -46,16 +46,16 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import compile_time
-from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.index import LayerShape, StripeLayout
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
 from vllm_sparse_kernels.selection.footprint import most_bytes
 from vllm_sparse_kernels.selection.last_queries import MOST_QUERIES, Estimate, Sums, least_shared_bytes
 from vllm_sparse_kernels.selection.lines import Lines, select_lines
 from vllm_sparse_kernels.selection.lists import append
-from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.radix import (
     CHUNK,
     LAST_PASS,
@@ -77,7 +77,7 @@ FEWEST_STRIPES = 1024
 
 
 @dataclass(frozen=True)
-class FlexVerticalSlash(PerHead):
+class FlexVerticalSlash(Method):
     """γ ``gamma``: the share of the estimated mass that columns hold, and that diagonals hold."""
 
     differing = ("gamma",)
@@ -97,11 +97,6 @@ class FlexVerticalSlash(PerHead):
         require(self.max_stripes >= 0, "max_stripes", self.max_stripes, ">= 0")
         require(1 <= self.last_queries <= MOST_QUERIES, "last_queries", self.last_queries, f"1 to {MOST_QUERIES}")
         require(self.estimating in ("last", "spread"), "estimating", self.estimating, "last or spread")
-
-    @property
-    def size_key(self) -> "FlexVerticalSlash":
-        """Key that is equal for methods whose workspaces have equal sizes."""
-        return FlexVerticalSlash(max_stripes=self.max_stripes)
 
     @property
     def kernel_share(self) -> float:
@@ -130,18 +125,15 @@ class FlexVerticalSlash(PerHead):
         """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         return least_shared_bytes(self.last_queries, head_dim)
 
-    def select(
-        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float,
-        patterns: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Fill the lists of ``heads``: see ``Method.select``."""
+    def select(self, call: Call, patterns: torch.Tensor | None = None) -> None:
+        """Fill the lists of the call's heads: see ``Method.select``."""
         estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
-        select_lines(q, cache, index, heads, scale, estimate, self.keep_lines, patterns)
+        select_lines(call, estimate, self.keep_lines, patterns)
 
-    def keep_lines(self, sums: Sums, index: SparseIndex) -> Lines:
+    def keep_lines(self, call: Call, sums: Sums) -> Lines:
         """Keep the fewest columns and the fewest diagonals with γ of the mass, of each head and row."""
-        rows, empty, num_selected = index.rows, index.workspace.empty, sums.num_selected
-        num_rows, settings = sums.end_row - sums.first_row, self.of_heads(num_selected)
+        index, rows, empty = call.index, call.rows, call.index.workspace.empty
+        num_rows, num_selected = sums.end_row - sums.first_row, sums.num_selected
         most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
         lines = Lines(
             columns=empty(num_rows, num_selected, max(1, most), dtype=torch.int32),
@@ -149,7 +141,7 @@ class FlexVerticalSlash(PerHead):
             whole=empty(num_selected, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
             bands_upto=empty(num_selected, sums.capacity // BAND, dtype=torch.int32),
         )
-        shares = on_device(tuple(head.kernel_share for head in settings) * 2, sums.values.device)
+        shares = call.parameters("kernel_share", "kernel_share")  # of columns, and of diagonals
         digits = digits_of(index, sums, shares)
         chunks = digits.weights.shape[3]
         remaining = empty(num_rows, 2 * num_selected, chunks, index.block_tokens, dtype=torch.int32)

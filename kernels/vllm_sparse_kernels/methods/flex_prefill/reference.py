@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.references import heads_of_rows
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ceil_div
 
 if TYPE_CHECKING:  # the methods' package imports this module
@@ -16,22 +16,15 @@ if TYPE_CHECKING:  # the methods' package imports this module
 BAND_TOKENS = 64
 
 
-def select_flex_vertical_slash(
-    method: "FlexVerticalSlash",
-    q: torch.Tensor,
-    cache: PagedCache,
-    index: SparseIndex,
-    heads: torch.Tensor,
-    scale: float,
-) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``FlexVerticalSlash.select`` does with kernels."""
-    rows = index.rows
-    for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, rows, heads):
-        places = estimating_queries(method, rows.query_lens[row]).to(q.device)
+def select_flex_vertical_slash(call: Call) -> None:
+    """Fill the lists of the call's heads in plain torch, as ``FlexVerticalSlash.select`` does with kernels."""
+    index, rows = call.index, call.rows
+    for row, head, method, queries, keys in heads_of_rows(call):
+        places = estimating_queries(method, rows.query_lens[row]).to(call.q.device)
         positions = rows.context_lens[row] + places
-        weights = softmax_of(queries[places], keys, positions, scale)
-        columns = fewest_with_mass(weights.sum(0), head_method.gamma)
-        diagonals = fewest_with_mass(block_diagonals(weights, positions), head_method.gamma)
+        weights = softmax_of(queries[places], keys, positions, call.scale)
+        columns = fewest_with_mass(weights.sum(0), method.gamma)
+        diagonals = fewest_with_mass(block_diagonals(weights, positions), method.gamma)
         whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
         for i_tile in rows.tiles_of(row):
             set_lines(columns, diagonals, whole, index, head, i_tile)

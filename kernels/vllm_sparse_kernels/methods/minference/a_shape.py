@@ -8,20 +8,19 @@ All queries of a tile of 128 keep the same keys, in whole blocks: the union of t
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import LayerShape, SparseIndex
-from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.index import LayerShape
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 
 
 @dataclass(frozen=True)
-class AShape(PerHead):
+class AShape(Method):
     """Global tokens ``sink_tokens`` and local window ``local_tokens``, the paper's 1k and 4k."""
 
     block_tokens = 128
@@ -50,20 +49,11 @@ class AShape(PerHead):
         """
         return 0
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads``: see ``Method.select``.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        """
-        names, settings = ("sink_tokens", "local_tokens"), self.of_heads(len(heads))
-        numbers = tuple(min(getattr(head_method, name), MOST) for name in names for head_method in settings)
-        _a_shape_kernel[(index.rows.num_tiles, len(heads))](
-            heads, index.args, index.rows.num_tiles, on_device(numbers, heads.device),
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads: see ``Method.select``."""
+        index = call.index
+        _a_shape_kernel[(index.rows.num_tiles, len(call.heads))](
+            call.head_ids, index.args, index.rows.num_tiles, call.parameters("sink_tokens", "local_tokens"),
             BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
         )  # fmt: skip
 

@@ -20,12 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
 from vllm_sparse_kernels.selection.topk import kept_in_chunk, load_bits
 
@@ -40,7 +39,7 @@ HELD_BLOCKS = 2048
 
 
 @dataclass(frozen=True)
-class BlockSparse(PerHead):
+class BlockSparse(Method):
     """k_b ``top_blocks`` blocks of 64 keys for each block of 64 queries."""
 
     differing = ("top_blocks",)
@@ -50,31 +49,18 @@ class BlockSparse(PerHead):
     def __post_init__(self) -> None:
         require(self.top_blocks >= 0, "top_blocks", self.top_blocks, ">= 0")
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads``: see ``Method.select``.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        """
-        products = pooled_products(q, cache, index, heads, scale, PER_TILE)
-        for first_tile, scores, _ in products:
-            write_top_blocks(scores, self, index, first_tile, heads)
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads: see ``Method.select``."""
+        for first_tile, scores, _ in pooled_products(call, PER_TILE):
+            write_top_blocks(call, scores, first_tile)
 
 
-def write_top_blocks(
-    scores: torch.Tensor, method: BlockSparse, index: SparseIndex, first_tile: int, heads: torch.Tensor
-) -> None:
+def write_top_blocks(call: Call, scores: torch.Tensor, first_tile: int) -> None:
     """Write the lists of the tiles from ``first_tile`` on: the blocks with the largest scores, and the diagonal."""
-    num_selected, num_q, width = scores.shape
-    counts = on_device(
-        tuple(min(head_method.top_blocks, MOST) for head_method in method.of_heads(num_selected)), scores.device
-    )
+    index, (num_selected, num_q, width) = call.index, scores.shape
     _top_blocks_kernel[(num_q // PER_TILE, num_selected)](
-        scores, width // ALIGNED.value, counts, heads, first_tile, index.args, index.rows.num_tiles,
+        scores, width // ALIGNED.value, call.parameters("top_blocks"), call.head_ids, first_tile, index.args,
+        index.rows.num_tiles,
         BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS,
     )  # fmt: skip
 

@@ -4,19 +4,12 @@
 The patterns' files list the deviations. The arithmetic is the paper's.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.references import heads_of_rows
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ceil_div
-
-if TYPE_CHECKING:  # the methods' package imports this module
-    from vllm_sparse_kernels.methods.minference.a_shape import AShape
-    from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
-    from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
 
 POOL_TOKENS = 64
 
@@ -27,14 +20,13 @@ def top(scores: torch.Tensor, k: int) -> torch.Tensor:
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
 
-def select_a_shape(
-    method: "AShape", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
+def select_a_shape(call: Call) -> None:
     """Select global tokens and a local window (section 3.2)."""
+    index = call.index
     for i_tile, tile in enumerate(index.rows.tile_list):
-        keys = torch.arange(tile.last_position + 1, device=q.device)
-        for head, head_method in zip(heads.tolist(), method.of_heads(len(heads)), strict=True):
-            kept = (keys < head_method.sink_tokens) | (keys > tile.position - head_method.local_tokens)
+        keys = torch.arange(tile.last_position + 1, device=call.q.device)
+        for head, method in zip(call.heads.heads, call.heads.methods, strict=True):
+            kept = (keys < method.sink_tokens) | (keys > tile.position - method.local_tokens)
             index.set_blocks(head, i_tile, any_of(kept, index.block_tokens))
 
 
@@ -44,16 +36,14 @@ def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.nn.functional.pad(kept, (0, padding)).view(-1, tokens).any(1)
 
 
-def select_vertical_slash(
-    method: "VerticalSlash", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
+def select_vertical_slash(call: Call) -> None:
     """Select by Algorithms 2 and 4."""
-    for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
-        vertical, slash = vertical_slash_sums(queries[-method.last_queries :], keys, scale)
-        verticals = keep(vertical, head_method.vertical_tokens, head_method.forced_verticals)
-        slashes = keep(slash, head_method.slash_tokens, head_method.forced_slashes)
-        for i_tile in index.rows.tiles_of(row):
-            set_vertical_slash(verticals, slashes, index, head, i_tile)
+    for row, head, method, queries, keys in heads_of_rows(call):
+        vertical, slash = vertical_slash_sums(queries[-method.last_queries :], keys, call.scale)
+        verticals = keep(vertical, method.vertical_tokens, method.forced_verticals)
+        slashes = keep(slash, method.slash_tokens, method.forced_slashes)
+        for i_tile in call.rows.tiles_of(row):
+            set_vertical_slash(verticals, slashes, call.index, head, i_tile)
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,14 +82,12 @@ def set_vertical_slash(
     index.set_stripes(head, i_tile, before.nonzero().flatten())
 
 
-def select_block_sparse(
-    method: "BlockSparse", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
+def select_block_sparse(call: Call) -> None:
     """Select by Algorithm 3."""
-    for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
-        kept = tile_blocks(block_scores(queries, keys, scale), head_method.top_blocks)
-        for i_tile, of_tile in zip(index.rows.tiles_of(row), kept, strict=True):
-            set_block_sparse(of_tile, index, head, i_tile)
+    for row, head, method, queries, keys in heads_of_rows(call):
+        kept = tile_blocks(block_scores(queries, keys, call.scale), method.top_blocks)
+        for i_tile, of_tile in zip(call.rows.tiles_of(row), kept, strict=True):
+            set_block_sparse(of_tile, call.index, head, i_tile)
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

@@ -25,20 +25,22 @@ Deviations from the paper:
 * Sums are equal if ten bits of their mantissas agree (radix.py). Ties go to the earliest key and the nearest diagonal.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.index import LayerShape, StripeLayout
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.selection.footprint import most_bytes
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums
 from vllm_sparse_kernels.selection.lines import Lines, select_lines
-from vllm_sparse_kernels.selection.parameters import MOST, on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.radix import (
     CHUNK,
     DIGITS,
@@ -54,7 +56,7 @@ from vllm_sparse_kernels.selection.topk import kept_in_chunk
 
 
 @dataclass(frozen=True)
-class VerticalSlash(PerHead):
+class VerticalSlash(Method):
     """Parameters of vertical-slash heads: k_v ``vertical_tokens``, k_s ``slash_tokens``, last_q ``last_queries``.
 
     The defaults are those of the authors' code for heads without a searched pattern. Forced lines count among k_v and
@@ -74,23 +76,18 @@ class VerticalSlash(PerHead):
             require(getattr(self, field) >= 0, field, getattr(self, field), ">= 0")
         require(1 <= self.last_queries <= 64, "last_queries", self.last_queries, "1 to 64")
 
-    @property
-    def most_verticals(self) -> int:
-        """Maximum number of verticals of any head."""
-        return max(head_method.vertical_tokens for head_method in self.settings or (self,))
-
-    @property
-    def size_key(self) -> "VerticalSlash":
-        """Key that is equal for methods whose workspaces have equal sizes."""
-        return VerticalSlash(self.most_verticals)
+    @classmethod
+    def largest(cls, methods: Sequence[Self]) -> Self:
+        """Return a method with the most verticals of any head: see ``Method.largest``."""
+        return cls(vertical_tokens=max(method.vertical_tokens for method in methods))
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room for one head's stripes, enough for any of the heads.
+        """Return the room for one head's stripes: see ``Method.stripe_layout``.
 
         Args:
             rows: The rows of a step.
         """
-        return StripeLayout.per_tile(rows, self.most_verticals)
+        return StripeLayout.per_tile(rows, self.vertical_tokens)
 
     def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
         """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
@@ -104,44 +101,31 @@ class VerticalSlash(PerHead):
         Returns:
             An upper bound, in bytes.
         """
-        return most_bytes(rows, shape, num_selected, stripe_capacity, self.most_verticals)
+        return most_bytes(rows, shape, num_selected, stripe_capacity, self.vertical_tokens)
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads``: see ``Method.select``.
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads: see ``Method.select``."""
+        select_lines(call, Estimate(self.last_queries, band=1), keep_largest)
 
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        """
-        select_lines(q, cache, index, heads, scale, Estimate(self.last_queries, band=1), self.keep_largest)
 
-    def keep_largest(self, sums: Sums, index: SparseIndex) -> Lines:
-        """Keep the k_v largest column sums and the k_s largest diagonal sums of each head and row.
-
-        Args:
-            sums: Sums of Â.
-            index: The index, whose rows and workspace are used.
-        """
-        settings, device, empty = self.of_heads(sums.num_selected), sums.values.device, index.workspace.empty
-        counts, first = (
-            on_device(tuple(min(getattr(s, name), MOST) for name in names for s in settings), device)
-            for names in (("vertical_tokens", "slash_tokens"), ("forced_verticals", "forced_slashes"))
-        )
-        rows, num_rows = index.rows, sums.end_row - sums.first_row
-        most = min(self.most_verticals, max(rows.seq_lens[sums.first_row : sums.end_row]))
-        columns = empty(num_rows, sums.num_selected, max(1, most), dtype=torch.int32)
-        num_columns = empty(num_rows, sums.num_selected, dtype=torch.int32)
-        upto = empty(sums.num_selected, sums.capacity, dtype=torch.int32)
-        digits = digits_of(index, sums, counts, first)
-        chunks = digits.weights.shape[3]
-        _keep_largest_kernel[(chunks, 2 * sums.num_selected, num_rows)](
-            *sums.args(rows), counts, first, digits, chunks, columns, columns.shape[2], num_columns, upto,
-            FIELDS=ROW_FIELDS, CHUNK=CHUNK, num_warps=8, maxnreg=128,
-        )  # fmt: skip
-        return Lines(columns, num_columns, None, upto)
+def keep_largest(call: Call, sums: Sums) -> Lines:
+    """Keep the k_v largest column sums and the k_s largest diagonal sums of each head and row."""
+    index, empty = call.index, call.index.workspace.empty
+    counts = call.parameters("vertical_tokens", "slash_tokens")
+    first = call.parameters("forced_verticals", "forced_slashes")
+    rows, num_rows = index.rows, sums.end_row - sums.first_row
+    most_verticals = max(method.vertical_tokens for method in call.heads.methods)
+    most = min(most_verticals, max(rows.seq_lens[sums.first_row : sums.end_row]))
+    columns = empty(num_rows, sums.num_selected, max(1, most), dtype=torch.int32)
+    num_columns = empty(num_rows, sums.num_selected, dtype=torch.int32)
+    upto = empty(sums.num_selected, sums.capacity, dtype=torch.int32)
+    digits = digits_of(index, sums, counts, first)
+    chunks = digits.weights.shape[3]
+    _keep_largest_kernel[(chunks, 2 * sums.num_selected, num_rows)](
+        *sums.args(rows), counts, first, digits, chunks, columns, columns.shape[2], num_columns, upto,
+        FIELDS=ROW_FIELDS, CHUNK=CHUNK, num_warps=8, maxnreg=128,
+    )  # fmt: skip
+    return Lines(columns, num_columns, None, upto)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, load_queries, query_args
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.lists import load_tile
-from vllm_sparse_kernels.workspace import Workspace
 
 SPLIT_TOKENS = 512
 """Keys that one program adds up."""
@@ -47,8 +47,9 @@ class Means(NamedTuple):
         return Means(keys, queries, channels=keys, left_out=keys)
 
 
-def row_means(q: torch.Tensor, cache: PagedCache, rows: Rows, kept_d: int, workspace: Workspace) -> Means:
+def row_means(call: Call, kept_d: int) -> Means:
     """Average keys and queries of each row and, if only half the channels are kept, choose them."""
+    q, cache, rows, workspace = call.q, call.cache, call.rows, call.index.workspace
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
     moments = 2 if kept_d < block_d else 1  # the second moment is needed to choose channels

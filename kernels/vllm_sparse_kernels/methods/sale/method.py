@@ -67,11 +67,10 @@ from typing import ClassVar, Literal, get_args
 import torch
 import triton
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 from vllm_sparse_kernels.engine_choice import capability_of
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.layer_inputs import LayerInputs
-from vllm_sparse_kernels.methods.base import PerHead
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
@@ -89,7 +88,6 @@ from vllm_sparse_kernels.methods.sale.scores import (
     half_refusal,
     marks_bytes,
 )
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
@@ -99,14 +97,14 @@ from vllm_sparse_kernels.selection.engine import (
     portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
-from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
 CHANNELS = Literal["all", "half"]
 
 
 @dataclass(frozen=True)
-class Sale(PerHead):
+class Sale(Method):
     """Parameters of SALE; the defaults are the paper's (sections 3.2 and 4.1)."""
 
     differing = ("tau", "int8_scores")
@@ -142,6 +140,11 @@ class Sale(PerHead):
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
     @property
+    def log_tau(self) -> float:
+        """Natural logarithm of τ; −∞ for a head that keeps everything."""
+        return math.log(self.tau) if self.tau else -math.inf
+
+    @property
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper in half precision, then the portable engine in float32."""
         return (
@@ -158,64 +161,50 @@ class Sale(PerHead):
         block_d = triton.next_power_of_2(head_dim)
         return 640 * block_d if block_d > 256 else 0
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads`` on the first engine that does not refuse: see ``Method.select``.
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads on the first engine that does not refuse: see ``Method.select``.
 
         A server tries the engines at start-up, and calls the chosen engine itself.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
-        engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
-        engine.select(self, q, cache, index, heads, scale)
+        choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
 
 
-def select_on_hopper(
-    method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads``, comparing in half precision if that is exact."""
-    _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, in_half=True)
+def select_on_hopper(call: Call) -> None:
+    """Fill the lists of the call's heads, comparing in half precision if that is exact."""
+    _select(call, in_half=True)
 
 
-def select_on_portable(
-    method: Sale, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads``, comparing in float32."""
-    _select(method, LayerInputs(q, cache, index.rows, scale), index, heads, in_half=False)
+def select_on_portable(call: Call) -> None:
+    """Fill the lists of the call's heads, comparing in float32."""
+    _select(call, in_half=False)
 
 
-def _select(method: Sale, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor, in_half: bool) -> None:
-    index.clear_stripes(heads)
-    taus = [head.tau for head in method.of_heads(len(heads))]
-    if not any(taus):
-        compact_blocks(None, index, heads)
+def _select(call: Call, in_half: bool) -> None:
+    index = call.index
+    index.clear_stripes(call.head_ids)
+    if not any(method.tau for method in call.heads.methods):
+        compact_blocks(None, call)
         return
-    log_taus = on_device(tuple(math.log(tau) if tau else -math.inf for tau in taus), inputs.q.device)
     with index.workspace.frame():
-        kept = index.workspace.empty(len(heads), index.block_ids.shape[1], dtype=torch.uint8)
-        _flag_all_blocks(method, inputs, index, Selected(heads, log_taus, len(heads)), kept, in_half)
-        compact_blocks(kept, index, heads)
+        kept = index.workspace.empty(len(call.heads), index.block_ids.shape[1], dtype=torch.uint8)
+        _flag_all_blocks(call, kept, in_half)
+        compact_blocks(kept, call)
 
 
-def _flag_all_blocks(
-    method: Sale, inputs: LayerInputs, index: SparseIndex, selected: Selected, kept: torch.Tensor, in_half: bool
-) -> None:
+def _flag_all_blocks(call: Call, kept: torch.Tensor, in_half: bool) -> None:
     """Compute the flags of all blocks: [num_selected, block_capacity] uint8, laid out like ``block_ids``."""
-    cache, rows, workspace = inputs.cache, inputs.rows, index.workspace
+    method, index, workspace = call.method, call.index, call.index.workspace
+    selected = Selected(call.head_ids, call.parameters("log_tau"), len(call.heads))
     regions = Regions(method.sink_tokens, method.local_tokens)
-    kept_d = kept_channels(cache.head_dim, method.channels == "half", LEAST_CHANNELS)
-    integers = IntegerFormat(kept_d, integer_dtype(inputs.q.device))
+    kept_d = kept_channels(call.cache.head_dim, method.channels == "half", LEAST_CHANNELS)
+    integers = IntegerFormat(kept_d, integer_dtype(call.q.device))
     first_flags(kept, index, selected, regions)
-    means = row_means(inputs.q, cache, rows, kept_d, workspace)
-    queries = round_queries(inputs, means, selected, regions, integers, workspace)
-    for slab in slabs_of(rows, selected.num_selected, marks_bytes):
+    means = row_means(call, kept_d)
+    queries = round_queries(call, means, selected, regions, integers)
+    for slab in slabs_of(call.rows, selected.num_selected, marks_bytes):
         with workspace.frame():
-            keys = allocate_keys(selected.num_selected, cache.num_kv_heads, slab.num_keys, integers, workspace)
-            round_keys(inputs, means, selected, slab, keys)
+            keys = allocate_keys(selected.num_selected, call.cache.num_kv_heads, slab.num_keys, integers, workspace)
+            round_keys(call, means, selected, slab, keys)
             for run in slab.runs:
                 flag_blocks(queries, keys, kept, index, selected, regions, run, in_half)
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import Rows, Tile
+from vllm_sparse_kernels.rows import Tile
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.sale.method import Sale
@@ -26,38 +25,35 @@ LEVELS = 7
 TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
 
 
-def select_sale(
-    method: "Sale", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``Sale.select`` does with kernels."""
-    index.stripe_counts.index_fill_(0, heads.long(), 0)
-    for head, i_tile, kept in paper_blocks(method, q, cache, index.rows, heads, scale):
+def select_sale(call: Call) -> None:
+    """Fill the lists of the call's heads in plain torch, as ``Sale.select`` does with kernels."""
+    index = call.index
+    index.stripe_counts.index_fill_(0, call.head_ids.long(), 0)
+    for head, i_tile, kept in paper_blocks(call):
         num_blocks = index.num_causal_blocks(index.rows.tile_list[i_tile])
         fine = index.block_tokens // KEY_BLOCK
         union = pad(kept.any(0), (0, num_blocks * fine - kept.shape[1])).view(num_blocks, fine).any(1)
         index.set_blocks(head, i_tile, union)
 
 
-def paper_blocks(
-    method: "Sale", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
-) -> Iterator[tuple[int, int, torch.Tensor]]:
+def paper_blocks(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Compute M_bs of Algorithm 1 for every (head, tile)."""
-    group = q.shape[1] // cache.num_kv_heads
-    for row, queries, keys in rows_of(q, cache, rows):
+    method, q, rows = call.method, call.q, call.rows
+    for row, queries, keys in rows_of(call):
         key_mean = keys.mean(0)  # [num_kv_heads, head_dim]
         query_mean = queries.mean(0)  # [num_heads, head_dim]
         kept = kept_channels(method, keys - key_mean, queries - query_mean)
         rounded_keys = round_keys((keys - key_mean) * kept)
         left_out = keys.var(0, correction=0) * ~kept
-        for head, setting in zip(heads.tolist(), method.of_heads(len(heads))):
-            kv = head // group
+        for head, head_method in zip(call.heads.heads, call.heads.methods, strict=True):
+            kv = head // call.group
             # Q̃ K̃ᵀ approximates (q − q̄)(k − k̄)ᵀ; q̄ (k − k̄)ᵀ is added exactly.
             bias = (keys[:, kv] - key_mean[kv]) @ query_mean[head]
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
                 # Subtracting k̄ shifts all scores of a query and the threshold by the same amount.
-                threshold = exact_threshold(setting, b_q, keys[:, kv], tile, scale) - b_q @ key_mean[kv]
+                threshold = exact_threshold(head_method, b_q, keys[:, kv], tile, call.scale) - b_q @ key_mean[kv]
                 b_q = b_q - query_mean[head]
                 threshold -= (b_q.square() @ left_out[kv]).sqrt()
                 starts = [local_start(method, last) for last in last_positions(tile)]

@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant, compile_time
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS
@@ -116,9 +116,9 @@ def allocate_keys(
     )
 
 
-def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeySlab, rounded: RoundedKeys) -> None:
+def round_keys(call: Call, means: Means, selected: Selected, slab: KeySlab, rounded: RoundedKeys) -> None:
     """Fill ``rounded`` with the keys of a slab's rows, in whole steps; keys past a row's end count as zeros."""
-    cache, rows, group = inputs.cache, inputs.rows, inputs.group
+    cache, rows, group = call.cache, call.rows, call.group
     shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
     num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
@@ -130,11 +130,10 @@ def round_keys(inputs: LayerInputs, means: Means, selected: Selected, slab: KeyS
 
 
 def round_queries(
-    inputs: LayerInputs, means: Means, selected: Selected, regions: Regions, integers: IntegerFormat,
-    workspace: Workspace,
-) -> RoundedQueries:  # fmt: skip
+    call: Call, means: Means, selected: Selected, regions: Regions, integers: IntegerFormat
+) -> RoundedQueries:
     """Round the queries of all rows to 4 bits, and compute every query's threshold."""
-    q, cache, rows, scale = inputs
+    q, cache, rows, workspace = call.q, call.cache, call.rows, call.index.workspace
     count, num_queries = selected.num_selected, rows.num_tiles * TILE_TOKENS
     rounded = RoundedQueries(
         integers=workspace.empty(count, num_queries, integers.kept_d, dtype=integers.dtype),
@@ -143,10 +142,10 @@ def round_queries(
         squares=workspace.empty(count, num_queries),
         num_queries=num_queries,
     )
-    shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, inputs.group)
+    shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, call.group)
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
         query_args(q), key_args(cache, rows.block_table), rounded, means, selected.heads, selected.log_taus,
-        rows.tiles, regions, scale, compile_time(shape),
+        rows.tiles, regions, call.scale, compile_time(shape),
         KV_HEADS=cache.num_kv_heads, TILE=TILE_TOKENS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
     )  # fmt: skip

@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_block, load_queries, widen
+from vllm_sparse_kernels.paged import key_args, load_block, load_queries, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
@@ -92,17 +93,15 @@ class BlockAverages:
     in ``clusters`` [heads] int32 is at least 0. Key heads without such a query head are not read.
     """
 
-    def __init__(
-        self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float, spans: Spans,
-        clusters: torch.Tensor,
-    ) -> None:  # fmt: skip
-        self.queries = ScaledQueries(q, q.stride(0), q.stride(1), scale)
+    def __init__(self, call: Call, spans: Spans, clusters: torch.Tensor) -> None:
+        q, cache, index, heads = call.q, call.cache, call.index, call.head_ids
+        self.queries = ScaledQueries(q, q.stride(0), q.stride(1), call.scale)
         keys = key_args(cache, index.rows.block_table)
         # If the kernel is compiled with this stride, it loads a page's keys by one address.
         self.keys = keys._replace(stride_token=tl.constexpr(keys.stride_token))
-        self.index, self.heads, self.clusters, self.spans = index, heads, clusters, spans
-        num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
-        group, is_float32 = num_heads // num_kv_heads, q.dtype == torch.float32
+        self.call, self.clusters, self.spans = call, clusters, spans
+        num_kv_heads, num_heads, head_dim = cache.num_kv_heads, index.num_heads, cache.head_dim
+        group, is_float32 = call.group, q.dtype == torch.float32
         chunk_keys, precision = (16, "ieee") if is_float32 else (index.block_tokens, "tf32")
         self.shape = compile_time(
             TileShape(
@@ -134,11 +133,12 @@ class BlockAverages:
 
     def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the estimates of all heads."""
-        num_heads, num_rows = len(self.heads), self.index.rows.num_rows
-        out = self.index.workspace.empty(num_heads, self.spans.num_blocks)
-        sparsity = self.index.workspace.empty(num_heads, num_rows)
+        num_heads, num_rows, empty = len(self.call.heads), self.call.rows.num_rows, self.call.index.workspace.empty
+        out = empty(num_heads, self.spans.num_blocks)
+        sparsity = empty(num_heads, num_rows)
         _estimates_kernel[(num_heads, num_rows)](
-            self.heads, self.clusters, self.scores, self.spans.block_starts, self.spans.num_blocks, out, sparsity,
+            self.call.head_ids, self.clusters, self.scores, self.spans.block_starts, self.spans.num_blocks, out,
+            sparsity,
             CHUNK=CHUNK_BLOCKS,
         )  # fmt: skip
         return out, sparsity

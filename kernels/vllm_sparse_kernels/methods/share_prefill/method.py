@@ -74,8 +74,9 @@ from typing import Literal, Self, TypeVar
 import torch
 import triton
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
-from vllm_sparse_kernels.methods.base import PerHead
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.kernels import (
@@ -85,7 +86,6 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
     decide_kernel,
     low_weights_kernel,
 )
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
 from vllm_sparse_kernels.selection.footprint import averaged_bytes
 from vllm_sparse_kernels.selection.last_queries import least_shared_bytes
@@ -99,7 +99,7 @@ State = TypeVar("State")
 
 
 @dataclass(frozen=True)
-class SharePrefill(PerHead):
+class SharePrefill(Method):
     """Parameters of SharePrefill for each head; the module's docstring has the rules."""
 
     differing = ("gamma", "cluster")
@@ -134,17 +134,6 @@ class SharePrefill(PerHead):
         """The method with the class's default γ: the key of heads that may share."""
         return replace(self, gamma=type(self).gamma)
 
-    @classmethod
-    def merged(cls, methods: Sequence[Self]) -> Self:
-        """Combine the methods of several heads. Equal heads stay separate, because they share with each other.
-
-        Args:
-            methods: The method of each head.
-        """
-        merged = replace(super().merged(methods))
-        object.__setattr__(merged, "settings", tuple(methods))
-        return merged
-
     @property
     def unshared(self) -> "SharePrefill":
         """The method without a cluster.
@@ -176,17 +165,15 @@ class SharePrefill(PerHead):
             methods: The method of each head.
         """
         fields = {name: value for name, value in methods[0].group_key.shown_fields.items() if name != "cluster"}
-        heads = [head for m in methods for head in m.settings or (m,)]
-        gammas = {head.gamma for head in heads}
+        gammas = {method.gamma for method in methods}
         fields["gamma"] = gammas.pop() if len(gammas) == 1 else f"{min(gammas):g} to {max(gammas):g}"
-        members = Counter(head.cluster for head in heads if head.cluster != NOISE)
+        members = Counter(method.cluster for method in methods if method.cluster != NOISE)
         return fields | {"clusters": len(members), "clustered_heads": members.total()}
 
     @cached_property
     def fallback(self) -> FlexVerticalSlash:
-        """The vertical-slash method of the same heads."""
-        lines = FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)
-        return FlexVerticalSlash.merged([replace(lines, gamma=head.gamma) for head in self.settings or (self,)])
+        """The vertical-slash method of the same head."""
+        return FlexVerticalSlash(self.gamma, last_queries=self.last_queries, estimating=self.estimating)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Return the room for one head's stripes: see ``Method.stripe_layout``.
@@ -242,32 +229,25 @@ class SharePrefill(PerHead):
         """
         return least_shared_bytes(self.last_queries, head_dim)
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads``: see ``Method.select``.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        """
-        settings = self.of_heads(len(heads))
-        if not self.shares(settings):
-            self.fallback.select(q, cache, index, heads, scale)
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads: see ``Method.select``."""
+        index, methods = call.index, call.heads.methods
+        lines = replace(call, heads=call.heads.derived("fallback"))
+        if not self.shares(methods):
+            self.fallback.select(lines)
             return
         pivots = self.state_of_step(index.rows, "pivots", lambda: Pivots(index))
-        clusters = [head.cluster for head in settings]
+        clusters = [method.cluster for method in methods]
         in_layer = sorted(set(clusters) - {NOISE})
         device = index.rows.device
         places = on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), device, torch.int32)
         slots = on_device(pivots.slots_of(in_layer, index), device, torch.int32)
         with index.workspace.frame():
-            patterns = index.workspace.empty(len(heads), index.rows.num_rows, dtype=torch.int32)
+            patterns = index.workspace.empty(len(methods), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():
-                averages = BlockAverages(q, cache, index, heads, scale, pivots.spans, places)
-                _share(self, pivots, index, averages, places, slots, patterns)
-            self.fallback.select(q, cache, index, heads, scale, patterns)
+                averages = BlockAverages(call, pivots.spans, places)
+                _share(call, pivots, averages, places, slots, patterns)
+            self.fallback.select(lines, patterns)
 
 
 class Pivots:
@@ -311,27 +291,27 @@ def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _share(
-    method: SharePrefill, pivots: Pivots, index: SparseIndex, averages: BlockAverages, places: torch.Tensor,
-    slots: torch.Tensor, patterns: torch.Tensor,
+    call: Call, pivots: Pivots, averages: BlockAverages, places: torch.Tensor, slots: torch.Tensor,
+    patterns: torch.Tensor,
 ) -> None:  # fmt: skip
     """Run Algorithms 3 and 2.
 
     Algorithm 3 fills patterns [heads, num_rows] int32, makes the maps of new pivots and keeps their estimates ã.
     Algorithm 2 writes the lists of shared and dense heads.
     """
-    rows, empty = index.rows, index.workspace.empty
+    index, rows, empty = call.index, call.rows, call.index.workspace.empty
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape
-    shares = on_device(tuple(head.kernel_share for head in method.fallback.of_heads(num_heads)), rows.device)
+    shares = call.heads.derived("fallback").parameters(("kernel_share",), rows.device)
     args = ShareArgs(
-        averages.heads, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
+        call.head_ids, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
         pivots.exists, pivots.last_rows, pivots.maps, pivots.weights,
         empty(num_heads, rows.num_tiles, DIGITS.value), empty(num_heads, rows.num_tiles, dtype=torch.int32),
         empty(num_heads, rows.num_tiles), pivots.spans.block_starts, rows.device_tile_starts,
     )  # fmt: skip
     stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
     num_map_programs = len(slots) * rows.num_tiles
-    thresholds = SharingThresholds(method.max_sparsity, method.max_distance)
+    thresholds = SharingThresholds(call.method.max_sparsity, call.method.max_distance)
     heads = {"HEADS": triton.next_power_of_2(num_heads)}
     decide_kernel[(num_map_programs + num_heads * num_rows,)](
         args, estimates.stride(0), stride_last, num_heads, num_rows, thresholds,

@@ -4,14 +4,15 @@
 ``method.py`` lists the deviations from the paper.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.flex_prefill.reference import fewest_with_mass, pool, select_flex_vertical_slash
 from vllm_sparse_kernels.methods.references import heads_of_rows
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 if TYPE_CHECKING:  # the methods' package imports this module
@@ -27,16 +28,15 @@ class Pivot(NamedTuple):
     weights: list[torch.Tensor]
 
 
-def select_share_prefill(
-    method: "SharePrefill", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``SharePrefill.select`` does with kernels."""
-    select_flex_vertical_slash(method.fallback, q, cache, index, heads, scale)
-    if not method.shares(method.of_heads(len(heads))):
+def select_share_prefill(call: Call) -> None:
+    """Fill the lists of the call's heads in plain torch, as ``SharePrefill.select`` does with kernels."""
+    select_flex_vertical_slash(replace(call, heads=call.heads.derived("fallback")))
+    index, method = call.index, call.method
+    if not method.shares(call.heads.methods):
         return
     pivots = method.state_of_step(index.rows, "reference", dict[tuple[int, int], Pivot])
-    for row, head, head_method, queries, keys in heads_of_rows(method, q, cache, index.rows, heads):
-        scaled_keys = keys * scale
+    for row, head, head_method, queries, keys in heads_of_rows(call):
+        scaled_keys = keys * call.scale
         last_row = block_average(queries[-TILE_TOKENS:], scaled_keys, index.block_tokens).softmax(-1)
         pivot = pivots.get((row, head_method.cluster))
         pattern = determine(head_method, last_row, pivot)

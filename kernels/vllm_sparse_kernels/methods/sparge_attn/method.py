@@ -61,20 +61,18 @@ similarity is 0.2 to 0.5 on a trained model with 29M parameters, and θ = 0.6 ma
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.base import PerHead
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.selection.lists import append, compact_blocks, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import (
     ALIGNED,
     KEY_BLOCK_TOKENS,
@@ -101,7 +99,7 @@ ONE_BITS = Constant(0x3F800000)
 
 
 @dataclass(frozen=True)
-class SpargeAttn(PerHead):
+class SpargeAttn(Method):
     """Parameters of SpargeAttn (section 3.6) for each head; the module's docstring has the rules."""
 
     differing = ("kept_mass", "min_similarity", "skip_margin", "int8_scores", "top_share")
@@ -146,35 +144,30 @@ class SpargeAttn(PerHead):
             require(is_alone, "kept_mass", self.kept_mass, "no kept_mass with top_share, which replaces its cut")
 
     @property
+    def kernel_top_share(self) -> float:
+        """``top_share``, or ``CUMULATIVE`` for the cumulative cut."""
+        return self.top_share or CUMULATIVE
+
+    @property
     def keeps_all(self) -> bool:
         """Whether every causal block is kept, regardless of the scores."""
         return self.kept_mass == 1 or self.top_share == 1
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads``: see ``Method.select``.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
-        """
-        index.clear_stripes(heads)
-        settings = self.of_heads(len(heads))
-        if all(head.keeps_all for head in settings):
-            compact_blocks(None, index, heads)
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads: see ``Method.select``."""
+        call.index.clear_stripes(call.head_ids)
+        if all(head.keeps_all for head in call.heads.methods):
+            compact_blocks(None, call)
             return
+        has_shares = any(head.top_share for head in call.heads.methods)
         limits = HeadLimits(
-            kept_mass=on_device(tuple(head.kept_mass for head in settings), q.device),
-            top_share=top_shares(settings, q.device),
-            min_similarity=on_device(tuple(head.min_similarity for head in settings), q.device),
+            kept_mass=call.parameters("kept_mass"),
+            top_share=call.parameters("kernel_top_share") if has_shares else None,
+            min_similarity=call.parameters("min_similarity"),
         )
-        products = pooled_products(
-            q, cache, index, heads, scale * LOG2_E.value, 1, limits.min_similarity, self.smooth_keys
-        )
-        for first_tile, scores, similarity in products:
-            keep_top_blocks(scores, similarity, index, first_tile, heads, limits, self.keep_sink)
+        in_base_2 = replace(call, scale=call.scale * LOG2_E.value)
+        for first_tile, scores, similarity in pooled_products(in_base_2, 1, limits.min_similarity, self.smooth_keys):
+            keep_top_blocks(call, scores, similarity, first_tile, limits)
 
 
 class HeadLimits(NamedTuple):
@@ -185,21 +178,14 @@ class HeadLimits(NamedTuple):
     min_similarity: Any  # θ
 
 
-def top_shares(settings: Sequence[SpargeAttn], device: torch.device) -> torch.Tensor | None:
-    """Return ``top_share`` of each head on the device, or None if every head has the cumulative cut."""
-    shares = tuple(head.top_share or CUMULATIVE for head in settings)
-    return None if set(shares) == {CUMULATIVE} else on_device(shares, device)
-
-
 def keep_top_blocks(
-    scores: torch.Tensor, similarity: torch.Tensor | None, index: SparseIndex, first_tile: int, heads: torch.Tensor,
-    limits: HeadLimits, keep_sink: bool,
-) -> None:  # fmt: skip
+    call: Call, scores: torch.Tensor, similarity: torch.Tensor | None, first_tile: int, limits: HeadLimits
+) -> None:
     """Write the lists of all tiles after and including ``first_tile``, given S^ in base 2. Overwrites ``scores``."""
-    num_heads, num_tiles, width = scores.shape
+    index, (num_heads, num_tiles, width) = call.index, scores.shape
     _keep_top_blocks_kernel[(num_tiles, num_heads)](
-        scores, width // ALIGNED.value, similarity, heads, index.args, row_blocks(index.rows), index.rows.num_tiles,
-        first_tile, limits, int(keep_sink),
+        scores, width // ALIGNED.value, similarity, call.head_ids, index.args, row_blocks(index.rows),
+        index.rows.num_tiles, first_tile, limits, int(call.method.keep_sink),
         BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=HELD_BLOCKS,
     )  # fmt: skip
 

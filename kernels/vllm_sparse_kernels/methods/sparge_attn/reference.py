@@ -4,35 +4,30 @@
 ``method.py`` lists the deviations from the paper. The second stage is in ``attention/reference.py``.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.methods.sparge_attn.method import KEY_BLOCK_TOKENS, SpargeAttn
-from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 
-def select_sparge_attn(
-    method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads`` in plain torch, as ``SpargeAttn.select`` does with kernels."""
-    settings = method.of_heads(len(heads))
-    for setting in dict.fromkeys(settings):
-        _select_alike(
-            setting, q, cache, index, heads[[i for i, other in enumerate(settings) if other == setting]], scale
-        )
+def select_sparge_attn(call: Call) -> None:
+    """Fill the lists of the call's heads in plain torch, as ``SpargeAttn.select`` does with kernels."""
+    for method in dict.fromkeys(call.heads.methods):
+        heads = [head for head, other in zip(call.heads.heads, call.heads.methods, strict=True) if other == method]
+        _select_alike(replace(call, heads=HeadGroup(tuple(heads), (method,) * len(heads))))
 
 
-def _select_alike(
-    method: SpargeAttn, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    rows, group = index.rows, q.shape[1] // cache.num_kv_heads
-    chosen = heads.long()
+def _select_alike(call: Call) -> None:
+    """Fill the lists of heads with equal methods."""
+    index, rows, chosen = call.index, call.rows, call.head_ids.long()
     index.stripe_counts.index_fill_(0, chosen, 0)
-    for row, queries, keys in rows_of(q, cache, rows):
-        kept = predict(method, queries[:, chosen], keys[:, chosen // group], scale)
+    for row, queries, keys in rows_of(call):
+        kept = predict(call.method, queries[:, chosen], keys[:, chosen // call.group], call.scale)
         halves = index.block_tokens // KEY_BLOCK_TOKENS
         kept = F.pad(kept, (0, -kept.shape[2] % halves)).unflatten(2, (-1, halves)).any(-1).cpu()
         for i_tile, of_tile in zip(rows.tiles_of(row), kept.unbind(1), strict=True):

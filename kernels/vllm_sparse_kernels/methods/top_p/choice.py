@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.lists import append, load_tile, tile_blocks
 
@@ -62,18 +62,16 @@ def mass_bytes(num_selected: int, reach: int) -> int:
     return 4 * num_selected * mass_width(reach)
 
 
-def write_block_lists(
-    masses: torch.Tensor, index: SparseIndex, first_tile: int, heads: torch.Tensor, shares: Shares, sink_tokens: int,
-    local_tokens: int,
-) -> None:  # fmt: skip
+def write_block_lists(call: Call, masses: torch.Tensor, first_tile: int) -> None:
     """Write the lists of the tiles from ``first_tile`` on: the fewest blocks that hold the share ``kept_mass``.
 
     Heads whose ``kept_mass`` is at least 1 keep everything, and their masses are not read.
     """
-    num_selected, num_tiles, _ = masses.shape
+    index, method, (num_selected, num_tiles, _) = call.index, call.method, masses.shape
+    shares = Shares(call.parameters("kept_mass"), call.parameters("most_share"))
     _choose_kernel[(num_tiles, num_selected)](
-        masses, masses.stride(0), masses.stride(1), heads, index.rows.tiles, index.rows.num_tiles, first_tile,
-        shares, sink_tokens, local_tokens,
+        masses, masses.stride(0), masses.stride(1), call.head_ids, index.rows.tiles, index.rows.num_tiles, first_tile,
+        shares, method.sink_tokens, method.local_tokens,
         BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
         FINE_BLOCKS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
         num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,

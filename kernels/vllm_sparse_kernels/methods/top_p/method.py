@@ -41,14 +41,13 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_choice import capability_of, gluon_refusal
-from vllm_sparse_kernels.index import LayerShape, SparseIndex
-from vllm_sparse_kernels.layer_inputs import LayerInputs
-from vllm_sparse_kernels.methods.base import PerHead
+from vllm_sparse_kernels.index import LayerShape
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import (
     KEY_BLOCK,
-    Shares,
     mass_width,
     write_block_lists,
 )
@@ -64,7 +63,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
     row_moments,
 )
 from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
-from vllm_sparse_kernels.paged import PagedCache, padded_dim
+from vllm_sparse_kernels.paged import padded_dim
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import (
@@ -75,7 +74,7 @@ from vllm_sparse_kernels.selection.engine import (
     portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
-from vllm_sparse_kernels.selection.parameters import on_device, require
+from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.slabs import Run, TileBytes, slabs_of
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -112,7 +111,7 @@ QUERIES = Literal["half", "all"]
 
 
 @dataclass(frozen=True)
-class TopP(PerHead):
+class TopP(Method):
     """Parameters of ``top_p``; the module's docstring describes the algorithm."""
 
     differing = ("kept_mass", "most_share")
@@ -162,8 +161,7 @@ class TopP(PerHead):
         Args:
             share: p, in (0, 1].
         """
-        heads = self.settings or (self,)
-        return self.merged([replace(head, kept_mass=share, most_share=1.0) for head in heads])
+        return replace(self, kept_mass=share, most_share=1.0)
 
     @property
     def num_scored(self) -> int:
@@ -221,20 +219,12 @@ class TopP(PerHead):
         """
         return rounding_bytes(padded_dim(head_dim), self.kept_channels(head_dim))
 
-    def select(self, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float) -> None:
-        """Fill the lists of ``heads`` on the first engine that does not refuse; see ``Method.select``.
+    def select(self, call: Call) -> None:
+        """Fill the lists of the call's heads on the first engine that does not refuse; see ``Method.select``.
 
         A server tries the engines at start-up, and calls the chosen engine itself.
-
-        Args:
-            q: [num_tokens, num_heads, head_dim], in the cache's dtype.
-            cache: Keys and values of the layer, in pages of [page_size, num_kv_heads, head_dim].
-            index: The index, whose lists of ``heads`` are overwritten.
-            heads: [n] int32 on the device, numbers of the selected query heads.
-            scale: Factor from q·k to scores, usually 1/√head_dim; above 0.
         """
-        engine = choose_select_engine(SelectSpec(self, q.device, cache.head_dim)).engine
-        engine.select(self, q, cache, index, heads, scale)
+        choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
 
 
 def hopper_refusal(spec: SelectSpec) -> str | None:
@@ -249,57 +239,47 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
     return None
 
 
-def select_on_hopper(
-    method: TopP, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads`` by the kernels of ``hopper``."""
+def select_on_hopper(call: Call) -> None:
+    """Fill the lists of the call's heads by the kernels of ``hopper``."""
     assert hopper is not None
-    _select(hopper, method, LayerInputs(q, cache, index.rows, scale), index, heads)
+    _select(hopper, call)
 
 
-def select_on_portable(
-    method: TopP, q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
-    """Fill the lists of ``heads`` by the kernels of ``portable``."""
-    _select(portable, method, LayerInputs(q, cache, index.rows, scale), index, heads)
+def select_on_portable(call: Call) -> None:
+    """Fill the lists of the call's heads by the kernels of ``portable``."""
+    _select(portable, call)
 
 
-def _select(kernels: _MassKernels, method: TopP, inputs: LayerInputs, index: SparseIndex, heads: torch.Tensor) -> None:
-    """Fill the lists of ``heads`` with the masses that the module ``kernels`` computes."""
-    index.clear_stripes(heads)
-    num_selected = heads.shape[0]
-    methods = method.of_heads(num_selected)
-    kept_mass = tuple(head.kept_mass for head in methods)
-    if min(kept_mass) == 1:
-        compact_blocks(None, index, heads)
+def _select(kernels: _MassKernels, call: Call) -> None:
+    """Fill the lists of the call's heads with the masses that the module ``kernels`` computes."""
+    call.index.clear_stripes(call.head_ids)
+    if all(method.kept_mass == 1 for method in call.heads.methods):
+        compact_blocks(None, call)
         return
-    device, workspace = inputs.q.device, index.workspace
-    selected = Selected(heads, on_device(kept_mass, device), method.least_peak, inputs.group)
-    shares = Shares(selected.kept_mass, on_device(tuple(head.most_share for head in methods), device))
-    storage = method.storage(inputs.cache.head_dim, stored_dtype(device))
+    method: TopP = call.method
+    workspace, storage = call.index.workspace, method.storage(call.cache.head_dim, stored_dtype(call.q.device))
     tile_bytes, set_tiles = kernels.tile_bytes(storage.num_scored), kernels.set_tiles(storage.num_scored)
     with workspace.frame():
-        moments = row_moments(inputs, storage, workspace)
-        queries, query_scales = round_queries(inputs, moments, heads, storage, workspace)
-        for slab in slabs_of(index.rows, num_selected, tile_bytes, set_tiles):
+        moments = row_moments(call, storage)
+        queries, query_scales = round_queries(call, moments, storage)
+        for slab in slabs_of(call.rows, len(call.heads), tile_bytes, set_tiles):
             with workspace.frame():
-                keys, key_scales = round_keys(inputs, slab, moments, storage, kernels.PERMUTED, workspace)
+                keys, key_scales = round_keys(call, slab, moments, storage, kernels.PERMUTED)
                 rounded = Rounded(queries, query_scales, queries.shape[1], keys, key_scales, keys.shape[1])
                 for run in slab.runs:
                     with workspace.frame():
-                        _select_run(kernels, method, rounded, selected, shares, index, run)
+                        _select_run(kernels, call, rounded, run)
 
 
-def _select_run(
-    kernels: _MassKernels, method: TopP, rounded: Rounded, selected: Selected, shares: Shares, index: SparseIndex,
-    run: Run,
-) -> None:  # fmt: skip
+def _select_run(kernels: _MassKernels, call: Call, rounded: Rounded, run: Run) -> None:
     """Write the lists of a run."""
-    num_selected, workspace = selected.heads.shape[0], index.workspace
+    method, workspace = call.method, call.index.workspace
+    num_selected = len(call.heads)
     scratch = kernels.allocate_scratch(num_selected, run.num_tiles, method.num_scored, run.reach, workspace)
     masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
-    kernels.compute_masses(rounded, selected, index.rows.tiles, run, scratch, masses)
-    write_block_lists(masses, index, run.first_tile, selected.heads, shares, method.sink_tokens, method.local_tokens)
+    selected = Selected(call.head_ids, call.parameters("kept_mass"), method.least_peak, call.group)
+    kernels.compute_masses(rounded, selected, call.rows.tiles, run, scratch, masses)
+    write_block_lists(call, masses, run.first_tile)
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:

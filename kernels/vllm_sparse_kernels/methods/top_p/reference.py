@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import pad
 
-from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.paged import PagedCache
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.top_p.method import TopP
@@ -26,16 +25,14 @@ LEAST_CHANNELS = 64
 GROUP_TOKENS, GROUP_PERIOD = 64, 8  # of GROUP_PERIOD consecutive groups of keys, the first is sampled
 
 
-def select_top_p(
-    method: "TopP", q: torch.Tensor, cache: PagedCache, index: SparseIndex, heads: torch.Tensor, scale: float
-) -> None:
+def select_top_p(call: Call) -> None:
     """Fill the index; an index block is kept if any of its 32-key blocks is."""
-    index.stripe_counts.index_fill_(0, heads.long(), 0)
-    settings = dict(zip(heads.tolist(), method.of_heads(len(heads))))
+    index, methods = call.index, dict(zip(call.heads.heads, call.heads.methods, strict=True))
+    index.stripe_counts.index_fill_(0, call.head_ids.long(), 0)
     parts = index.block_tokens // KEY_BLOCK
-    for head, i_tile, shares in tile_shares(method, q, cache, index.rows, heads, scale):
+    for head, i_tile, shares in tile_shares(call):
         tile = index.rows.tile_list[i_tile]
-        kept = fewest(settings[head], shares.mean(0), tile.position) | peaks(method, shares)
+        kept = fewest(methods[head], shares.mean(0), tile.position) | peaks(methods[head], shares)
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
 
@@ -63,22 +60,20 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
     return (shares >= method.least_peak).any(-2)
 
 
-def tile_shares(
-    method: "TopP", q: torch.Tensor, cache: PagedCache, rows: Rows, heads: torch.Tensor, scale: float
-) -> Iterator[tuple[int, int, torch.Tensor]]:
+def tile_shares(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Compute the share of each scored query in each causal block of 32 keys."""
-    group = q.shape[1] // cache.num_kv_heads
-    for row, queries, keys in rows_of(q, cache, rows):
+    method, rows = call.method, call.rows
+    for row, queries, keys in rows_of(call):
         estimated_queries, estimated_keys = estimated_vectors(method, queries, keys)
         rounded = round_to_e4m3(estimated_keys, KEY_BLOCK)
-        for head in heads.tolist():
+        for head in call.heads.heads:
             head_queries = round_to_e4m3(estimated_queries[:, head, None], 1)[:, 0]
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 first = tile.position - rows.context_lens[row]
-                places = scored_queries(method, tile.length_tokens).to(q.device)
-                b_k = rounded[: tile.last_position + 1, head // group]
-                scores = causal_scores(head_queries[first + places] @ b_k.T, tile.position + places, scale)
+                places = scored_queries(method, tile.length_tokens).to(call.q.device)
+                b_k = rounded[: tile.last_position + 1, head // call.group]
+                scores = causal_scores(head_queries[first + places] @ b_k.T, tile.position + places, call.scale)
                 yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1)
 
 

@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
-from vllm_sparse_kernels.layer_inputs import LayerInputs
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.methods.top_p.scored import num_scored, scored_offsets
 from vllm_sparse_kernels.paged import (
@@ -36,7 +36,6 @@ from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
-from vllm_sparse_kernels.workspace import Workspace
 
 LARGEST = Constant(15.0)
 MAGIC = Constant(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
@@ -95,9 +94,9 @@ class Rounded(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> Moments:
+def row_moments(call: Call, storage: Storage) -> Moments:
     """Compute the mean key of each row and kv head, and the channels that the estimate multiplies."""
-    q, cache, rows, _ = inputs
+    q, cache, rows, workspace = call.q, call.cache, call.rows, call.index.workspace
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d, kept_d = padded_dim(head_dim), storage.kept_d
     means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
@@ -116,37 +115,35 @@ def row_moments(inputs: LayerInputs, storage: Storage, workspace: Workspace) -> 
             _query_squares_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, squares, **shape)
         _moments_kernel[(rows.num_rows, num_kv_heads)](
             sums, num_splits, squares, rows.device_tile_starts, rows.device_seq_lens, means, channels,
-            GROUP=num_heads // num_kv_heads, **shape, KEPT_D=kept_d, SPLIT_GROUPS=SPLIT_GROUPS,
+            GROUP=call.group, **shape, KEPT_D=kept_d, SPLIT_GROUPS=SPLIT_GROUPS,
             num_warps=max(block_d // 8, 4),
         )  # fmt: skip
     return Moments(means, channels)
 
 
-def round_queries(
-    inputs: LayerInputs, moments: Moments, heads: torch.Tensor, storage: Storage, workspace: Workspace
-) -> tuple[torch.Tensor, torch.Tensor]:
+def round_queries(call: Call, moments: Moments, storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
     """Round the scored queries of all rows."""
-    q, rows = inputs.q, inputs.rows
+    q, rows, workspace = call.q, call.rows, call.index.workspace
     num_scored = storage.num_scored
     num_queries = rows.num_tiles * num_scored
-    num_selected = heads.shape[0]
+    num_selected = len(call.heads)
     values = workspace.empty(num_selected, num_queries, storage.kept_d, dtype=storage.dtype)
     scales = workspace.empty(num_selected, num_queries)
     block_d = padded_dim(q.shape[2])
     num_rounded = min(vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device)), num_scored)
     _round_queries_kernel[(rows.num_tiles * (num_scored // num_rounded), num_selected)](
-        query_args(q), rows.tiles, moments, heads, inputs.scale * LOG2_E.value, values, scales, num_queries,
-        HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=inputs.group,
+        query_args(q), rows.tiles, moments, call.head_ids, call.scale * LOG2_E.value, values, scales, num_queries,
+        HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=call.group,
         KV_HEADS=moments.means.shape[1], SCORED=num_scored, ROUNDED=num_rounded, num_warps=8,
     )  # fmt: skip
     return values, scales
 
 
 def round_keys(
-    inputs: LayerInputs, slab: KeySlab, moments: Moments, storage: Storage, permuted: bool, workspace: Workspace
+    call: Call, slab: KeySlab, moments: Moments, storage: Storage, permuted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round the keys of a slab's rows. The keys of row i begin at ``slab.key_starts[i]``."""
-    cache, rows = inputs.cache, inputs.rows
+    cache, rows, workspace = call.cache, call.rows, call.index.workspace
     values = workspace.empty(cache.num_kv_heads, slab.num_keys, storage.kept_d, dtype=storage.dtype)
     scales = workspace.empty(cache.num_kv_heads, slab.num_keys // KEY_BLOCK.value)
     block_d = padded_dim(cache.head_dim)
