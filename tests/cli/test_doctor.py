@@ -314,21 +314,10 @@ def test_decodes_that_stock_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch)
 def test_the_rust_front_end_exports_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    (finding,) = doctor.counters()
+    (finding,) = doctor.front_end()
     assert (finding.level, finding.subject) == ("note", "front end")
     assert finding.text.startswith("VLLM_USE_RUST_FRONTEND is set: ")
     assert "on /metrics" in finding.text
-
-
-def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugins = pytest.importorskip("vllm.plugins")
-    (finding,) = doctor.counters()
-    assert finding == doctor.Finding("ok", "counters", "sparse_prefill_* on the server's own /metrics")
-    monkeypatch.delattr(plugins, "load_endpoint_plugins")
-    (finding,) = doctor.counters()
-    assert finding.level == "note"
-    assert "load_endpoint_plugins" in finding.text
-    assert "expected it as in 0.26 to 0.33" in finding.text
 
 
 def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:

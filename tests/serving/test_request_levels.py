@@ -747,8 +747,6 @@ class TestRunners:
         """Every token that is generated takes such a step."""
         monkeypatch.setattr(hooks, "is_selected", None)
         assert runner.execute_model(scheduled({"a": EXACT}), "ab", 2) == ["exact", DEFAULT]
-        by_name = hooks._counting(lambda wrapper, attr: attr)
-        assert by_name(SimpleNamespace(worker=None), "sample_tokens") == "sample_tokens"
 
     @pytest.mark.parametrize("kind", ["newer", "numbered"])
     def test_a_dummy_batch_has_nobodys_rows(self, kind: str) -> None:
