@@ -2,7 +2,7 @@
 """Compares a server's counters on /metrics with the requests that it received.
 
 If requests come one at a time, all counts follow from the configuration: how the scheduler cuts a prompt into chunks,
-how each chunk runs and why, its tiles, and its causal pairs. Counters must then match **exactly**. This module computes
+how each chunk runs and why, and its causal pairs. Counters must then match **exactly**. This module computes
 them from the plan and the documentation (``docs/metrics.md``), not from the code that counts. Under load, the batch's
 free room determines chunks, and requests are aborted and preempted. Then only **bounds** hold.
 """
@@ -27,7 +27,6 @@ from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestErro
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import TILE_TOKENS
-from vllm_sparse_kernels.rows import ceil_div
 
 SPARSE, DENSE, DECODE = "sparse", "dense", "decode"
 
@@ -40,7 +39,7 @@ AUDIT_TOKENS = 3
 """Tokens of each answer in an audit."""
 
 MORE_TOKENS = 76
-"""Tokens of the audit's prompts past a border: not a multiple of pages and tiles."""
+"""Tokens of the audit's prompts past a border: not a multiple of pages."""
 
 LOOKS = 3
 """Repeated reads of a page that lacks counters, because an engine may be late."""
@@ -56,8 +55,6 @@ class Counts:
 
     rows: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Rows by path and reason."""
-    tiles: Counter[int] = field(default_factory=Counter)
-    """Tiles by layer."""
     causal_pairs: Counter[int] = field(default_factory=Counter)
     """Pairs by layer, over all heads."""
 
@@ -65,7 +62,6 @@ class Counts:
     def of(report: MetricsReport) -> "Counts":
         return Counts(
             Counter(report.rows),
-            Counter({layer: counts.tiles for layer, counts in report.layers.items()}),
             Counter({layer: counts.causal_pairs for layer, counts in report.layers.items()}),
         )
 
@@ -216,10 +212,9 @@ class Served:
 
     def _add_layers(self, counts: Counts, level: str, first: int, end: int) -> None:
         """Add the queries at positions [first, end) in every layer that is sparse at this level."""
-        plan, queries = self.plans[level], end - first
+        plan = self.plans[level]
         for layer, groups in enumerate(plan.layers):
             if groups is not None:
-                counts.tiles[layer] += ceil_div(queries, TILE_TOKENS)
                 counts.causal_pairs[layer] += plan.shape.num_heads * _pairs(first, end)
 
     def most_pairs(self, prompt_tokens: int, level: object) -> int:

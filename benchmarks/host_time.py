@@ -148,10 +148,6 @@ def decode_parts(num_rows: int, folder: Path) -> Iterator[tuple[str, float]]:
     execute_model = hooks._known(nothing)
     yield "requests of the step: execute_model", cpu_us(lambda: execute_model(runner, output), CALLS)
 
-    wrapper = SimpleNamespace(worker=SimpleNamespace(vllm_config=config))
-    look_up = hooks._counting(nothing)
-    yield "a call by name: __getattr__", cpu_us(lambda: look_up(wrapper, "sample_tokens"), CALLS)
-
     forward, metadata = layers[0].impl.forward, SimpleNamespace()
     with patch.object(compat.DenseImpl, "forward", nothing):
         layer_us = cpu_us(lambda: forward(layers[0], None, None, None, None, metadata, None), CALLS)

@@ -365,7 +365,7 @@ def lines(asking: Asking, done: Checked) -> list[str]:
         counted = done.audit.counted
         said.append(
             f"audit: {done.audit.num_requests} requests one at a time, {done.audit.cached_tokens:,} of their tokens "
-            f"cached; {sum(counted.rows.values()):,} rows, {sum(counted.tiles.values()):,} tiles and "
+            f"cached; {sum(counted.rows.values()):,} rows and "
             f"{sum(counted.causal_pairs.values()):,} pairs counted; {len(done.audit.differences)} counters differ from "
             "what was sent"
         )

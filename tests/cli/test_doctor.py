@@ -311,17 +311,6 @@ def test_decodes_that_stock_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch)
     assert decodes.text.startswith("cannot tell whether stock vLLM decodes so too: AttributeError")
 
 
-def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    plugins = pytest.importorskip("vllm.plugins")
-    (finding,) = doctor.counters()
-    assert finding == doctor.Finding("ok", "counters", "sparse_prefill_* on the server's own /metrics")
-    monkeypatch.delattr(plugins, "load_endpoint_plugins")
-    (finding,) = doctor.counters()
-    assert finding.level == "note"
-    assert "load_endpoint_plugins" in finding.text
-    assert "expected it as in 0.30 to 0.33" in finding.text
-
-
 def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     finding = doctor._entry_point()

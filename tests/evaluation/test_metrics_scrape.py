@@ -9,8 +9,6 @@ PAGE = """\
 vllm:num_requests_running{engine="0"} 1.0
 sparse_prefill_rows_total{engine="0",path="sparse",reason=""} 5.0
 sparse_prefill_rows_total{engine="0",path="dense",reason="too_short"} 2.0
-sparse_prefill_tiles_total{engine="0",layer="0"} 64.0
-sparse_prefill_tiles_total{engine="0",layer="10"} 64.0
 sparse_prefill_kept_pairs_total{engine="0",layer="0"} 1.0e+09
 sparse_prefill_kept_pairs_total{engine="0",layer="10"} 4.0e+09
 sparse_prefill_causal_pairs_total{engine="0",layer="0"} 4.0e+09
@@ -26,8 +24,8 @@ def test_parse() -> None:
     report = parse_metrics(PAGE)
     assert report.rows == {("sparse", ""): 5, ("dense", "too_short"): 2}
     assert report.layers == {
-        0: LayerCounts(64, 1_000_000_000, 4_000_000_000),
-        10: LayerCounts(64, 4_000_000_000, 8_000_000_000),
+        0: LayerCounts(1_000_000_000, 4_000_000_000),
+        10: LayerCounts(4_000_000_000, 8_000_000_000),
     }
     assert report.layers[0].density == 0.25
     assert report.attention == {"hopper": 30, "dense": 2}
@@ -54,7 +52,7 @@ def test_dense_rows_alone_are_a_problem_with_their_reason() -> None:
 @pytest.mark.parametrize(("kept", "causal"), [(0, 10), (10, 10), (11, 10), (0, 0)])
 def test_a_density_outside_0_and_1_is_a_problem(kept: int, causal: int) -> None:
     report = parse_metrics(PAGE)
-    report.layers[3] = LayerCounts(1, kept, causal)
+    report.layers[3] = LayerCounts(kept, causal)
     problem = report.problem()
     assert problem is not None
     assert problem.startswith("layer 3 has density ")

@@ -23,19 +23,15 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from vllm_sparse_backend.cli.attention_share import prefill_share
-from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.evaluation.vllm_server import has_cuda
 
 VOCABULARY = 512
 SETTINGS = {"method": "dense", "min_tokens": 128, "min_query_tokens": 1}
 LENGTHS = (90, 701, 1000)
-ALONE_TOKENS = 2000
 SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64 if has_cuda() else 32,
@@ -190,21 +186,6 @@ def counted() -> Iterator[Counter[int]]:
         yield runs
 
 
-def share(llm: Any, ask: Callable[[], object]) -> float | None:
-    """Return the share of a request's pairs that ran sparse, from the totals of /metrics; None if there are no
-    pairs."""
-    from vllm_sparse_backend.serving.frontend.engine_counts import engine_totals
-
-    def counted() -> list[float]:
-        totals = engine_totals(llm.collective_rpc("sparse_prefill_samples"))
-        return [sum(totals.get(name, {}).values()) for name in ("causal_pairs", "prefill_pairs")]
-
-    before = counted()
-    ask()
-    sparse, every = (now - then for now, then in zip(counted(), before))
-    return sparse / every if every else None
-
-
 def logprobs(llm: Any, requests: Sequence[Any], **more: Any) -> list[list[float]]:
     """Return the log-probabilities of each prompt's tokens, all prompts sent together."""
     from vllm import SamplingParams
@@ -215,7 +196,7 @@ def logprobs(llm: Any, requests: Sequence[Any], **more: Any) -> list[list[float]
 
 
 def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, Any]:
-    """Return tokens, the share of a further prompt's pairs that ran sparse, and log-probabilities."""
+    """Return tokens and log-probabilities."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
@@ -227,15 +208,12 @@ def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, 
         requests = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in prompts()]
         lora_request = None if lora is None else LoRARequest("adapter", 1, str(lora))
         outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=lora_request)
-        alone = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in prompts([ALONE_TOKENS], seed=1)]
-        # Workers of stock vLLM have no counts.
-        sparse_share = share(llm, partial(llm.generate, alone, sampling, use_tqdm=False)) if run == OURS else None
         exact = {"extra_args": {"sparse_prefill": 0}} if run == OURS else {}
         # A server with LoRA returns no log-probabilities of a prompt (vLLM 0.32, on a CPU).
         together = logprobs(llm, requests, **exact) if lora is None else []
         one_by_one = [logprobs(llm, [token_ids])[0] for token_ids in requests] if together and run == STOCK else []
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        return {"tokens": tokens, "share": sparse_share, "exact": together, "one by one": one_by_one}
+        return {"tokens": tokens, "exact": together, "one by one": one_by_one}
     finally:
         with contextlib.suppress(Exception):
             llm.llm_engine.engine_core.shutdown()
@@ -252,8 +230,7 @@ def line_of(run: str, name: str, folder: Path) -> dict[str, Any]:
     try:
         with counted() as runs:
             answered = answers(run, model, lora, **more, **(ours if run == OURS else {}))
-        foretold = prefill_share(read_config(model), ALONE_TOKENS).of_pairs
-        return {"name": name, "sparse": dict(runs), "foretold": foretold, **answered}
+        return {"name": name, "sparse": dict(runs), **answered}
     except Exception as error:
         traceback.print_exc()
         return {"name": name, "error": f"{type(error).__name__}: {error}"}

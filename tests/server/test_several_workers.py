@@ -109,9 +109,7 @@ def test_counts_are_those_of_one_worker(divided: Divided, single: tuple[dict[str
     """Rows are counted once for any number of workers; pairs are summed over the heads and layers of all workers."""
     for name, labels in (
         ("rows", ("path", "reason", "level")),
-        ("tiles", ("layer", "level")),
         ("causal_pairs", ("layer", "level")),
-        ("prefill_pairs", ()),
     ):
         assert divided.report.by(name, *labels) == single[1].by(name, *labels), name
     kept, expected = (report.by("kept_pairs", "layer", "level") for report in (divided.report, single[1]))

@@ -64,10 +64,10 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
     assert report.rows["dense", Fallback.REQUESTED] > 20
     assert (growth(outcome.resident_bytes, SECONDS) is not None, outcome.device_bytes) == (True, [])
     assert len(done.bounds) == 4
-    # The audit has all kinds of rows, and cached tokens. A level leaves a layer dense, so its tiles differ.
+    # The audit has all kinds of rows, and cached tokens. A level leaves a layer dense, so its pairs differ.
     audit = done.audit
     assert audit is not None
     assert {path for path, _ in audit.counted.rows} == {"sparse", "dense", "decode"}
     assert {Fallback.REQUESTED, Fallback.TOO_SHORT} <= {reason for _, reason in audit.counted.rows}
     assert audit.cached_tokens > 1000
-    assert audit.counted.tiles[0] > audit.counted.tiles[1] > 0
+    assert audit.counted.causal_pairs[0] > audit.counted.causal_pairs[1] > 0

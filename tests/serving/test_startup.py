@@ -238,18 +238,14 @@ class TestHeadsInKeysOfBlocks:
         assert request.cache_salt == expected
 
 
-def test_replaced_weights_are_a_warning_if_heads_were_measured(
-    lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hooks, "is_selected", lambda attention_config: True)
+def test_replaced_weights_are_a_warning_if_heads_were_measured(lines: list[str]) -> None:
     found, without = streaming({}), streaming({"method": "a_shape"})
     for config in (found, without):
         startup.check(config)
         for _ in range(2):
-            config.attention_config = None
-            worker = SimpleNamespace(vllm_config=config, reload_weights=lambda: None)
-            wrapper = SimpleNamespace(worker=worker)
-            hooks._counting(lambda self, attr: getattr(self.worker, attr))(wrapper, "reload_weights")()
+            worker = type("Worker", (), {"vllm_config": config, "reload_weights": lambda self: None})()
+            hooks.add_worker_methods(worker)
+            worker.reload_weights()
     assert len([line for line in lines if "reload_weights can replace the model's weights" in line]) == 1
 
 

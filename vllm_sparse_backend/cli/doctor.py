@@ -68,7 +68,7 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     if model is not None:
         checks.append(lambda: layer_findings(model))
     # Checks that need neither torch nor vLLM come first: importing these takes most of the time.
-    checks += [device, registration, lambda: attention(model), lambda: selection(model), counters]
+    checks += [device, registration, lambda: attention(model), lambda: selection(model)]
     findings = []
     console = Console()
     for check in checks:
@@ -308,18 +308,6 @@ def selection(model: Path | None) -> Iterator[Finding]:
     for name, reason in choice.passed_over.items():
         yield note(f"selection engine {name}", f"not usable: {reason}")
     yield ok("selection", f"the engine {choice.engine.name}, if it passes its trial at start-up")
-
-
-def counters() -> Iterator[Finding]:
-    """Check whether a server can export its counters on /metrics."""
-    if without_vllm():
-        yield note("counters", "not checked, because vLLM is not installed")
-        return
-    from vllm_sparse_backend.serving import hooks
-
-    problem = hooks.counters_problem()
-    fine = ok("counters", "sparse_prefill_* on the server's own /metrics")
-    yield fine if problem is None else note("counters", problem)
 
 
 def layer_findings(model: Path) -> Iterator[Finding]:

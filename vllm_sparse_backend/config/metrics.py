@@ -10,13 +10,13 @@ from typing import Literal
 
 PREFIX = "sparse_prefill_"
 WORKER_METHOD = "sparse_prefill_samples"
-"""Name of the ``collective_rpc`` call that returns a worker's samples."""
+"""Name of a worker's method, for ``collective_rpc``, that returns what it has counted since the last call."""
 
 FRESH_QUERY = "sparse_prefill=fresh"
 """Query of /metrics that waits for counts polled after the request arrived, for tools that compare two scrapes."""
 FRESH_METRICS_PATH = f"/metrics?{FRESH_QUERY}"
 
-MODEL, ENGINE, RANK = "model_name", "engine", "rank"
+MODEL, ENGINE = "model_name", "engine"
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Metric:
     type: Literal["counter", "gauge"]
     help: str
     labels: tuple[str, ...] = ()
-    per_rank: bool = False
     seen_by_all: bool = False
+    """Whether every pipeline stage counts the same: only the first that counts any is used."""
 
     @property
     def sample(self) -> str:
@@ -38,7 +38,7 @@ class Metric:
     @property
     def all_labels(self) -> tuple[str, ...]:
         """Labels of every sample, in order."""
-        return (MODEL, ENGINE, *((RANK,) if self.per_rank else ()), *self.labels)
+        return (MODEL, ENGINE, *self.labels)
 
 
 LAYER = ("layer",)
@@ -49,18 +49,12 @@ LAYER_LEVEL = (*LAYER, LEVEL)
 _TABLE = (
     Metric("rows", "counter", "Rows (one request in one step) by path, and by the reason where the path is dense.",
            ("path", "reason", LEVEL), seen_by_all=True),
-    Metric("tiles", "counter", "Tiles of 128 queries that ran sparse.", LAYER_LEVEL),
-    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse tiles, all heads.", LAYER_LEVEL),
-    Metric("causal_pairs", "counter", "(query, key) pairs of dense attention in sparse tiles, all heads.",
-           LAYER_LEVEL),
-    Metric("prefill_pairs", "counter",
-           "(query, key) pairs of dense attention in all prefills, all heads of all attention layers."),
+    Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse rows, all heads.", LAYER_LEVEL),
+    Metric("causal_pairs", "counter", "(query, key) pairs of dense attention in sparse rows, all heads.", LAYER_LEVEL),
     Metric("compilations", "counter", "Kernels compiled or loaded from the disk cache, by phase: warmup or serving.",
            ("when",)),
     Metric("arena_overflows", "counter", "Allocations outside the arena (a bug)."),
-    Metric("arena_bytes", "gauge", "Memory reserved for selection and attention.", per_rank=True),
-    Metric("arena_peak_bytes", "gauge", "Peak use of the reserved memory.", per_rank=True),
-    Metric("device_bytes", "gauge", "Device memory that the worker holds, without the driver's.", per_rank=True),
+    Metric("device_bytes", "gauge", "Device memory that the workers hold, without the driver's."),
     Metric("layers", "gauge", "Layers of the model, by the engine of their prefill attention.", ("attention",)),
     Metric("streaming_heads", "gauge",
            "Heads of the model that keep only the first and the nearest keys in long prompts. Label: a hash of them.",

@@ -14,7 +14,6 @@ from vllm_sparse_backend.config.metrics import PREFIX
 
 @dataclass
 class LayerCounts:
-    tiles: int = 0
     kept_pairs: int = 0
     causal_pairs: int = 0
 
@@ -47,8 +46,8 @@ class MetricsReport:
 
     @cached_property
     def layers(self) -> dict[int, LayerCounts]:
-        tiles, kept, causal = (self.by(name, "layer") for name in ("tiles", "kept_pairs", "causal_pairs"))
-        return {int(layer): LayerCounts(tiles[layer], kept[layer], causal[layer]) for layer in causal | tiles}
+        kept, causal = self.by("kept_pairs", "layer"), self.by("causal_pairs", "layer")
+        return {int(layer): LayerCounts(kept[layer], causal[layer]) for layer in causal}
 
     @property
     def attention(self) -> Counter[str]:

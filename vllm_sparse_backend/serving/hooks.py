@@ -7,8 +7,7 @@ configuration. These read only the configuration. All other hooks are installed 
 selects ours. They pass through the calls of other engines in the same process.
 
 If a hook does not fit a function of a later vLLM, the server does not start, and the error names the function:
-otherwise a request might run at another level than it chose. For ``COUNTERS`` this is only a warning, because a server
-without our lines on /metrics still answers correctly. The same applies to the hooks for streaming heads, unless the
+otherwise a request might run at another level than it chose. For streaming heads this is only a warning, unless the
 operator turned streaming heads on.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
@@ -45,7 +44,6 @@ ON_CPU = "every process, on a CPU"
 REGISTRATION = (EVERY, ON_CPU)
 """Hooks that registration installs with any backend. Others are installed once a configuration selects ours."""
 
-COUNTERS = "workers, for /metrics"
 FRONT = "the front process"
 SERVER = "servers' processes"
 CORE = "the engine's core"
@@ -71,9 +69,6 @@ MLA_LAYER = "sparse_prefill_layer"
 
 REPLACE_WEIGHTS = ("reload_weights", "update_weights")
 """Methods of a worker that replace the model's weights."""
-
-LOOKED_UP = frozenset((WORKER_METHOD, *REPLACE_WEIGHTS, *FOR_NO_REQUEST))
-"""Methods of a worker that vLLM calls by name, and that we provide or wrap."""
 
 
 # --- every process: the lookup of a backend, and the configuration ---
@@ -146,7 +141,7 @@ def serves(vllm_config: Any) -> bool:
     return False
 
 
-def _begun(install: Callable[[Any], None]) -> Callable[[Function], Function]:
+def _begun(install: Callable[[Any, Any], None]) -> Callable[[Function], Function]:
     """Install a process's hooks in a constructor that takes ``vllm_config``, if the configuration is ours.
 
     Spawned processes load plugins before they have a configuration. They receive it complete, so vLLM's check of a new
@@ -159,7 +154,7 @@ def _begun(install: Callable[[Any], None]) -> Callable[[Function], Function]:
         def construct(self: Any, *args: Any, **kwargs: Any) -> None:
             vllm_config = signature.bind(self, *args, **kwargs).arguments["vllm_config"]
             if serves(vllm_config):
-                install(vllm_config)
+                install(self, vllm_config)
             original(self, *args, **kwargs)
 
         return construct
@@ -231,39 +226,49 @@ def _with_our_endpoints(original: Function) -> Function:
     return load_endpoint_plugins
 
 
-# --- workers: methods that servers call by name ---
+# --- workers: methods that vLLM calls by name ---
 
 
-def _counting(original: Function) -> Function:
-    """Provide our methods where vLLM's worker wrapper looks methods up by name, and do not count idle runs."""
+def add_worker_methods(worker: Any) -> None:
+    """Give a worker our method for ``collective_rpc``, do not count its runs without requests, and warn of new weights.
 
-    def look_up(self: Any, attr: str) -> Any:
-        if attr not in LOOKED_UP:  # the methods of every step
-            return original(self, attr)
-        worker = vars(self).get("worker")  # absent until it is created
-        if worker is None or not is_selected(worker.vllm_config.attention_config):
-            return original(self, attr)
-        if attr == WORKER_METHOD:
-            from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
-
-            return functools.partial(worker_samples, self.worker)
-        if attr in REPLACE_WEIGHTS:
-            from vllm_sparse_backend.serving.streaming_startup import warn_of_weights
-
-            warn_of_weights(worker.vllm_config, attr)
-            return original(self, attr)
-        return _uncounted(original(self, attr))
-
-    return look_up
+    They are attributes of the instance, where vLLM's wrapper around the worker finds methods by name.
+    """
+    setattr(worker, WORKER_METHOD, _samples_of(worker))
+    for name in FOR_NO_REQUEST:
+        setattr(worker, name, _uncounted(worker, name))
+    for name in REPLACE_WEIGHTS:
+        if hasattr(worker, name):
+            setattr(worker, name, _warned_of(worker, name))
 
 
-def _uncounted(method: Function) -> Function:
-    @functools.wraps(method)
+def _samples_of(worker: Any) -> Function:
+    sent: dict[Any, float] = {}
+
+    def samples(start: bool = True) -> dict[str, Any]:
+        from vllm_sparse_backend.serving.worker.worker_samples import new_samples
+
+        return new_samples(worker, sent, start)
+
+    return samples
+
+
+def _uncounted(worker: Any, name: str) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         from vllm_sparse_backend.serving.worker.counters import not_counting
 
         with not_counting():
-            return method(*args, **kwargs)
+            return getattr(type(worker), name)(worker, *args, **kwargs)  # looked up late: it may be wrapped by now
+
+    return call
+
+
+def _warned_of(worker: Any, name: str) -> Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from vllm_sparse_backend.serving.streaming_startup import warn_of_weights
+
+        warn_of_weights(worker.vllm_config, name)
+        return getattr(type(worker), name)(worker, *args, **kwargs)
 
     return call
 
@@ -449,14 +454,12 @@ def _layer_of_mla_known(original: Function) -> Function:
 # --- processes that are spawned ---
 
 
-def _core_begins(vllm_config: Any) -> None:
+def _core_begins(executor: Any, vllm_config: Any) -> None:
     install_in_core()
 
 
-def _worker_begins(vllm_config: Any) -> None:
-    problem = install_counters()
-    if problem is not None:
-        logger.warning("%s", problem)
+def _worker_begins(worker: Any, vllm_config: Any) -> None:
+    add_worker_methods(worker)
     _install(CONNECTED)
     name = "init_worker_distributed_environment"
     _replace_by_name(name, _imported(f"vllm.v1.worker.gpu_worker.{name}"))
@@ -501,15 +504,13 @@ HOOKS = (
     Hook(EVERY, "vllm.v1.executor.abstract", "Executor", "__init__", ("vllm_config",), _begun(_core_begins),
          "an engine's core whose configuration is ours gets its hooks"),
     Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerBase", "__init__", ("vllm_config",), _begun(_worker_begins),
-         "a worker whose configuration is ours gets its hooks"),
+         "a worker whose configuration is ours gets its hooks and methods, and does not count runs without requests"),
     Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
          ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the configured backend"),
     Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", ("vllm_config",), _mla_selectable,
          "a CPU runs the configured prefill backend for MLA"),
     Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoints,
          "levels are refused where vLLM would drop them; /metrics shows our counters"),
-    Hook(COUNTERS, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "__getattr__", ("attr",), _counting,
-         "workers return their counts, and do not count runs without requests"),
     Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _with_level,
          "each request's level is checked, written in canonical form, and put into its cache salt"),
     Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _checked_in_core,
@@ -568,24 +569,6 @@ def install() -> None:
     if current_platform.is_cpu():
         _install(ON_CPU)
         _replace_by_name("get_mla_prefill_backend", _imported(f"{_MLA_PREFILL}.selector.get_mla_prefill_backend"))
-
-
-def install_counters() -> str | None:
-    """Install a worker's hooks for /metrics."""
-    try:
-        _install(COUNTERS)
-    except ConfigurationError as error:
-        return f"{error}; no counters on /metrics"
-    return None
-
-
-def counters_problem() -> str | None:
-    """Try the hooks for /metrics, in a process that serves no requests."""
-    try:
-        _install(SERVER)
-    except ConfigurationError as error:
-        return f"{error}; no counters on /metrics"
-    return install_counters()
 
 
 def install_in_front() -> None:

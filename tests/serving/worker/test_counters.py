@@ -56,15 +56,15 @@ def test_pairs_of_steps_add_up() -> None:
         recorder.count_pairs(1, index)
     recorder.count_pairs(5, indices[2], level="fast")
     expected = {
-        "tiles 1": 10, "tiles 5 fast": 5, "causal_pairs 1": 2 * causal, "causal_pairs 5 fast": causal,
+        "causal_pairs 1": 2 * causal, "causal_pairs 5 fast": causal,
         "kept_pairs 1": kept[0] + kept[1], "kept_pairs 5 fast": kept[2],
     }  # fmt: skip
     assert found(recorder) == expected
     recorder.count_pairs(1, indices[2])
-    assert found(recorder) == expected | {"tiles 1": 15, "causal_pairs 1": 3 * causal, "kept_pairs 1": sum(kept)}
+    assert found(recorder) == expected | {"causal_pairs 1": 3 * causal, "kept_pairs 1": sum(kept)}
 
 
-def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
+def test_ranks_share_a_layers_heads_but_not_its_rows() -> None:
     totals: dict[str, float] = {}
     for rank in range(4):
         recorder = make(is_first_rank=rank == 0)
@@ -72,7 +72,7 @@ def test_ranks_share_a_layers_heads_but_not_its_rows_and_tiles() -> None:
         recorder.count_pairs(1, full_index())
         for name, value in found(recorder).items():
             totals[name] = totals.get(name, 0) + value
-    assert totals == {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": 4 * CAUSAL, "kept_pairs 1": 4 * CAUSAL}
+    assert totals == {"rows sparse": 1, "causal_pairs 1": 4 * CAUSAL, "kept_pairs 1": 4 * CAUSAL}
 
 
 class TestPendingCounts:
@@ -105,7 +105,7 @@ class TestPendingCounts:
         recorder.count_rows(SPARSE)
         assert recorder.samples() == ([], True)
         event.arrived = True
-        once = {"rows sparse": 1, "tiles 1": 2, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
+        once = {"rows sparse": 1, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
         assert found(recorder, start=False) == once
         assert recorder.samples(start=False)[1] is False
         assert found(recorder) == {name: 2 * value for name, value in once.items()}
@@ -127,10 +127,11 @@ class TestCountsPastSixtyFourBits:
     def test_the_hosts(self) -> None:
         recorder = make()
         for _ in range(4):
-            recorder.count_prefill_pairs(self.MANY)
-        assert found(recorder) == {"prefill_pairs": 4 * self.MANY}
-        recorder.count_prefill_pairs(2**64)
-        assert sent(recorder.samples()) == [[["prefill_pairs", [], float(4 * self.MANY + 2**64)]], False]
+            recorder.count_rows(SPARSE, self.MANY)
+        assert found(recorder) == {"rows sparse": 4 * self.MANY}
+        recorder.count_rows(SPARSE, 2**64)
+        ((_, _, rows),) = sent(recorder.samples())[0]
+        assert rows == float(4 * self.MANY + 2**64)
 
     def test_the_devices(self) -> None:
         """The device's counters are signed 64-bit integers."""

@@ -31,7 +31,7 @@ from vllm_sparse_backend.serving.hooks import FOR_NO_REQUEST
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadata, SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
-from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
+from vllm_sparse_backend.serving.worker.worker_samples import new_samples
 
 MIN_TOKENS = 100
 LONG = [(50, 1), (0, 200)]
@@ -49,17 +49,6 @@ def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
 
 
 class TestGroups:
-    def test_pairs_of_all_layers_are_counted_whatever_they_run_on(self, config: Any) -> None:
-        """Pairs over all keys or over a window's keys count, separately for each chunk of a prompt, without decodes."""
-        windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
-        make_builder(config, windowed)
-        builder = make_builder(config, full)
-        for rows in ([(0, 200), (50, 1)], [(200, 90), (0, 40)]):
-            builder.build(0, make_common(rows))
-        causal, near = (sum(min(i + 1, w) for n in (290, 40) for i in range(n)) for w in (290, 64))
-        counts = {name: value for name, _, value in recorder_of(builder).samples()[0]}
-        assert counts["prefill_pairs"] == 4 * 2 * (causal + near)
-
     def test_windowed_layers_have_a_builder_that_passes_everything_on(self, config: Any, lines: list[str]) -> None:
         windowed, full = make_layers(config, [0, 2], per_layer_sliding_window=64), make_layers(config, [1, 3])
         assert stays_dense(make_builder(config, windowed))
@@ -242,14 +231,15 @@ class TestCounting:
         step = make_step(layers[0], [(50, 1), (0, 200)])
         decodes = make_common([(50, 1)])
 
-        def run(*args: int, **more: int) -> tuple[Any, ...]:
+        def run(*args: Any, **more: int) -> tuple[Any, ...]:
             builder.build(0, decodes)
             step.forward(layers[0], builder.build(0, step.common))
-            return args, more
+            return args[1:], more
 
-        assert hooks.install_counters() is None
+        worker = type("Worker", (), dict.fromkeys(FOR_NO_REQUEST, run))()
+        hooks.add_worker_methods(worker)
         wrapper = WorkerWrapperBase()
-        wrapper.worker = SimpleNamespace(vllm_config=builder.vllm_config, **{call: run})
+        wrapper.worker = worker
         assert run_method(wrapper, call, (1,), {"two": 2}) == ((1,), {"two": 2})
         assert recorder_of(builder).samples() == ([], False)
         run()
@@ -268,16 +258,20 @@ class TestCounting:
             builder = make_builder(config, layers)
             step = make_step(layer, [(50, 1), (0, 200)])
             step.forward(layer, builder.build(0, step.common))
-            answer = worker_samples(SimpleNamespace(vllm_config=config, rank=stage))
+            worker, sent = SimpleNamespace(vllm_config=config, rank=stage), {}
+            answer = new_samples(worker, sent, True)
             samples = {(name, *labels): value for name, labels, value in answer["samples"]}
             assert {name for name, *_ in samples} <= set(METRICS)
-            reserved = layer.impl.worker.memory.room.num_bytes
-            assert 0 < samples["arena_peak_bytes",] <= samples["arena_bytes",] == reserved
             assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
-            assert samples["layers", "torch"] == samples["tiles", str(stage), ON] == 1
+            assert samples["layers", "torch"] == 1
+            again = {(name, *labels): value for name, labels, value in new_samples(worker, sent, True)["samples"]}
+            assert again == {
+                key: value if key[0] in ("layers", "streaming_heads") else 0 for key, value in samples.items()
+            }
+            assert samples["causal_pairs", str(stage), ON] > 0
             assert samples["rows", "sparse", "", ON] == samples["rows", "decode", "", ""] == 1
-            assert not {("tiles", str(1 - stage), ON), ("layers", "dense")} & {*samples}
+            assert not {("causal_pairs", str(1 - stage), ON), ("layers", "dense")} & {*samples}
 
     def test_a_worker_without_such_layers_has_little_to_tell(self, configured: Configure) -> None:
-        answer = worker_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0))
+        answer = new_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0), {}, True)
         assert {name for name, *_ in answer["samples"]} == {"compilations"}

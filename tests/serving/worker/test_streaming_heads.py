@@ -38,7 +38,7 @@ from vllm_sparse_backend.serving.worker import streaming_heads
 from vllm_sparse_backend.serving.worker.agreement import agree
 from vllm_sparse_backend.serving.worker.arena import LayerNeed, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
-from vllm_sparse_backend.serving.worker.worker_samples import worker_samples
+from vllm_sparse_backend.serving.worker.worker_samples import new_samples
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.call import Call
@@ -118,7 +118,7 @@ class TestFinding:
         streaming = layers[0].impl.worker.streaming
         assert streaming.by_layer == {0: {1, 2}, 1: set(), 2: {0, 1, 2, 3}}
         assert layers[0].impl.attend_without_cache is None
-        samples = worker_samples(SimpleNamespace(vllm_config=config, rank=0))["samples"]
+        samples = new_samples(SimpleNamespace(vllm_config=config, rank=0), {}, True)["samples"]
         assert ("streaming_heads", [streaming.fingerprint], 6.0) in samples
         assert re.search(
             rf"6 of 12 heads .* \(fingerprint {streaming.fingerprint}, measured in .* s\): .* at least 2500 tokens",

@@ -1,198 +1,194 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API server's /metrics: adds the counts of the engines' workers to vLLM's own text.
+"""Adds the counts of the engines' workers to the API server's /metrics.
 
-vLLM's text never waits for an engine. A scrape gets this process's last counts if they are younger than
-``metrics_interval_s``. Otherwise the engines are polled in the background, and the scrape waits at most ``WAIT_S`` for
-their answers before it gets the last counts. Counts are therefore late only for an engine in the middle of a step.
-An engine that does not answer is shown with ``up`` 0 and its last counts.
+A GET /metrics first polls the engines, and waits at most ``WAIT_S`` for them: an idle engine answers within a few ms,
+and an engine in the middle of a step answers later, for the next page. vLLM then writes its page, with our metrics
+among its own, because they are ordinary metrics of ``prometheus_client``.
+
+Several API server processes may share a port, and each polls when it is read. An engine's answer has what its workers
+counted since their previous answer, to whichever process. vLLM's page sums the counters of all processes, so every
+process shows the same totals, and no counter falls.
 
 ``GET /metrics?sparse_prefill=fresh`` waits for counts polled after its arrival, for tools that compare two scrapes.
 """
 
 import asyncio
+import functools
 import logging
+import math
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from types import SimpleNamespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
-from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import prometheus_client
 
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.frontend.engine_counts import TIMEOUT_S, EngineReader, SiblingCounts
-from vllm_sparse_backend.serving.frontend.engine_rpc import engine_calls, path_of, send_with_body
+from vllm_sparse_backend.serving.frontend.engine_rpc import Call, engine_calls, path_of
 from vllm_sparse_backend.serving.registration import is_selected
 from vllm_sparse_backend.serving.resolution import settings_of
 
 logger = logging.getLogger(LOGGER)
 
 WAIT_S = 0.02
-"""Maximum wait of a scrape for the engines that it polls: an idle engine answers within a few ms."""
+"""Maximum wait of a scrape for the engines that it polls."""
 
-START_S = 2.0
-"""Maximum wait for the first counts when a server starts, so that the first scrape has them."""
+TIMEOUT_S = 4.0
+"""Seconds without an answer after which /metrics shows an engine as down."""
+
+LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Pauses in seconds between further calls of a poll, while a worker copies its counts from the device."""
 
 
-class MetricsPage:
-    """The last counts of each engine as text, and their refresh."""
+@functools.cache
+def exported_metrics() -> dict[str, Any]:
+    """Return this process's metrics by name. The first call adds them to the registry of vLLM's page."""
+    exported: dict[str, Any] = {}
+    for name, metric in METRICS.items():
+        if metric.type == "counter":
+            exported[name] = prometheus_client.Counter(PREFIX + name, metric.help, metric.all_labels)
+        else:
+            exported[name] = prometheus_client.Gauge(
+                PREFIX + name, metric.help, metric.all_labels, multiprocess_mode="mostrecent"
+            )
+    return exported
 
-    def __init__(self) -> None:
-        self._client: Any = None
-        self._model_name, self._interval_s = "", 0.0
-        self._siblings: SiblingCounts | None = None
-        self._readers: dict[str, EngineReader] = {}
-        self._down: frozenset[str] = frozenset()
-        self._rendered: tuple[object, bytes] = (None, b"")
 
-    def open(
-        self, engine_client: Any, model_name: str, interval_s: float, siblings: SiblingCounts | None = None
-    ) -> None:
-        """Show the counts of a client's engines from now on."""
-        self._client, self._model_name, self._interval_s = engine_client, model_name, interval_s
-        self._siblings = siblings
+def engine_amounts(workers: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, tuple[str, ...]]]:
+    """Sum the workers' samples by metric and labels.
+
+    Every pipeline stage with a layer that can run sparse sees all rows. The first such stage sees each row before the
+    others, so only its samples of these metrics are used.
+    """
+    amounts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    first_ranks: dict[str, int] = {}
+    for worker in sorted(workers, key=lambda worker: int(worker["rank"])):
+        for name, labels, value in worker["samples"]:
+            if not METRICS[name].seen_by_all or first_ranks.setdefault(name, worker["rank"]) == worker["rank"]:
+                amounts[name, tuple(labels)] += value
+    return amounts
+
+
+class EnginePoll:
+    """Polls one engine in the background, at most once at a time, and adds its counts to this process's metrics."""
+
+    def __init__(self, call: Call, model_name: str, engine: str) -> None:
+        self.began_at = -math.inf
+        """When the last poll began, by ``time.monotonic``."""
+        self.task: asyncio.Task[None] | None = None
+        self._call = call
+        self._model_name, self._engine = model_name, engine
+        self._called_at: float | None = None
+        self._failure: str | None = "has not answered yet"
+        self._is_down = False
 
     @property
-    def is_open(self) -> bool:
-        """Whether this server's engines have counts to show."""
-        return self._client is not None
+    def is_running(self) -> bool:
+        """Whether a poll is under way."""
+        return self.task is not None and not self.task.done()
 
-    async def start(self) -> None:
-        """Poll the engines before the first scrape, and wait ``START_S`` at most for them."""
+    def begin(self, interval_s: float) -> None:
+        """Begin a poll, unless one is under way or the last began less than ``interval_s`` ago."""
+        if not self.is_running and time.monotonic() - self.began_at >= interval_s:
+            self.began_at = time.monotonic()
+            self.task = asyncio.create_task(self._poll())
+
+    async def poll_again(self, interval_s: float) -> None:
+        """Wait for the poll under way, and then for one that begins afterwards."""
+        if self.is_running:
+            await self._finish()
+        await asyncio.sleep(self.began_at + interval_s - time.monotonic())
+        self.begin(0)  # unless another reader began it
+        await self._finish()
+
+    async def _finish(self) -> None:
+        assert self.task is not None
+        await asyncio.wait([self.task], timeout=TIMEOUT_S)
+
+    async def _poll(self) -> None:
+        """Call the workers. The first call starts copies on their devices, behind the work queued earlier."""
         try:
-            if polls := self.refresh():
-                await asyncio.wait(polls, timeout=START_S)
-        except Exception:  # the server must start even if our counters fail
-            logger.exception("sparse-prefill: no counters from the engines at start-up; /metrics asks again")
-
-    def refresh(self) -> list[asyncio.Task[None]]:
-        """Poll each engine whose counts are older than the interval."""
-        calls = engine_calls(self._client, WORKER_METHOD)
-        self._readers = {engine: self._readers.get(engine) or EngineReader() for engine in calls}
-        polls = [
-            reader.refresh(calls[engine], self._interval_s, self._publish) for engine, reader in self._readers.items()
-        ]
-        return [poll for poll in polls if poll is not None]
-
-    async def text(self) -> bytes:
-        """Return the engines' counts within ``WAIT_S``."""
-        if polls := self.refresh():
-            waited_from = max(reader.asked_at for reader in self._readers.values())
-            if (left_s := waited_from + WAIT_S - time.monotonic()) > 0:
-                await asyncio.wait(polls, timeout=left_s)
-        return self._render()
-
-    async def fresh_text(self) -> bytes:
-        """Poll the engines and return the counts."""
-        called_at = time.monotonic()
-        deadline = called_at + self._interval_s + 2 * TIMEOUT_S
-        while time.monotonic() < deadline:
-            polls = self.refresh()
-            readers = self._readers.values()
-            late = [reader for reader in readers if reader.finished_at < called_at and not reader.is_silent]
-            if not late:
-                break
-            wake_at = min(deadline, *(reader.next_change(self._interval_s) for reader in late))
-            pause_s = max(wake_at - time.monotonic(), 0)
-            if polls:
-                await asyncio.wait(polls, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
-            else:
+            is_behind = await self._take_counts(True)
+            for pause_s in LOOKS_S:
+                if not is_behind:
+                    break
                 await asyncio.sleep(pause_s)
-        return self._render()
+                is_behind = await self._take_counts(False)
+        except Exception as error:  # other engines and vLLM's own metrics must still be shown
+            self._failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._called_at = None
 
-    def _publish(self) -> None:
-        if self._siblings is not None:
-            known = {engine: reader.counts for engine, reader in self._readers.items()}
-            self._siblings.publish({engine: counts for engine, counts in known.items() if counts is not None})
+    async def _take_counts(self, start: bool) -> bool:
+        """Call the workers once; return whether newer counts are being copied."""
+        self._called_at = time.monotonic()
+        workers = await self._call(start)
+        self._called_at = self._failure = None
+        exported = exported_metrics()
+        for (name, labels), amount in engine_amounts(workers).items():
+            sample = exported[name].labels(self._model_name, self._engine, *labels)
+            if METRICS[name].type == "counter":
+                sample.inc(amount)
+            else:
+                sample.set(amount)
+        return any(worker["behind"] for worker in workers)
 
-    def _render(self) -> bytes:
-        """Return the page's text, formatted again only if a count or ``up`` has changed."""
-        if self._siblings is not None:
-            for engine, counts in self._siblings.newest().items():
-                if engine in self._readers:
-                    self._readers[engine].take(counts)
-        problems = {engine: reader.problem() for engine, reader in self._readers.items()}
-        down = frozenset(engine for engine, problem in problems.items() if problem is not None)
-        for engine in sorted(down - self._down):
-            logger.warning("sparse-prefill: no new metrics from engine %s: %s", engine, problems[engine])
-        self._down = down
-        moments = {engine: reader.counts and reader.counts.moment for engine, reader in self._readers.items()}
-        if self._rendered[0] != (moments, down):
-            text: bytes = generate_latest(SimpleNamespace(collect=self._families))
-            self._rendered = (moments, down), text
-        return self._rendered[1]
+    def show_state(self) -> None:
+        """Export whether the engine answers, and log it once if it does not."""
+        is_silent = self._called_at is not None and time.monotonic() - self._called_at >= TIMEOUT_S
+        problem = f"no answer after {TIMEOUT_S:.0f} s" if is_silent else self._failure
+        if problem is not None and not self._is_down:
+            logger.warning("sparse-prefill: no new metrics from engine %s: %s", self._engine, problem)
+        self._is_down = problem is not None
+        exported_metrics()["up"].labels(self._model_name, self._engine).set(float(not self._is_down))
 
-    def _families(self) -> Iterator[Metric]:
-        for name, metric in METRICS.items():
-            samples = dict(self._samples(name))
-            if not samples:
-                continue
-            new = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
-            family = new(PREFIX + name, metric.help, labels=metric.all_labels)
-            for labels, value in samples.items():
-                family.add_metric((self._model_name, *labels), value)
-            yield family
 
-    def _samples(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield a metric's values by its labels, without the model's."""
-        for engine, reader in self._readers.items():
-            if name == "up":
-                yield (engine,), float(engine not in self._down)
-            elif reader.counts is not None:
-                for labels, value in reader.counts.totals.get(name, {}).items():
-                    yield (engine, *labels), value
+class EnginePolls:
+    """The polls of a server's engines."""
+
+    def __init__(self, engine_client: Any, model_name: str, interval_s: float) -> None:
+        self._client = engine_client
+        self._model_name, self._interval_s = model_name, interval_s
+        self._polls: dict[str, EnginePoll] = {}
+
+    async def refresh(self, is_fresh: bool = False) -> None:
+        """Poll the engines, and wait at most ``WAIT_S`` for them; if ``is_fresh``, for counts polled from now on."""
+        for engine, call in engine_calls(self._client, WORKER_METHOD).items():
+            if engine not in self._polls:
+                self._polls[engine] = EnginePoll(call, self._model_name, engine)
+        polls = self._polls.values()
+        if is_fresh:
+            await asyncio.gather(*(poll.poll_again(self._interval_s) for poll in polls))
+            await asyncio.sleep(WAIT_S)  # other processes may still be adding what they polled before
+        else:
+            for poll in polls:
+                poll.begin(self._interval_s)
+            running = [poll.task for poll in polls if poll.task is not None and poll.is_running]
+            wait_s = max(poll.began_at for poll in polls) + WAIT_S - time.monotonic()
+            if running and wait_s > 0:
+                await asyncio.wait(running, timeout=wait_s)
+        for poll in polls:
+            poll.show_state()
 
 
 class MetricsMiddleware:
-    """ASGI middleware that adds a page's text to the app's answer to GET /metrics, and passes everything else through.
+    """ASGI middleware that polls the engines before a GET /metrics."""
 
-    vLLM's own text comes from different registries, depending on the number of processes. This works with all of them.
-    """
-
-    def __init__(self, app: Any, page: MetricsPage) -> None:
+    def __init__(self, app: Any, endpoint: "MetricsEndpoint") -> None:
         self.app = app
-        self.page = page
+        self.endpoint = endpoint
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if not (self.page.is_open and _asks_for_metrics(scope)):
-            await self.app(scope, receive, send)
-            return
-        self._refresh()  # engines answer while vLLM writes its own text
-        # Nothing can be added to a compressed answer, or to one in another format.
-        plain = [(name, value) for name, value in scope["headers"] if name not in (b"accept", b"accept-encoding")]
-        start: dict[str, Any] = {}
-        body = bytearray()
-
-        async def collect(message: dict[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                start.update(message)
-            elif message["type"] == "http.response.body":
-                body.extend(message.get("body", b""))
-
-        await self.app({**scope, "headers": plain}, receive, collect)
-        headers = {name.lower(): value for name, value in start.get("headers", ())}
-        if start.get("status") == 200 and headers.get(b"content-type", b"").startswith(b"text/plain"):
-            body.extend(await self._text(asks_for_fresh(scope)))
-        await send_with_body(send, start, bytes(body))
-
-    def _refresh(self) -> None:
-        with suppress(Exception):  # ``_text`` raises it again, and logs it
-            self.page.refresh()
-
-    async def _text(self, is_fresh: bool) -> bytes:
-        try:
-            return await (self.page.fresh_text() if is_fresh else self.page.text())
-        except Exception:  # vLLM's own metrics must be served even if ours fail
-            logger.exception("sparse-prefill: this answer to /metrics has no counters")
-            return b""
-
-
-def _asks_for_metrics(scope: Mapping[str, Any]) -> bool:
-    return scope["type"] == "http" and scope["method"] == "GET" and path_of(scope) == "/metrics"
+        polls = self.endpoint.polls
+        if polls is not None and scope["type"] == "http" and path_of(scope) == "/metrics":
+            try:
+                await polls.refresh(asks_for_fresh(scope))
+            except Exception:  # vLLM's own metrics must be served even if ours fail
+                logger.exception("sparse-prefill: this answer to /metrics has no new counts")
+        await self.app(scope, receive, send)
 
 
 def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
@@ -202,23 +198,20 @@ def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
 
 
 class MetricsEndpoint:
-    """vLLM endpoint plugin that adds our counters to /metrics; each app of a server process has an instance."""
+    """vLLM endpoint plugin that adds our counts to /metrics; each app of a server process has an instance."""
 
     name = "sparse_prefill"
     required_tasks = None
-
-    def __init__(self) -> None:
-        self.page = MetricsPage()
+    polls: EnginePolls | None = None
+    """None if the server does not run this backend."""
 
     def attach_router(self, app: Any) -> None:
         """Add the middleware."""
-        app.add_middleware(MetricsMiddleware, page=self.page)
+        app.add_middleware(MetricsMiddleware, endpoint=self)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Open the page if the server runs this backend."""
+        """Begin to poll the engines if the server runs this backend."""
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_selected(config.attention_config):
-            siblings = SiblingCounts.of_server(config)
-            name = config.model_config.served_model_name
-            self.page.open(engine_client, name, settings_of(config).metrics_interval_s, siblings)
-            await self.page.start()
+            interval_s = settings_of(config).metrics_interval_s
+            self.polls = EnginePolls(engine_client, config.model_config.served_model_name, interval_s)

@@ -77,7 +77,7 @@ class HostCopy:
 class PendingCounts(NamedTuple):
     """Counts of one moment. The copy of the device's part to the host may still be running."""
 
-    host_counts: dict[Key, float]
+    host_counts: dict[Key, int]
     """Counted on the host, as integers of any size."""
     listed: HostCopy
     """Listed pairs, counted on the device."""
@@ -109,7 +109,7 @@ class Recorder:
         self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._total_listed = DeviceTotals()
-        self._counts: dict[Key, float] = {}
+        self._counts: dict[Key, int] = {}
         self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
 
@@ -132,25 +132,17 @@ class Recorder:
         else:
             add_listed_pairs(index, self._listed, self._places[layer, level])
         causal = index.num_heads * causal_pairs(index.rows)
-        counts = {"kept_pairs": -index.masked_pairs, "causal_pairs": causal, "tiles": index.rows.num_tiles}
-        for name, amount in counts.items():
-            if name != "tiles" or self.is_first_rank:
-                self._add(name, (layer, level), amount)
+        self._add("kept_pairs", (layer, level), -index.masked_pairs)
+        self._add("causal_pairs", (layer, level), causal)
 
-    def kept_pairs_counter(self, layer: int, level: str, causal_pairs: int, num_tiles: int) -> torch.Tensor:
+    def kept_pairs_counter(self, layer: int, level: str, causal_pairs: int) -> torch.Tensor:
         """Count a call whose kernels count the pairs that they keep. Does not wait for the device."""
-        amounts = {"kept_pairs": 0, "causal_pairs": causal_pairs, "tiles": num_tiles if self.is_first_rank else 0}
-        for name, amount in amounts.items():
-            if name != "tiles" or amount:
-                self._add(name, (layer, level), amount)
+        self._add("kept_pairs", (layer, level), 0)
+        self._add("causal_pairs", (layer, level), causal_pairs)
         place = self._places[layer, level]
         return self._listed[place : place + 1]
 
-    def count_prefill_pairs(self, pairs: int) -> None:
-        """Count the pairs of dense attention in a step's prefills."""
-        self._add("prefill_pairs", (), pairs)
-
-    def _add(self, name: str, labels: Iterable[object], amount: float) -> None:
+    def _add(self, name: str, labels: Iterable[object], amount: int) -> None:
         key = name, tuple(map(str, labels))
         self._counts[key] = self._counts.get(key, 0) + amount
 

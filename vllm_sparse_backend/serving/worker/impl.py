@@ -126,7 +126,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         The metadata says which tokens run dense, on vLLM's own attention, and which rows run sparse: these select keys
         and attend to them.
         """
-        if attn_metadata is None:
+        if attn_metadata is None:  # there is no cache yet: the search for streaming heads, or vLLM's profile run
             if self.attend_without_cache is not None:
                 assert key is not None
                 assert value is not None

@@ -24,7 +24,6 @@ from vllm_sparse_backend.serving.worker.counters import is_counting
 from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
 from vllm_sparse_backend.serving.worker.model_layers import (
     ModelLayer,
-    heads_by_reach,
     model_layers,
     require_sparse_layer,
 )
@@ -86,9 +85,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         self.row_classifier = RowClassifier(
             adopted.thresholds, self.room, worker.requests, worker.resolved.reads_prompt_length
         )
-        self.row_counter = RowCounter(
-            worker.recorder, heads_by_reach(self.vllm_config), counts_rows=adopted.is_first_group
-        )
+        self.row_counter = RowCounter(worker.recorder, counts_rows=adopted.is_first_group)
         streaming = worker.resolved.streaming_heads
         has_heads = worker.streaming is not None and worker.streaming.count  # else long rows would need a launch
         self.streaming_context_tokens = streaming.min_context_tokens if streaming and has_heads else None

@@ -8,7 +8,6 @@ vLLM creates a backend for each layer, and a copy of it for each group of layers
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,6 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefillBackend
 
-from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.mla import ENGINE, MlaMethod, describe, mla_method
@@ -177,8 +175,7 @@ class MlaWorker:
         thresholds = self._thresholds(vllm_config)
         room = AnyRoom() if numbers else None
         self._row_classifier = RowClassifier(thresholds, room, self.worker.requests)
-        heads = Counter({Reach(): sum(layer.num_heads for layer in all_layers.values())})
-        self._row_counter = RowCounter(self.worker.recorder, heads, counts_rows=True)
+        self._row_counter = RowCounter(self.worker.recorder, counts_rows=True)
         hooks.install_in_worker(vllm_config)
         hooks.install_for_mla()
         if numbers:
@@ -468,7 +465,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
             attend(rows.rows)
             return
         pairs = self.num_heads * rows.causal_pairs
-        kept_pairs = recorder.kept_pairs_counter(self._layer, rows.level, pairs, rows.num_tiles)
+        kept_pairs = recorder.kept_pairs_counter(self._layer, rows.level, pairs)
         attend(rows.rows, kept_pairs=kept_pairs)
 
 

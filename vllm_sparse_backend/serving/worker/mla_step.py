@@ -23,7 +23,7 @@ from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.batch_rows import BatchRow, dense_runs
 from vllm_sparse_kernels.mla import MlaRow
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, to_device
+from vllm_sparse_kernels.rows import to_device
 
 MethodOf = Callable[[RequestLevel], MlaMethod]
 
@@ -59,11 +59,6 @@ class SparseRows:
     def causal_pairs(self) -> int:
         """Number of (query, key) pairs of dense attention, of one head."""
         return sum(causal_pairs(row, self.is_causal) for row in self.rows)
-
-    @property
-    def num_tiles(self) -> int:
-        """Number of tiles of 128 queries that begin in this call; calls for context have the tiles of new tokens."""
-        return sum(ceil_div(row.num_queries, TILE_TOKENS) for row in self.rows) if self.is_causal else 0
 
 
 def causal_pairs(row: MlaRow, is_causal: bool) -> int:

@@ -2,12 +2,10 @@
 """Finds the served model's attention layers among all layers that vLLM built on this worker."""
 
 import logging
-from collections import Counter
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
 
-from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import BACKEND, LOGGER
@@ -71,22 +69,6 @@ def adopted_worker(vllm_config: VllmConfig) -> Worker | None:
         return adopted
     mla = mla_worker(vllm_config)
     return mla.worker if mla is not None and mla.layers else None
-
-
-def heads_by_reach(vllm_config: VllmConfig) -> Counter[Reach]:
-    """Count the query heads of the served model's decoder layers on this worker by attention reach."""
-    layers = vllm_config.compilation_config.static_forward_context
-    first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
-    heads: Counter[Reach] = Counter()
-    known: set[int | None] = {None}
-    for name, layer in layers.items():
-        impl, number = getattr(layer, "impl", None), compat.layer_number(name)
-        if isinstance(impl, SparsePrefillImpl) and impl.attn_type == "decoder" and number not in known:
-            known.add(number)
-            if first <= number < end:
-                reach = Reach(layer.sliding_window or 0, getattr(layer, "attention_chunk_size", 0) or 0)
-                heads[reach] += impl.num_heads
-    return heads
 
 
 def require_sparse_layer(vllm_config: VllmConfig) -> None:

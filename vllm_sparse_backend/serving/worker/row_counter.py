@@ -2,15 +2,14 @@
 """Counts the rows of each step, for /metrics and the log."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, BatchRow
-from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE, Recorder
+from vllm_sparse_backend.serving.worker.counters import Recorder
 
 logger = logging.getLogger(LOGGER)
 
@@ -21,9 +20,8 @@ class RowCounter:
     All groups of a worker see the same rows, so only one group counts them.
     """
 
-    def __init__(self, recorder: Recorder, heads_by_reach: Mapping[Reach, int], counts_rows: bool) -> None:
+    def __init__(self, recorder: Recorder, counts_rows: bool) -> None:
         self._recorder = recorder
-        self._heads_by_reach = heads_by_reach
         self._counts_rows = counts_rows
         self._logged: set[Fallback] = set()
 
@@ -33,14 +31,9 @@ class RowCounter:
             self._recorder.count_rows(DECODE_ROW, int(common.query_start_loc_cpu[common.num_reqs]))
 
     def count(self, rows: Sequence[BatchRow]) -> None:
-        """Count the rows of a step and the pairs of prefill rows, and log each new reason for dense rows."""
+        """Count the rows of a step, and log each new reason for dense rows."""
         if not self._counts_rows:
             return
-        prefilled = [(row.context_len, row.seq_len) for row in rows if row.kind.path in (DENSE, SPARSE)]
-        pairs = sum(
-            num_heads * reach.pairs(*span) for reach, num_heads in self._heads_by_reach.items() for span in prefilled
-        )
-        self._recorder.count_prefill_pairs(pairs)
         for row in rows:
             self._recorder.count_rows(row.kind)
         for reason in {row.kind.reason for row in rows if row.kind.reason is not None} - self._logged:
