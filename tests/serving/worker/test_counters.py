@@ -29,9 +29,9 @@ def full_index() -> Any:
 
 
 def found(recorder: Recorder, start: bool = True) -> dict[str, float]:
-    """Return samples without times. The only label is the level if it is the server's default."""
+    """Return samples without times. A level is a label unless it is the server's own."""
     samples, _ = recorder.samples(start)
-    keys = [" ".join([name, *labels]).removesuffix(" default").strip() for name, labels, _ in samples]
+    keys = [" ".join([name, *labels]).removesuffix(" on").strip() for name, labels, _ in samples]
     return {key: value for key, (_, _, value) in zip(keys, samples)}
 
 

@@ -214,7 +214,7 @@ class TestRows:
         sparse_at = {ON: (2, 3), "fast": (1, 2)}
         step = make_step(made[0], MIXED)
         metadata = builder.build(0, step.common)
-        assert [slab.level for slab in metadata.sparse.slabs] == [ON, "fast"]
+        assert [slab.level for slab in metadata.sparse.slabs] == ["fast", ON]
         for number, layer in enumerate(made):
             dense, out = step.by_dense_backend(layer, builder), step.forward(layer, metadata)
             for row in range(len(MIXED)):
