@@ -110,7 +110,7 @@ class TestRegistration:
             additional_config={"sparse_prefill": {"method": "a_shape"}},
         )  # fmt: skip
         asyncio.run((endpoint := MetricsEndpoint()).init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
-        assert endpoint.page.is_open == (backend is not None)
+        assert (endpoint.polls is not None) == (backend is not None)
 
     def test_again_changes_nothing(self, untouched: type) -> None:
         plugin.register()
