@@ -133,7 +133,7 @@ def test_the_picture_of_the_architecture_names_what_exists() -> None:
     serving = ROOT / "vllm_sparse_backend/serving"
     processes = {f"{path.relative_to(ROOT)}/" for path in serving.iterdir() if (path / "__init__.py").is_file()}
     assert processes <= set(paths)
-    assert sum(path.endswith(".py") for path in paths) >= 10
+    assert sum(path.endswith(".py") for path in paths) >= 9
 
 
 FOR_REQUESTS = {FIELD}

@@ -47,10 +47,10 @@ def assert_same(answer: Answer, expected: Answer) -> None:
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
 
 
-@pytest.mark.parametrize("first", [None, "fast", 0])
-def test_each_level_has_its_own_blocks_of_a_prompt(servers: Servers, first: object) -> None:
+@pytest.mark.parametrize(("first", "seed"), [(None, 7000), ("fast", 7001), (0, 7002)])
+def test_each_level_has_its_own_blocks_of_a_prompt(servers: Servers, first: object, seed: int) -> None:
     """Each level twice, in any order: the second time, all full blocks come from the cache."""
-    token_ids = scenario.prompt(1281, seed=7000 + len(str(first)))
+    token_ids = scenario.prompt(1281, seed=seed)
     levels = [first, *(level for level in (None, "fast", 0) if level != first)]
     cold = {level: ask(servers.ours, token_ids, level) for level in levels}
     cached = {level: ask(servers.ours, token_ids, level) for level in levels}
@@ -101,11 +101,10 @@ def test_beams_run_at_the_default_level_and_no_other(servers: Servers) -> None:
     [
         ("/generative_scoring", {"query": text(2), "items": ["yes", "no"], "label_token_ids": [40, 41]}),
         ("/v1/systemone", {"state": "s", "questions": {"q": {"type": "choice", "text": "?", "options": ["a", "b"]}}}),
-        ("/inference/v1/generate", {"token_ids": [2, *range(5, 700)], "sampling_params": FEW}),
     ],
 )
 def test_a_level_that_vllm_would_drop_is_refused(servers: Servers, path: str, body: dict[str, Any]) -> None:
-    with pytest.raises(ServerError, match=r"answered (400: .*given the key 'sparse_prefill'|404)"):
+    with pytest.raises(ServerError, match=r"answered 400: .*given the key 'sparse_prefill'"):
         servers.ours.post(path, {"model": servers.ours.model, **body, **X})
 
 
@@ -118,12 +117,13 @@ def test_a_level_that_vllm_would_drop_is_refused(servers: Servers, path: str, bo
         ("/v1/responses", {"input": text(14), "max_output_tokens": 2}),
         ("/v1/messages", {"messages": [{"role": "user", "content": text(15)}], **FEW}),
         ("/invocations", {"prompt": text(16), **FEW}),
-        ("/inference/v1/generate", {"token_ids": [3, *range(5, 700)], "sampling_params": FEW}),
     ],
 )
 def test_every_other_path_honours_a_level(servers: Servers, path: str, body: dict[str, Any]) -> None:
-    ours, body = servers.ours, {"model": servers.ours.model, **body}
+    assert_honours(servers.ours, path, {"model": servers.ours.model, **body})
 
+
+def assert_honours(ours: Server, path: str, body: dict[str, Any]) -> None:
     def with_level(key: str, value: object) -> dict[str, Any]:
         if "sampling_params" in body:
             return body | {"sampling_params": FEW | {"extra_args": {key: value}}}
@@ -176,7 +176,7 @@ class TestSharesAdaptersAndSeveralFrontEnds:
     def pair(self, small_model: Path, adapter: Path) -> Iterator[tuple[Server, Server]]:
         lora = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}")
         args = (*scenario.SERVER_ARGS, *lora)
-        ours = Server(small_model, (*sparse_args(BY_MASS), *args, "--api-server-count", "2"))
+        ours = Server(small_model, (*sparse_args(BY_MASS), *args, "--api-server-count", "2", "--enable-scale-out"))
         with Server(small_model, args, env={"VLLM_PLUGINS": "none"}) as stock, ours:
             yield stock, ours
 
@@ -190,6 +190,13 @@ class TestSharesAdaptersAndSeveralFrontEnds:
         assert_same(answers[5], ask(stock, token_ids))
         differences = [abs(a.logprobs[0] - answers[1].logprobs[0]) for a in (answers[0], answers[2])]
         assert differences[0] < differences[1] > 1e-3
+
+    def test_tokens_in_and_out(self, pair: tuple[Server, Server]) -> None:
+        _, ours = pair
+        body = {"model": ours.model, "token_ids": [2, *range(5, 700)], "sampling_params": FEW}
+        assert_honours(ours, "/inference/v1/generate", body)
+        with pytest.raises(ServerError, match=r"answered 400: .*reads a level from sampling_params\.extra_args"):
+            ours.post("/inference/v1/generate", body | X)
 
     def test_levels_beside_an_adapter(self, pair: tuple[Server, Server]) -> None:
         stock, ours = pair

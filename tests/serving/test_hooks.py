@@ -36,6 +36,6 @@ def test_a_hook_is_put_around_once() -> None:
 
 
 def test_what_a_hook_does_not_fit_is_an_error() -> None:
-    said = r"Owner\.method\(self, number: int\) -> int has no more, yet, expected it as in 0\.26 to 0\.33"
+    said = r"Owner\.method\(self, number: int\) -> int has no more, yet, expected it as in 0\.30 to 0\.33"
     with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}"):
         hooks.put_around(Owner, "method", doubled, ("number", "more", "yet"))

@@ -160,8 +160,7 @@ class TestRunners:
     def test_an_engine_of_another_backend_in_the_same_process_is_let_pass(self) -> None:
         """Its clients may put any value under our key."""
         register()
-        attention_config = SimpleNamespace(backend=None, mla_prefill_backend=None)
-        other = SimpleNamespace(vllm_config=SimpleNamespace(attention_config=attention_config))
+        other = SimpleNamespace(vllm_config=SimpleNamespace(attention_config=AttentionConfig()))
         execute_model = hooks._known(lambda runner, output: output)
         assert (
             execute_model(other, "an output without the fields of a step") == "an output without the fields of a step"
