@@ -206,14 +206,6 @@ def test_a_level_that_the_server_lacks_is_refused_before_anything_is_measured(pa
     assert len(log) == 1  # this request chose the other level
 
 
-def test_levels_find_nothing_that_another_level_left_in_the_cache(monkeypatch):
-    """Each level gets the same prompts, with a first block that no other level used."""
-    monkeypatch.setattr(Endpoint, "ask", lambda self, *_: None)
-    for level in ("high", 0):
-        extra = Endpoint("ours", "http://127.0.0.1:9", "m").at_level(level).extra
-        assert extra == {"vllm_xargs": {"sparse_prefill": level}, "cache_salt": f"level {level}"}
-
-
 def test_first_and_later_tokens_are_the_servers(pair):
     """This also holds if several tokens arrive at a time: TPOT is the time from the first to the last token, divided by
     their number."""

@@ -142,11 +142,11 @@ def alternate_requests(
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in workload.lengths} if n}
     for length in workload.lengths:
         results = [ServerResults() for _ in servers]
-        turns = list(zip(servers, results, strict=True))
+        pairs = list(zip(servers, results, strict=True))
         prefix = prefixes.get(length.cached_tokens, [])
         for i in range(-1, repeats_of(length, workload.most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
-            for server, result in turns:
+            for server, result in pairs:
                 before = parse_metrics(server.metrics()).pairs if i == 0 else Pairs()
                 try:
                     if prefix:
@@ -159,7 +159,7 @@ def alternate_requests(
                 if i == 0:
                     result.pairs = parse_metrics(server.metrics()).pairs - before
                 step()
-            turns.reverse()
+            pairs.reverse()
         yield length, results
 
 
