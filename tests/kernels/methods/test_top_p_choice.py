@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.helpers.method_cases import DEVICE, int32, kept_blocks
+from tests.helpers.method_cases import DEVICE, kept_blocks
 from vllm_sparse_kernels import Rows, SparseIndex
+from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.methods.top_p import choice
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import fewest
@@ -31,8 +32,9 @@ def check_choice(method: TopP, sizes: list[int], reach: int) -> None:
     masses = torch.full((1, 1, width), torch.nan, device=DEVICE)
     masses[0, 0, :num_blocks] = torch.tensor(repeated, device=DEVICE) * UNIT
     index = SparseIndex.allocate(rows, 1, 32)
-    shares = choice.Shares(*(torch.tensor([x], device=DEVICE) for x in (method.kept_mass, method.most_share)))
-    choice.write_block_lists(masses, index, 0, int32([0]), shares, method.sink_tokens, method.local_tokens)
+    no_cache: Any = None  # the choice reads masses only
+    call = Call(torch.empty(1, 1, 64, device=DEVICE), no_cache, index, 1.0, HeadGroup((0,), (method,)))
+    choice.write_block_lists(call, masses, 0)
     expected = fewest(method, masses[0, 0, :num_blocks].abs().double(), reach - 1) | (masses[0, 0, :num_blocks] < 0)
     assert kept_blocks(index, 0, 0).tolist() == expected.tolist(), (repeated, method)
 
