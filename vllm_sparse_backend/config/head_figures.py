@@ -14,7 +14,7 @@ Numbers have four significant digits: those of a model with 32 layers and 32 hea
 from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, StrictFloat, StrictInt
+from pydantic import AfterValidator, Field, StrictFloat
 
 from vllm_sparse_backend.config.errors import Section, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -22,7 +22,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 PerHead = Sequence[Sequence[float] | None]
 """Per layer, one number for each head, or None for a layer without numbers."""
 
-LayerNumber = Annotated[StrictInt, Field(ge=0)]
+LayerNumber = Annotated[int, Field(strict=False, ge=0)]  # a key of JSON is a text
 Rounded = AfterValidator(lambda number: float(f"{number:.4g}"))
 Fraction = Annotated[StrictFloat, Field(ge=0, le=1), Rounded]
 Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False), Rounded]

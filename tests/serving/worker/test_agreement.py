@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -78,7 +79,7 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
         try:
             with set_current_vllm_config(config):
                 if not results:
-                    hooks._worker_begins(config)
+                    hooks._worker_begins(SimpleNamespace(), config)
                     assert (
                         cpu_worker.init_worker_distributed_environment is gpu_worker.init_worker_distributed_environment
                     )
