@@ -45,13 +45,12 @@ def answers_of(folder: str, settings: dict[str, Any] | None, requests: Sequence[
 
     from tests.helpers.scenario import prompt
 
-    ours: dict[str, Any] = {}
+    attention = {"backend": "CPU_MLA"}  # on CPUs with AMX, vLLM would choose AMX_MLA, which does not take float32
+    options: dict[str, Any] = {"attention_config": attention}
     if settings is not None:
-        ours = {
-            "attention_config": {"mla_prefill_backend": "sparse-prefill", "backend": "CPU_MLA"},
-            "additional_config": {"sparse_prefill": settings},
-        }
-    llm = LLM(folder, dtype="float32", max_model_len=4096, enforce_eager=True, max_num_seqs=4, **ours)
+        attention["mla_prefill_backend"] = "sparse-prefill"
+        options["additional_config"] = {"sparse_prefill": settings}
+    llm = LLM(folder, dtype="float32", max_model_len=4096, enforce_eager=True, max_num_seqs=4, **options)
     first = prompt(PROMPT_TOKENS, seed=1)
     second = first[:SHARED_TOKENS] + prompt(400, seed=2)[1:]
     answers = {}
