@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the picture of README.md from docs/results: TTFT's speed-up over stock vLLM by prompt length.
+"""Draw the picture of README.md from docs/results: the TTFT speed-up over stock vLLM by prompt length.
 
     python -m benchmarks.pictures [--results docs/results/performance.jsonl] [--out docs/ttft.png]
 

@@ -19,14 +19,12 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstring(node: ast.AST) -> ast.stmt | None:
-    """Return the docstring's statement."""
     if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         return None
     return None if ast.get_docstring(node) is None else node.body[0]
 
 
 def nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that count."""
     yield node
     skipped = docstring(node)
     for name, value in ast.iter_fields(node):
@@ -38,24 +36,23 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def summary(root: Path, folders: tuple[str, ...]) -> str:
-    """Return one line with the counts of some folders."""
     paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
     trees = {path: ast.parse(path.read_text()) for path in paths}
     every = [node for tree in trees.values() for node in nodes(tree)]
     functions = [node for node in every if isinstance(node, FUNCTIONS)]
     long = [f for f in functions if (f.end_lineno or 0) - f.lineno + 1 > 60]
-    documented = (
+    docs = (
         docstring(node)
         for path, tree in trees.items()
         for node in ast.walk(tree)
         if not (isinstance(node, ast.Module) and "methods" in path.parts)
     )
-    lines = sum((doc.end_lineno or 0) - doc.lineno + 1 for doc in documented if doc is not None)
+    lines = sum((doc.end_lineno or 0) - doc.lineno + 1 for doc in docs if doc is not None)
     large = sum(len(path.read_text().splitlines()) > 600 for path in paths)
-    classes = sum(isinstance(node, ast.ClassDef) for node in every)
     return (
         f"{len(every):,} nodes, {lines:,} docstring lines, {len(paths)} modules ({large} over 600 lines), "
-        f"{len(functions)} functions ({len(long)} over 60 lines), {classes} classes"
+        f"{len(functions)} functions ({len(long)} over 60 lines), "
+        f"{sum(isinstance(node, ast.ClassDef) for node in every)} classes"
     )
 
 

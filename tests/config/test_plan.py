@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import LayerProfile
-from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.config.resolved import Resolved, with_carried
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.layer import LayerPlan
@@ -136,7 +136,7 @@ def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
         "other": 1,
     }
     first = Resolved.from_additional_config(additional_config, SHAPE, "cpu")
-    travelled = json.loads(json.dumps(first.carry(additional_config)))
+    travelled = json.loads(json.dumps(with_carried(additional_config, first.documents, first.device)))
     assert travelled.items() >= additional_config.items()
     path.unlink()
     table.write_text("broken")

@@ -174,8 +174,6 @@ def running(api: Api) -> Iterator[str]:
             assert body["model"] == MODEL
             if self.path == "/tokenize":
                 self.reply({"tokens": api.tokenize(body["prompt"])})
-            elif self.path == "/detokenize":
-                self.reply({"prompt": "".join(map(chr, body["tokens"]))})
             elif said := api.refuses(body):
                 self.reply({"error": said}, 400)
             elif body.get("stream"):

@@ -75,10 +75,6 @@ class Resolved:
         streaming_heads = config.streaming_heads if carried_streaming(additional_config) else None
         return Resolved(config, read, plans, table, thresholds_by_engine, device, pools, streaming_heads)
 
-    def carry(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Add data to vLLM's configuration from which other processes resolve the same settings."""
-        return with_carried(additional_config, self.documents, self.device)
-
     @property
     def plan(self) -> Plan:
         """The plan of the server's own level."""

@@ -165,9 +165,6 @@ class Endpoint:
             ids += self._vllm("/tokenize", {"prompt": piece, "add_special_tokens": special})["tokens"]
         return ids
 
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        return str(self._vllm("/detokenize", {"tokens": list(token_ids)})["prompt"])
-
     def _vllm(self, path: str, body: dict[str, Any]) -> Any:
         """POST to a path that vLLM adds to OpenAI's API."""
         try:

@@ -39,11 +39,11 @@ RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 POLICY = "sparse_prefill_policy"
 """Attribute of vLLM's ``InputProcessor`` that stores its server's policy."""
 
-BY_BLOCK_HASH = {
+SALTED_STORES = {
     "OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector",
     "LMCacheMPConnector",
 }  # fmt: skip
-"""Connectors that store blocks by vLLM's hashes, which include the salt, or by tokens and salt (LMCache)."""
+"""Connectors whose stores keep requests with different cache salts apart."""
 
 BY_REQUEST = {
     "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector",
@@ -59,7 +59,7 @@ def level_policy(vllm_config: VllmConfig, resolved: Resolved | None = None) -> L
     if resolved.is_dense:
         requests = requests.model_copy(update={"default": EXACT})
     default = LevelPolicy(plan.level_names, plan.level).under(requests).default
-    if connectors & BY_BLOCK_HASH:
+    if connectors & SALTED_STORES:
         numbers = resolved.numbers()
         fingerprints = {
             level: fingerprint(plan, numbers[level], resolved.streaming_heads) for level, plan in resolved.plans.items()
@@ -144,7 +144,7 @@ def kv_connectors(vllm_config: VllmConfig) -> set[str]:
 
 def stores_by_token(vllm_config: VllmConfig) -> list[str]:
     """Return the KV connectors that cannot tell levels apart."""
-    return sorted(kv_connectors(vllm_config) - BY_BLOCK_HASH - BY_REQUEST)
+    return sorted(kv_connectors(vllm_config) - SALTED_STORES - BY_REQUEST)
 
 
 def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
@@ -168,5 +168,5 @@ def warn_of_stores(vllm_config: VllmConfig) -> None:
             "than stock vLLM or a server with other settings, and every server that shares the store reads them. Use a "
             "separate store, share it only with servers that have exactly these settings, or use a connector that "
             "includes cache salts (%s). Requests for another level than the server's default are refused",
-            ", ".join(stores), ", ".join(sorted(BY_BLOCK_HASH)),
+            ", ".join(stores), ", ".join(sorted(SALTED_STORES)),
         )  # fmt: skip

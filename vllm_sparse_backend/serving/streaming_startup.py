@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.config.resolved import Resolved, carried_streaming
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.level_policy import BY_BLOCK_HASH, kv_connectors
+from vllm_sparse_backend.serving.level_policy import SALTED_STORES, kv_connectors
 from vllm_sparse_backend.serving.resolution import carry_streaming, resolve, settings_of
 
 logger = init_logger(LOGGER)
@@ -140,7 +140,7 @@ def worker_fingerprint(worker: Any) -> str:
 def learn_heads(executor: Any) -> None:
     """Ask the workers for their fingerprint, in the engine's core, if other servers may read this server's blocks."""
     vllm_config = executor.vllm_config
-    if carried_streaming(vllm_config.additional_config) and kv_connectors(vllm_config) & BY_BLOCK_HASH:
+    if carried_streaming(vllm_config.additional_config) and kv_connectors(vllm_config) & SALTED_STORES:
         vars(executor)[HEADS] = executor.collective_rpc(worker_fingerprint)[0]
 
 

@@ -2,7 +2,6 @@
 """Nodes with other settings: two processes, with gloo between them, compare their settings before a model loads."""
 
 import json
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from uuid import uuid4
 import pytest
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.processes import run_processes
 
 pytestmark = pytest.mark.full
 
@@ -103,15 +103,7 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str, bool, float]]]:
     """By rank and case: the error, whether the rank finds streaming heads, and the seconds that it waited."""
     folder, name = tmp_path_factory.mktemp("ranks"), f"store-{uuid4().hex}"  # of the shared memory too
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, folder, name)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=600)
-        if process.is_alive():
-            process.kill()
-        assert process.exitcode == 0
+    run_processes(run_rank, 2, folder, name)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

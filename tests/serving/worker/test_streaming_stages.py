@@ -2,7 +2,6 @@
 """Streaming heads of a model in two pipeline stages: two processes, with gloo between them."""
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from uuid import uuid4
 import pytest
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.processes import run_processes
 
 NEAR = ({1: {0, 3}}, {0: {1}})
 """By stage and layer of the stage, the heads near their queries."""
@@ -55,15 +55,7 @@ def run_stage(stage: int, folder: Path, name: str, problem: str | None) -> None:
 def run_both(folder: Path, problem: str | None = None) -> list[Any]:
     """Run both stages. Return how often each ran its part of the model, and its streaming heads by layer."""
     name = f"store-{uuid4().hex}"  # of the shared memory too
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_stage, args=(stage, folder, name, problem)) for stage in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=600)
-        if process.is_alive():
-            process.kill()
-        assert process.exitcode == 0
+    run_processes(run_stage, 2, folder, name, problem)
     return [json.loads((folder / f"result-{stage}.json").read_text()) for stage in range(2)]
 
 

@@ -22,8 +22,8 @@ scale s:
 docs/research/quality.md has densities and losses on trained models, also for other rules.
 
 * ``queries`` "half" scores the second of each two neighbouring queries (``scored.py``). That halves the product, and
-  the work on its scores. Neighbours look at similar blocks, so the means hardly change. Step 4 then holds for scored
-  queries. A quarter of the queries is too few: answers are lost.
+  the work on its scores. Neighbours look at similar blocks, so the means hardly change. Step 4 then applies to
+  scored queries only. A quarter of the queries is too few: answers are lost.
 * ``channels`` "half" multiplies only the half of each kv head's channels that affects scores most in this step, by
   variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
   takes most of the method's time.
