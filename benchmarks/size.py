@@ -26,12 +26,11 @@ def docstring(node: ast.AST) -> ast.stmt | None:
 
 def nodes(node: ast.AST) -> Iterator[ast.AST]:
     yield node
-    skipped = docstring(node)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and child is not skipped and not isinstance(child, ast.expr_context):
+            if isinstance(child, ast.AST) and child is not docstring(node) and not isinstance(child, ast.expr_context):
                 yield from nodes(child)
 
 
