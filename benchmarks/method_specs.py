@@ -4,17 +4,15 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.plan import Plan, layer_plans
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.evaluation.crossover_bench import changed_fields, method_label
 from vllm_sparse_backend.evaluation.report import BenchError
-from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method
 
@@ -61,10 +59,7 @@ class MethodSpec:
 
 def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: str) -> Plan:
     """Return a plan without thresholds, from the method of each head of each layer."""
-    layers = [
-        layer_plan(methods, chain.from_iterable([*heads[:i], *heads[i + 1 :]])) for i, methods in enumerate(heads)
-    ]
-    return Plan(tuple(layers), 0, 1, source, shape)
+    return Plan(layer_plans(heads), 0, 1, source, shape)
 
 
 def methods_named(texts: Sequence[str]) -> list[MethodSpec]:

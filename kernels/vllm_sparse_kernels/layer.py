@@ -8,7 +8,7 @@ On a GPU, kernels select and an engine attends. On a CPU, the references do both
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -55,14 +55,9 @@ class LayerPlan:
         return tuple(HeadGroup(tuple(ids), tuple(self.methods[head] for head in ids)) for ids in heads.values())
 
 
-def layer_plan(methods: Sequence[Method], others: Iterable[Method] = ()) -> LayerPlan:
-    """Build the plan of a layer from the methods of all layers.
-
-    Args:
-        methods: The method of each head.
-        others: Methods of heads in other layers; heads of this layer may share results with these heads.
-    """
-    return LayerPlan.of(methods, Counter(method.sharing for method in (*methods, *others)))
+def layer_plan(methods: Sequence[Method]) -> LayerPlan:
+    """Build the plan of a model's only layer from the method of each head."""
+    return LayerPlan.of(methods, Counter(method.sharing for method in methods))
 
 
 def fits_shared_memory(plan: LayerPlan, head_dim: int, device: torch.device) -> bool:

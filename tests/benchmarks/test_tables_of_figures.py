@@ -131,7 +131,7 @@ def paper_setting(cell: str) -> str:
 
 def test_the_papers_settings() -> None:
     rows = table(PAPERS, "setting", "answers, 16,384")
-    assert len(rows) == 14
+    assert len(rows) == 13
     for setting, short, long, perplexity, density, speed_up, seconds in rows:
         name = paper_setting(setting)
         assert shows(short, VALUES[f"{name}, 16,384 tokens: answers"]), name
@@ -176,7 +176,7 @@ def setting(cell: str) -> str:
 
 def test_accuracy_and_speed_by_setting() -> None:
     rows = table(QUALITY, "setting", "answers, 32,000 tokens")
-    assert len(rows) == 13
+    assert len(rows) == 12
     for name, short, long, perplexity, density, speed_up in rows:
         about = name.replace("`", "")
         assert shows(short, VALUES[f"{about}, 32,000 tokens, code-lm-29m-128k: right answers ÷ stock's"]), name

@@ -4,7 +4,9 @@
 import pytest
 from typer.testing import CliRunner
 
+from tests.helpers.calibration_cases import COSTS
 from vllm_sparse_backend.calibration.capture import prompt_tokens
+from vllm_sparse_backend.calibration.job import Job
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
@@ -32,7 +34,8 @@ SMALL = ("--tokens", 512, "--count", 1, "--chunk", 256, "--device", "cpu", "--mi
         (("best", "--method", "sparge_attn", "--high", 2, "--fast", 4), {"sparge_attn"}),
     ],
 )
-def test_a_profile_from_one_command(words, names, text, tmp_path):
+def test_a_profile_from_one_command(words, names, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(Job, "costs", COSTS)
     out = tmp_path / "out.yaml"
     code, said = command(words[0], NEEDLE, "--out", out, "--text", text, *SMALL, *words[1:])
     assert code == 0, said
@@ -48,6 +51,12 @@ def test_a_profile_from_one_command(words, names, text, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out.yaml"]  # captures are deleted
     assert command("check", out, NEEDLE)[0] == 0
     assert "already exists" in command(words[0], NEEDLE, "--out", out, *words[1:])[1]
+
+
+def test_a_search_by_time_needs_a_gpu(text, tmp_path):
+    for words in (("best",), ("calibrate", "--method", "minference")):
+        code, said = command(words[0], NEEDLE, "--out", tmp_path / "out.yaml", "--text", text, *SMALL, *words[1:])
+        assert (code, "--device: given 'cpu', expected cuda" in said, "capturing" in said) == (2, True, False), said
 
 
 LEVEL = ("calibrate", "--method", "sale", "--level")
@@ -69,7 +78,7 @@ LEVEL = ("calibrate", "--method", "sale", "--level")
         ([*LEVEL, "high=0abs"], "--level: given 'high=0abs', expected errors above 0, and each level only once"),
         (["best", "--device", "gpu"], "--device: given 'gpu', expected one of cpu"),
         ([*LEVEL, "high=1:1:1:1"], "--level: given 'high=1:1:1:1', expected errors above 0"),
-        (["calibrate", "--method", "share_prefill", "--distance", "0"], "--distance: given 0.0, expected a number abo"),
+        (["calibrate", "--method", "share_prefill", "--level", "high=1"], "--level: given with --method share_prefill"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_runs(words, problem, text, tmp_path):

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Costs of kinds of methods: estimates, and measured times on a card with preset times."""
+"""Costs of kinds of methods on a card with preset times."""
 
 import pytest
 
 from tests.helpers.calibration_cases import make_job
-from vllm_sparse_backend.calibration.costs import estimate_costs, measure_costs
+from vllm_sparse_backend.calibration.costs import measure_costs
 from vllm_sparse_backend.calibration.judge import LayerPrompt, Served
 from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 
@@ -58,13 +57,3 @@ def test_measured_costs_are_split_by_heads_and_pairs(batches):
     assert costs.of(Dense()).full_ms == 2.0
     card.ms["attend"] = 1.1
     assert costs.of(AShape(64, 128)).full_ms == 2.0  # nothing is faster per pair than keeping all of them
-
-
-def test_estimates_go_by_pairs_and_known_shares():
-    costs = estimate_costs(num_heads=8)
-    assert costs.dense_ms == 8.0
-    for method, share in ((Dense(), 0.0), (Sale(), 0.22), (SpargeAttn(), 0.023)):
-        cost = costs.of(method)
-        # A third of a selection's cost is independent of the number of heads.
-        assert cost.group_ms == pytest.approx(8 * share / 3)
-        assert costs.head_ms(method, 0.5) == pytest.approx(0.5 + 2 * share / 3)

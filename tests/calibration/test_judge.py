@@ -44,7 +44,7 @@ def layer(tmp_path, request):
 def captured_layer(captures: Sequence[Capture], served: Served) -> CapturedLayer:
     """Return layer 1 of some captures."""
     prompts = [LayerPrompt.read(captured, 1, served, torch.device("cpu")) for captured in captures]
-    return CapturedLayer(1, prompts, served, None)
+    return CapturedLayer(prompts, served, None)
 
 
 def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,8 +52,7 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torc
     q, k, v = (x.double().transpose(0, 1) for x in captured.read(1))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     errors, absolute, kept, causal = [], 0, 0, 0
-    for chunk in prompt.passes(LayerSetup(layer_plan(methods), None)):
-        index = chunk.index
+    for _, index in prompt.passes(LayerSetup(layer_plan(methods), None)):
         (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
         whole = torch.ones_like(mask).tril(first)
         scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
@@ -158,11 +157,6 @@ def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
     prompts = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.2, 0.0], [0.2, 0.1, 0.0]], dtype=torch.float64)
     assert extrapolate_unseen(prompts).tolist() == pytest.approx([0.4, 0.2, 0.0])
     assert extrapolate_unseen(prompts[:1]).tolist() == prompts[0].tolist()
-
-
-def test_each_head_needs_a_method(layer):
-    with pytest.raises(ValueError, match="given 1 methods, expected one for each of 4 heads"):
-        layer[1].judge([Dense()])
 
 
 class NearAndFarCapturer:

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.calibration_cases import HEADS, LAYERS, StructuredCapturer, make_job
+from tests.helpers.calibration_cases import COSTS, HEADS, LAYERS, StructuredCapturer, make_job
 from vllm_sparse_backend.calibration.head_errors import Bound
 from vllm_sparse_backend.calibration.job import Job, Progress
 from vllm_sparse_backend.calibration.loop import calibrate
 from vllm_sparse_backend.calibration.profile_builder import with_default_crossover
-from vllm_sparse_backend.calibration.search import Search, choose_cheapest
+from vllm_sparse_backend.calibration.search import Choose, choose_cheapest
 from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.method_parameters import make_method
@@ -28,8 +28,8 @@ AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
 BOUNDS = {"high": Bound(0.1, 0.29), "fast": Bound(0.4, 3.0)}
 
 
-def cheapest(job: Job) -> Search:
-    return Search(partial(choose_cheapest, settings=AMONG, costs=job.costs))
+def cheapest(job: Job) -> Choose:
+    return partial(choose_cheapest, settings=AMONG, costs=COSTS)
 
 
 def test_a_profile_says_what_was_found_and_on_what(tmp_path):
@@ -111,14 +111,3 @@ def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
     }
     assert job.correct_engines(table) == {"flash": table["flash"], "portable": PORTABLE}
     assert messages == ["engine hopper not used: its result in a trial holds NaN"]
-
-
-@pytest.mark.parametrize(("free", "reserved", "warned"), [(60, 19, 0), (60, 5, 1), (20, 60, 0)])
-def test_other_processes_on_the_card_are_reported(tmp_path, monkeypatch, free, reserved, warned):
-    """The card has 80 GiB. This process's memory does not count."""
-    messages: list[str] = []
-    job = replace(make_job(tmp_path / "work"), progress=Progress(say=messages.append))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 80 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved << 30)
-    job.warn_of_other_processes(torch.device("cuda"))
-    assert [line.startswith("other processes hold 15 GiB of ") for line in messages] == [True] * warned

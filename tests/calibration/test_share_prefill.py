@@ -1,34 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill: clusters of synthetic maps, and each head's γ in its cluster."""
+"""SharePrefill: clusters of synthetic maps, and the profile with each head's cluster."""
 
 import sys
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.calibration_cases import HEADS, LAYERS, TopicCapturer, make_job
-from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes
-from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
-from vllm_sparse_backend.calibration.job import Job
-from vllm_sparse_backend.calibration.judge import Served
-from vllm_sparse_backend.calibration.loop import calibrate, method_strategy
+from tests.helpers.calibration_cases import HEADS, StructuredCapturer, make_job
 from vllm_sparse_backend.calibration.papers import share_prefill as module
 from vllm_sparse_backend.calibration.papers.share_prefill import (
     attention_maps,
-    choose_shares,
     cluster_heads,
     has_converged,
     map_side,
     representations,
+    shared_heads,
     ward_labels,
 )
+from vllm_sparse_backend.calibration.profile_builder import profile_of_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.profile import Profile
-from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 SIDE = 16
@@ -93,7 +83,6 @@ def test_ward_by_hand(distance, joined):
     labels = ward_labels(torch.tensor([[10.0], [0.0], [1.0]]), distance)
     assert len(set(labels)) == joined
     assert (labels[1] == labels[2]) == (joined < 3)
-    assert len(ward_labels(torch.zeros(1, 1), distance)) == 1
 
 
 def test_without_scipy_the_extra_is_named(monkeypatch):
@@ -137,81 +126,20 @@ def test_the_papers_side_takes_no_more_memory_than_is_said():
     assert torch.equal(first, again)
 
 
-# Each head's γ
-
-LADDER = [SharePrefill(gamma=gamma, max_sparsity=0.9, max_distance=0.3) for gamma in (0.3, 0.5, 0.7, 0.8, 0.9, 0.99)]
-"""Thresholds under which the heads of ``TopicCapturer`` share."""
-BOUND = Bound(0.1, 0.6)
-
-
-def head(gamma: float | None):
-    """Return an error curve that meets the bound from γ on, with a density of half of γ; None is a pivot."""
-
-    def curve(method: Method) -> HeadResult:
-        if isinstance(method, Dense) or gamma is None:
-            return figures(0.0, 1.0)
-        return figures(0.0 if method.gamma >= gamma else 0.2, method.gamma / 2)
-
-    return curve
-
-
-def test_each_head_gets_the_smallest_share_within_the_bound(monkeypatch):
-    monkeypatch.setattr(module, "default_ladder", lambda name: LADDER)
-    monkeypatch.setattr(module, "halved", list)
-    judge = FakeJudge(head(None), head(0.7), head(0.9), head(0.9995), head(0.5), head(None))
-    choose = partial(choose_shares, clusters=[(0, 0, 1, 1, NOISE, NOISE)])
-    members = [replace(LADDER[4], cluster=1), Dense(), replace(LADDER[1], cluster=NOISE), Dense()]
-    # A pivot keeps the paper's γ. A head without a cluster that is dense at any γ is dense.
-    expected = [SharePrefill(cluster=0), replace(LADDER[2], cluster=0), *members]
-    assert choose(judge, BOUND, any_method) == expected
-    assert len(judge.passes) <= most_passes(len(LADDER))
-    # A method that missed the bound next to others gives way to the next one.
-    again = choose(judge, BOUND, lambda head, method: method not in expected[:2])
-    assert again[:2] == [Dense(), replace(LADDER[3], cluster=0)]
-
-
-def sharing_job(folder: Path, monkeypatch: pytest.MonkeyPatch, clusters=((0,) * HEADS,) * LAYERS) -> Job:
-    """Return a job on heads whose attention fits a block pattern but no lines, with preset clusters."""
+def test_every_head_has_the_papers_thresholds_in_its_cluster(tmp_path, monkeypatch):
+    clusters = ((0,) * HEADS, (NOISE,) * HEADS)
     monkeypatch.setattr(module, "head_clusters", lambda *_: clusters)
-    return make_job(folder, num_tokens=1300, seed=1, capturer=TopicCapturer(), served=Served(512, 512))
+    job = make_job(tmp_path / "work", seed=1)
+    profile = profile_of_heads(job, shared_heads(job), "a test")
+    for layer, heads in enumerate(clusters):
+        assert [*profile.methods_of(layer, HEADS)] == [SharePrefill(cluster=cluster) for cluster in heads]
+    assert (profile.provenance.source, profile.provenance.seed, profile.provenance.figures) == ("a test", 1, None)
+    monkeypatch.setattr(module, "head_clusters", lambda *_: clusters[1:])
+    with pytest.raises(ConfigurationError, match="given a model without clusters, expected at least 5 heads"):
+        shared_heads(job)
 
 
-def shared_profile(job: Job, bound: Bound) -> Profile:
-    return calibrate(job, method_strategy("share_prefill", 1000.0), {"high": bound}, "a test")
-
-
-@pytest.mark.full
-def test_the_profile_that_is_written_was_judged_with_the_state_of_earlier_layers(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "default_ladder", lambda name: LADDER)
-    paper = partial(SharePrefill, max_sparsity=0.9, max_distance=0.3)
-    monkeypatch.setattr(module, "SharePrefill", paper)
-    profile = shared_profile(sharing_job(tmp_path / "work", monkeypatch), BOUND)
-    assert profile.provenance.held_out["heads_within_bound"] == 1
-    members = [
-        [getattr(method, "cluster", NOISE) == 0 for method in profile.methods_of(layer, HEADS)]
-        for layer in range(LAYERS)
-    ]
-    assert members == [[True] * (HEADS - 1) + [False]] * LAYERS
-    density, error, p99 = (
-        profile.provenance.figures.rows(name, profile.model) for name in ("density", "error", "p99_error")
-    )
-    assert density[0][0] == 1  # the pivot, whose pattern the second layer also uses
-    assert max(density[0][1:3] + density[1][:3]) < 0.5
-    assert max(map(max, error)) <= 0.09
-    assert max(map(max, p99)) <= 0.54
-
-
-def test_without_a_bound_every_head_has_the_papers_thresholds(tmp_path, monkeypatch):
-    """Including heads whose error no bound would allow."""
-    profile = shared_profile(sharing_job(tmp_path / "work", monkeypatch), Bound())
-    for layer in range(LAYERS):
-        assert list(profile.methods_of(layer, HEADS)) == [SharePrefill(cluster=0)] * HEADS
-    assert profile.provenance.bounds == {}
-    assert set(profile.provenance.held_out) == {"error", "p99_error"}
-    assert profile.provenance.held_out["error"] > 0
-
-
-def test_sharing_needs_a_cluster(tmp_path, monkeypatch):
-    job = sharing_job(tmp_path / "work", monkeypatch, ((NOISE,) * HEADS,) * LAYERS)
-    with pytest.raises(ConfigurationError, match="found no cluster at --distance 1000, expected at least 5 heads"):
-        shared_profile(job, Bound())
+def test_layers_that_never_go_sparse_have_no_clusters(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "cluster_heads", lambda maps, *_, **__: ((0,) * HEADS,) * len(maps))
+    job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)))
+    assert [{method.cluster for method in heads} for heads in shared_heads(job)] == [{0}, {NOISE}]

@@ -14,8 +14,6 @@ Curve = Callable[[Method], HeadResult]
 class FakeJudge:
     """``curves[i]`` returns the figures of a method for head i; ``passes`` lists the methods of each pass so far."""
 
-    layer = 0
-
     def __init__(self, *curves: Curve) -> None:
         self.curves = curves
         self.num_heads = len(curves)

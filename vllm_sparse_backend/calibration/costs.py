@@ -5,8 +5,7 @@ Heads of a layer whose methods are of one kind (``Method.group_key``) are select
 time of selection. A kind therefore has three costs: a fixed cost of its selection, its selection for each head, and
 attention to all pairs. Of the last cost, a head pays the share of pairs that it keeps.
 
-A CUDA device is measured once, on the first layer that can run sparse. On a CPU, the references select and attend, and
-their times do not represent a server. Costs then follow from each method's description (``MethodSpec.cost``).
+The device is measured once, on the first layer that can run sparse.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan
-from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -64,17 +62,6 @@ class Costs:
         """Return the time that one more head of a method's kind takes."""
         cost = self.of(method)
         return cost.head_ms + density * cost.full_ms
-
-
-def estimate_costs(num_heads: int) -> Costs:
-    """Estimate the times of a layer in which attention of one head to all pairs takes 1 ms."""
-
-    def estimate(method: Method) -> Cost:
-        selection = METHODS[name_of(method)].cost
-        # A third of a selection's time does not depend on the number of heads.
-        return Cost(num_heads * selection / 3, selection * 2 / 3, 1.0)
-
-    return Costs(0.0, float(num_heads), estimate)
 
 
 def measure_costs(card: Card, read_batches: Callable[[], Sequence[Batch]]) -> Costs:

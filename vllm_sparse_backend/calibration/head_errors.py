@@ -110,10 +110,6 @@ class LayerJudge(Protocol):
     """Measures methods on one layer of captured prompts."""
 
     @property
-    def layer(self) -> int:
-        """Number of the layer."""
-
-    @property
     def num_heads(self) -> int:
         """Number of query heads."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vllm_sparse_backend.calibration.capture import Capture, capture_prompts
-from vllm_sparse_backend.calibration.costs import Costs, estimate_costs, measure_costs
+from vllm_sparse_backend.calibration.costs import Costs, measure_costs
 from vllm_sparse_backend.calibration.judge import CapturedLayer, LayerPrompt, Served
 from vllm_sparse_backend.calibration.prompts import PromptSet
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
@@ -25,11 +25,7 @@ from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import layer_plan
-from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-
-OTHERS_BYTES = 2 << 30
-"""Bytes of device memory outside torch that this process itself may use. More bytes belong to other processes."""
 
 Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path], str, torch.dtype], Iterable[Capture]]
 """Captures the prompts of a model into folders, as ``capture_prompts`` does."""
@@ -86,8 +82,13 @@ class Job:
 
     @cached_property
     def costs(self) -> Costs:
-        """Times of selection and attention: measured on a CUDA device, estimated elsewhere."""
-        return estimate_costs(self.shape.num_heads) if self.card is None else measure_costs(self.card, self._batches)
+        """Times of selection and attention, measured on a CUDA device."""
+        if self.card is None:
+            raise ConfigurationError(
+                f"--device: {unexpected(self.device, 'cuda')}: this search measures times, and those of a CPU do not "
+                "represent a server; use profile calibrate with another method than minference"
+            )
+        return measure_costs(self.card, self._batches)
 
     def _batches(self) -> Sequence[Batch]:
         """Load the first prompt's chunks of the first layer that can run sparse."""
@@ -100,15 +101,7 @@ class Job:
         card = Card() if self.device.startswith("cuda") else None
         if card is not None:
             card.engines = self.correct_engines(card.engines)
-            self.warn_of_other_processes(card.device)
         return card
-
-    def warn_of_other_processes(self, device: torch.device) -> None:
-        """Report other processes that hold device memory, because their work would distort measured times."""
-        free, total = torch.cuda.mem_get_info(device)
-        if (held := total - free - torch.cuda.memory_reserved(device)) > OTHERS_BYTES:
-            why = "their work distorts the times by which methods are chosen"
-            self.progress.say(f"other processes hold {held / 2**30:.0f} GiB of {self.device_name}: {why}")
 
     def correct_engines(self, engines: Mapping[str, AttendEngine]) -> dict[str, AttendEngine]:
         """Drop engines whose attention over a generated prompt with the model's heads is wrong."""
@@ -126,13 +119,16 @@ class Job:
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:
         """Captures of ``prompts`` and ``held-out``, made with one load of the model."""
-        prompts = [*self.prompts.prompts, *self.held_out.prompts]
+        captures = self.capture([*self.prompts.prompts, *self.held_out.prompts])
+        num_prompts = len(self.prompts.prompts)
+        return {"prompts": captures[:num_prompts], "held-out": captures[num_prompts:]}
+
+    def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
+        """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
         self._check_disk(prompts)
         self.progress.say(f"capturing {len(prompts)} prompts")
         folders = [self.folder / f"prompt-{i}" for i in range(len(prompts))]
-        captures = list(self.capturer(self.model, prompts, folders, self.device, self.dtype))
-        num_prompts = len(self.prompts.prompts)
-        return {"prompts": captures[:num_prompts], "held-out": captures[num_prompts:]}
+        return list(self.capturer(self.model, prompts, folders, self.device, self.dtype))
 
     def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:
         shape = self.shape
@@ -149,8 +145,8 @@ class Job:
         """Numbers of the layers that can run sparse."""
         return sorted(self.captures["prompts"][0].scales)
 
-    def read_layer(self, kind: str, layer: int, others: Sequence[Method] = ()) -> CapturedLayer:
-        """Load a layer of the captures of one kind. ``others`` are methods of heads in other layers."""
+    def read_layer(self, kind: str, layer: int) -> CapturedLayer:
+        """Load a layer of the captures of one kind."""
         device = torch.device(self.device)
         prompts = [LayerPrompt.read(captured, layer, self.served, device) for captured in self.captures[kind]]
-        return CapturedLayer(layer, prompts, self.served, self.card.engines if self.card else None, others)
+        return CapturedLayer(prompts, self.served, self.card.engines if self.card else None)

@@ -10,11 +10,10 @@ The device holds one layer at a time:
 * 8 bytes for each token and head: errors under the method and under the default.
 """
 
-import copy
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,9 +34,6 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
 from vllm_sparse_kernels.methods.base import Method
-
-State = dict[Hashable, Any]
-"""``Rows.state`` of a chunk: the state that methods pass from layer to layer."""
 
 
 class Outcome(NamedTuple):
@@ -77,15 +73,6 @@ class LayerSetup(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ChunkPass:
-    """Output and index of one chunk, and the state that the layer leaves for later layers."""
-
-    out: torch.Tensor
-    index: SparseIndex
-    state: State
-
-
-@dataclass(frozen=True)
 class LayerPrompt:
     """One layer's part of a prompt on the device, in the chunks in which a server would prefill it."""
 
@@ -116,11 +103,10 @@ class LayerPrompt:
         """Causal (query, key) pairs of all chunks, for one head."""
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
-    def passes(self, setup: "LayerSetup", states: Sequence[State] = ()) -> Iterator["ChunkPass"]:
-        """Select and attend chunk by chunk. ``states`` has the state that earlier layers left in each chunk."""
-        for i, batch in enumerate(self.batches):
+    def passes(self, setup: LayerSetup) -> Iterator[tuple[torch.Tensor, SparseIndex]]:
+        """Select and attend chunk by chunk, and yield the outputs and indices."""
+        for batch in self.batches:
             rows = replace(batch.rows)  # no state remains between passes
-            rows.state.update(copy.deepcopy(states[i]) if states else {})
             plan, block_tokens = setup.plan, None
             if setup.long is not None and rows.context_lens[0] >= setup.long.context_tokens:
                 plan, block_tokens = setup.long.plan, setup.long.block_tokens
@@ -130,17 +116,17 @@ class LayerPrompt:
                 spec = AttendSpec.of(batch.cache, call.index, layer.options)
                 layer = replace(layer, engine=choose_engine(setup.engines, spec).engine)
             run(layer, call, out)
-            yield ChunkPass(out, call.index, rows.state)
+            yield out, call.index
 
-    def outcome(self, setup: "LayerSetup", states: Sequence[State] = ()) -> Outcome:
+    def outcome(self, setup: LayerSetup) -> Outcome:
         """Compare the output under a method with the dense output, for all chunks."""
         errors, absolute, pairs = [], [], []
-        for dense, chunk in zip(self.dense, self.passes(setup, states), strict=True):
+        for dense, (out, index) in zip(self.dense, self.passes(setup), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
-            distances = (chunk.out.float() - dense.float()).abs().sum(-1)
+            distances = (out.float() - dense.float()).abs().sum(-1)
             errors.append(distances / norms)
             absolute.append(distances.double().sum(0))
-            pairs.append(chunk.index.pairs_of_heads())
+            pairs.append(index.pairs_of_heads())
         (num_tokens,) = self.batches[-1].rows.seq_lens
         return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
 
@@ -170,14 +156,9 @@ def error_quantiles(of_queries: torch.Tensor, *shares: float) -> list[torch.Tens
 class CapturedLayer:
     """One layer of captured prompts, on which methods are measured: a ``LayerJudge`` that remembers its outcomes."""
 
-    layer: int
     prompts: Sequence[LayerPrompt]
     served: Served
     engines: Mapping[str, AttendEngine] | None
-    others: Sequence[Method] = ()
-    """Methods that heads of other layers may have, for methods that need them (``Method.sharing``)."""
-    states: list[list[State]] = field(default_factory=list)
-    """For each prompt and chunk, the state that earlier layers left; empty if there is none."""
 
     def __post_init__(self) -> None:
         self._known: dict[tuple[Method, ...], list[HeadResult]] = {}
@@ -187,23 +168,8 @@ class CapturedLayer:
         """Query heads of the layer."""
         return self.prompts[0].batches[0].num_heads
 
-    def enter(self, states: list[list[State]]) -> None:
-        """Start from the state that earlier layers left. Outcomes under another state are forgotten."""
-        if states or self.states:
-            self._known.clear()
-        self.states = states
-
-    def leave(self, methods: Sequence[Method]) -> list[list[State]]:
-        """Run the layer and return the state that it passes to the next layer."""
-        if not any(method.unshared != method for method in methods):
-            return self.states
-        setup = self._setup(methods)
-        return [[dict(chunk.state) for chunk in prompt.passes(setup, states)] for prompt, states in self._entered()]
-
     def judge(self, methods: Sequence[Method]) -> list[HeadResult]:
         """Measure one method for each head, in one pass of selection and attention over each chunk."""
-        if len(methods) != self.num_heads:
-            raise ValueError(f"judge: given {len(methods)} methods, expected one for each of {self.num_heads} heads")
         key = tuple(methods)
         if key not in self._known:
             self._known[key] = self._measure(methods)
@@ -211,7 +177,7 @@ class CapturedLayer:
 
     def _measure(self, methods: Sequence[Method]) -> list[HeadResult]:
         setup = self._setup(methods)
-        outcomes = [prompt.outcome(setup, states) for prompt, states in self._entered()]
+        outcomes = [prompt.outcome(setup) for prompt in self.prompts]
         errors = torch.stack(
             [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._errors_of_default)]
         )
@@ -239,16 +205,12 @@ class CapturedLayer:
         if streaming_heads and self.served.streaming_context_tokens is not None:
             methods = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
             width = Layer.of(setup.plan, batch.cache.head_dim, batch.q.device).block_tokens
-            plan = layer_plan(methods, self.others)
+            plan = layer_plan(methods)
             setup = setup._replace(long=LongContexts(self.served.streaming_context_tokens, plan, width))
         return [prompt.outcome(setup).errors for prompt in self.prompts]
 
     def _setup(self, methods: Sequence[Method]) -> LayerSetup:
-        return LayerSetup(layer_plan(methods, self.others), self.engines)
-
-    def _entered(self) -> Iterator[tuple[LayerPrompt, Sequence[State]]]:
-        no_states: list[list[State]] = [[] for _ in self.prompts]
-        return zip(self.prompts, self.states or no_states, strict=True)
+        return LayerSetup(layer_plan(methods), self.engines)
 
 
 def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calibration loop: goes through the layers in order, and judges each with the state that earlier layers leave.
+"""The calibration loop: goes through the layers, and lets a search choose the methods of each layer's heads.
 
-A search chooses methods for a layer, and the choice is then judged as a whole: heads share an index
-(``block_width.py``), and some depend on other heads, so methods that meet the bound separately may miss it jointly.
-If a head misses the bound, the search excludes that method and chooses again, until all heads meet the bound. The
-profile holds methods that were judged this way, and then judged on the held-out prompts.
+A choice is judged as a whole: heads share an index (``block_width.py``), so methods that meet the bound separately may
+miss it jointly. If a head misses the bound, the search excludes that method and chooses again, until all heads meet the
+bound. The profile holds methods that were judged this way, and then judged on the held-out prompts.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
 from vllm_sparse_backend.calibration.job import Job
-from vllm_sparse_backend.calibration.judge import State
-from vllm_sparse_backend.calibration.papers import minference, sale, share_prefill, sparge_attn
+from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
 from vllm_sparse_backend.calibration.profile_builder import LevelResult, profile_of
 from vllm_sparse_backend.calibration.search import (
     Choose,
-    Search,
     choose_cheapest,
     choose_sparsest,
     default_ladder,
@@ -34,7 +30,7 @@ from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-Strategy = Callable[[Job], Search]
+Strategy = Callable[[Job], Choose]
 """Prepares a search for one model and its prompts."""
 
 MARGIN = 0.1
@@ -44,51 +40,45 @@ MOST_ROUNDS = 8
 """Maximum number of choices for a layer. A head that still misses the bound after that is dense."""
 
 SHARE_PREFILL = "share_prefill"
+"""The method whose paper has no search within a bound (``papers/share_prefill.py``)."""
 
 
-def _search_patterns(job: Job) -> Search:
-    first_layer = job.read_layer("prompts", job.layers[0])
-    spaces = list(minference.search_spaces(first_layer, job.costs))
-    return Search(partial(minference.choose_pattern, spaces=spaces))
+def _search_patterns(job: Job) -> Choose:
+    costs = job.costs
+    spaces = list(minference.search_spaces(job.read_layer("prompts", job.layers[0]), costs))
+    return partial(minference.choose_pattern, spaces=spaces)
 
 
 PAPERS: Mapping[str, Strategy] = {
     "minference": _search_patterns,
-    "sale": lambda job: Search(sale.choose_threshold),
-    "sparge_attn": lambda job: Search(sparge_attn.choose_thresholds),
-    "sparge_attn+skip": lambda job: Search(partial(sparge_attn.choose_thresholds, skipping=True)),
+    "sale": lambda job: sale.choose_threshold,
+    "sparge_attn": lambda job: sparge_attn.choose_thresholds,
+    "sparge_attn+skip": lambda job: partial(sparge_attn.choose_thresholds, skipping=True),
 }
-"""The calibrations that papers describe, except SharePrefill's, which has an option."""
-
-
-def calibratable_methods() -> list[str]:
-    """List the methods that ``method_strategy`` accepts."""
-    return sorted({*PAPERS, *(name for name, spec in METHODS.items() if spec.ladder)})
+"""The searches that papers describe."""
 
 
 def independent_methods() -> list[str]:
     """List the methods whose heads do not depend on other layers. ``cheapest_strategy`` chooses from these."""
-    return [name for name, spec in METHODS.items() if spec.ladder and spec.full.unshared == spec.full]
+    return [name for name, spec in METHODS.items() if spec.ladder]
 
 
-def method_strategy(name: str, distance: float | None = None) -> Strategy:
-    """Return the search that calibrates one method. ``distance`` is that of SharePrefill's clusters."""
+def calibratable_methods() -> list[str]:
+    """List the methods that `profile calibrate` accepts."""
+    return sorted({SHARE_PREFILL, *PAPERS, *independent_methods()})
+
+
+def method_strategy(name: str) -> Strategy:
+    """Return the search that calibrates one method within a bound."""
     if name not in calibratable_methods():
         raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
-    if distance is not None and name != SHARE_PREFILL:
-        raise ConfigurationError(f"--distance: given with --method {name}, expected only with {SHARE_PREFILL}")
-    if distance is not None and not distance > 0:
-        raise ConfigurationError(f"--distance: {unexpected(distance, 'a number above 0')}")
-    if name == SHARE_PREFILL:
-        share_prefill.require_scipy()  # before prompts are made
-        return partial(share_prefill.search_shares, distance=distance or share_prefill.DISTANCE)
     if name in PAPERS:
         return PAPERS[name]
     settings = default_ladder(name)
 
-    def search(job: Job) -> Search:
+    def search(job: Job) -> Choose:
         require_long_prompts(job, settings)
-        return Search(partial(choose_sparsest, settings=halved(halved(settings))))
+        return partial(choose_sparsest, settings=halved(halved(settings)))
 
     return search
 
@@ -100,9 +90,9 @@ def cheapest_strategy(methods: Sequence[str]) -> Strategy:
             raise ConfigurationError(f"--method: {not_one_of(name, independent_methods())}")
     settings = [setting for name in methods for setting in ladder_of(name)]
 
-    def search(job: Job) -> Search:
+    def search(job: Job) -> Choose:
         require_long_prompts(job, settings)
-        return Search(partial(choose_cheapest, settings=settings, costs=job.costs))
+        return partial(choose_cheapest, settings=settings, costs=job.costs)
 
     return search
 
@@ -120,50 +110,23 @@ def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
         )
 
 
-@dataclass
-class LevelState:
-    """One level's result for the layers so far, and the state that they leave, by kind of prompts."""
-
-    result: LevelResult
-    states: dict[str, list[list[State]]] = field(default_factory=lambda: {"prompts": [], "held-out": []})
-
-
 def calibrate(job: Job, strategy: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
     """Search for methods within every level's bound, and check them on the held-out prompts."""
-    search = strategy(job)
-    levels = {name: LevelState(LevelResult(bound)) for name, bound in bounds.items()}
+    choose = strategy(job)
+    levels = {name: LevelResult(bound) for name, bound in bounds.items()}
     dense: list[Method] = [Dense()] * job.shape.num_heads
     job.progress.begin("layers", len(job.layers))
     for number in range(job.shape.num_layers):
-        if number in job.layers:
-            _choose_layer(job, number, search, levels.values())
-            _check_layer(job, number, search, levels.values())
-            job.progress.step()
-        else:
+        if number not in job.layers:
             for level in levels.values():
-                level.result.add_layer(dense, None)
-    return profile_of(job, {name: level.result for name, level in levels.items()}, source)
-
-
-def _choose_layer(job: Job, number: int, search: Search, levels: Iterable[LevelState]) -> None:
-    """Choose the methods of a layer at each level."""
-    layer = job.read_layer("prompts", number, search.others)
-    for level in levels:
-        layer.enter(level.states["prompts"])
-        methods, figures = choose_jointly(layer, search.choose, level.result.bound.with_margin(MARGIN))
-        level.result.add_layer(methods, figures)
-        level.states["prompts"] = layer.leave(methods)
-
-
-def _check_layer(job: Job, number: int, search: Search, levels: Iterable[LevelState]) -> None:
-    """Judge the chosen methods of a layer on the held-out prompts."""
-    layer = job.read_layer("held-out", number, search.others)
-    for level in levels:
-        methods = level.result.methods[-1]
-        layer.enter(level.states["held-out"])
-        if level.result.figures[-1] is not None:
-            level.result.held_out[-1] = layer.judge(methods)
-        level.states["held-out"] = layer.leave(methods)
+                level.add_layer(dense)
+            continue
+        layer, held_out = job.read_layer("prompts", number), job.read_layer("held-out", number)
+        for level in levels.values():
+            methods, figures = choose_jointly(layer, choose, level.bound.with_margin(MARGIN))
+            level.add_layer(methods, figures, held_out.judge(methods) if figures else None)
+        job.progress.step()
+    return profile_of(job, levels, source)
 
 
 def choose_jointly(judge: LayerJudge, choose: Choose, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:

@@ -7,9 +7,9 @@ from statistics import fmean
 
 from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
 from vllm_sparse_backend.calibration.job import Job
-from vllm_sparse_backend.config import head_figures as profile_figures
 from vllm_sparse_backend.config.crossover_table import Crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.head_figures import HeadFigures, PerHead
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.profile import Level, Profile, Provenance
 from vllm_sparse_backend.evaluation.report import versions
@@ -31,11 +31,16 @@ class LevelResult:
     """Figures on the prompts."""
     held_out: list[list[HeadResult] | None] = field(default_factory=list)
 
-    def add_layer(self, methods: Sequence[Method], figures: list[HeadResult] | None) -> None:
-        """Add the next layer, which is not yet judged on the held-out prompts."""
+    def add_layer(
+        self,
+        methods: Sequence[Method],
+        figures: list[HeadResult] | None = None,
+        held_out: list[HeadResult] | None = None,
+    ) -> None:
+        """Add the next layer."""
         self.methods.append(methods)
         self.figures.append(figures)
-        self.held_out.append(None)
+        self.held_out.append(held_out)
 
     def summary(self) -> dict[str, float]:
         """Summarise the held-out prompts over the heads that are not dense."""
@@ -47,14 +52,10 @@ class LevelResult:
         ]
         if not sparse:
             return {}
-        figures: dict[str, float] = {}
-        if self.bound.numbers:
-            shares = [self.bound.used_fraction(head) for head in sparse]
-            figures |= {
-                "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
-                "most_of_bound": max(shares),
-            }
-        figures |= {
+        shares = [self.bound.used_fraction(head) for head in sparse]
+        figures = {
+            "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
+            "most_of_bound": max(shares),
             "error": fmean(head.error for head in sparse),
             "p99_error": fmean(head.p99 for head in sparse),
         }
@@ -73,7 +74,7 @@ def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Pro
     Levels without a sparse head are left out, because they would equal ``exact``.
     """
     levels = {
-        name: Level.of_heads(result.methods, provenance_of(job, result, source))
+        name: Level.of_heads(result.methods, _provenance_of_level(job, source, result))
         for name, result in results.items()
         if any(not isinstance(method, Dense) for layer in result.methods for method in layer)
     }
@@ -83,12 +84,18 @@ def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Pro
         why = f"{source}: no head meets the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")
     first_level, *others = levels
-    fields_of_level = {field: getattr(levels[first_level], field) for field in Level.model_fields}
-    return Profile.model_validate({
-        "format": 1, "model": job.shape, "level": first_level, **fields_of_level,
-        "min_tokens": job.served.min_tokens if job.sets_min_tokens else None,
-        "levels": {name: levels[name] for name in others},
-    })  # fmt: skip
+    return _profile(job, levels[first_level], level=first_level, levels={name: levels[name] for name in others})
+
+
+def profile_of_heads(job: Job, methods: Sequence[Sequence[Method]], source: str) -> Profile:
+    """Build a profile of methods that were not judged."""
+    return _profile(job, Level.of_heads(methods, provenance_of(job, source)))
+
+
+def _profile(job: Job, own: Level, **names: object) -> Profile:
+    own_fields = {field: getattr(own, field) for field in Level.model_fields}
+    min_tokens = job.served.min_tokens if job.sets_min_tokens else None
+    return Profile.model_validate({"format": 1, "model": job.shape, "min_tokens": min_tokens, **own_fields, **names})
 
 
 def with_default_crossover(profile: Profile, job: Job, table: Crossover) -> Profile:
@@ -108,12 +115,8 @@ def with_default_crossover(profile: Profile, job: Job, table: Crossover) -> Prof
     return profile.model_copy(update=lengths)
 
 
-def provenance_of(job: Job, result: LevelResult, source: str) -> Provenance:
-    """Record how a level was made: versions, device, prompts, bounds and figures."""
-    rows: dict[str, profile_figures.PerHead] = {
-        name: [[getattr(head, of_name) for head in layer] if layer else None for layer in result.figures]
-        for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))
-    }
+def provenance_of(job: Job, source: str) -> Provenance:
+    """Record how a profile was made: versions, device and prompts."""
     return Provenance(
         tool_version=package_version(PACKAGE),
         prompts_sha256=job.prompts.sha256,
@@ -121,8 +124,19 @@ def provenance_of(job: Job, result: LevelResult, source: str) -> Provenance:
         source=source,
         seed=job.seed,
         versions=versions(),
-        bounds=result.bound.numbers,
-        density=float(f"{result.density:.4g}"),
-        figures=profile_figures.HeadFigures.of_heads(**rows),
-        held_out=result.summary(),
     )
+
+
+def _provenance_of_level(job: Job, source: str, result: LevelResult) -> Provenance:
+    """Add a search's bounds and figures."""
+    rows: dict[str, PerHead] = {
+        name: [[getattr(head, of_name) for head in layer] if layer else None for layer in result.figures]
+        for name, of_name in (("density", "density"), ("error", "error"), ("p99_error", "p99"))
+    }
+    figures = {
+        "bounds": result.bound.numbers,
+        "density": float(f"{result.density:.4g}"),
+        "figures": HeadFigures.of_heads(**rows),
+        "held_out": result.summary(),
+    }
+    return provenance_of(job, source).model_copy(update=figures)

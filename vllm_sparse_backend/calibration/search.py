@@ -33,14 +33,6 @@ Choose = Callable[[LayerJudge, Bound, IsAllowed], list[Method]]
 """Chooses a method within the bound for each head of a layer; dense for heads without one."""
 
 
-class Search(NamedTuple):
-    """A search over the layers of a model."""
-
-    choose: Choose
-    others: Sequence[Method] = ()
-    """Methods that heads of other layers may have, for methods that need them (``Method.sharing``)."""
-
-
 class Judged(NamedTuple):
     """A head's method with its figures, and whether they meet the bound."""
 

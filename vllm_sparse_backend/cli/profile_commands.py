@@ -39,7 +39,7 @@ Level = Annotated[
         metavar="NAME=BOUND",
         help="Error bound of a level (high or fast), as NAME=MEAN[:P99[:P999]]: the largest mean, p99 and p99.9 over "
         "a head's queries; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: |o - dense| summed over channels, "
-        "mean over tokens. Repeatable. Default: high=0.1:0.4; none for share_prefill.",
+        "mean over tokens. Repeatable. Default: high=0.1:0.4.",
     ),
 ]
 
@@ -177,27 +177,34 @@ class Calibrate(JobOptions):
         str,
         typer.Option(
             metavar="METHOD",
-            help="minference, sale, share_prefill (without --level: the paper's γ), sparge_attn, sparge_attn+skip "
-            "(with its λ), or a method with a ladder.",
+            help="minference, sale, share_prefill (without --level), sparge_attn, sparge_attn+skip (with its λ), or a "
+            "method with a ladder.",
         ),
     ]
     level: Level = None
-    distance: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Distance up to which share_prefill joins heads. Default: 10 (authors: 40)."),
-    ] = None
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import loop
-        from vllm_sparse_backend.calibration.head_errors import Bound
 
-        strategy = loop.method_strategy(self.method, self.distance)
-        is_unbounded = self.method == loop.SHARE_PREFILL and self.level is None
-        bounds = {"high": Bound()} if is_unbounded else _bounds(self.level)
         command = f"sparse-prefill profile calibrate --method {self.method}"
-        if self.distance is not None:
-            command += f" --distance {self.distance:g}"
+        if self.method == loop.SHARE_PREFILL:
+            return self._share(make_job, command)
+        strategy = loop.method_strategy(self.method)
+        bounds = _bounds(self.level)
         return loop.calibrate(make_job(), strategy, bounds, command)
+
+    def _share(self, make_job: "Callable[[], Job]", command: str) -> "Profile":
+        from vllm_sparse_backend.calibration.papers import share_prefill
+        from vllm_sparse_backend.calibration.profile_builder import profile_of_heads
+
+        if self.level is not None:
+            raise ConfigurationError(
+                "--level: given with --method share_prefill, expected none: the paper has one γ for all heads; leave "
+                "it out"
+            )
+        share_prefill.require_scipy()  # before prompts are made
+        job = make_job()
+        return profile_of_heads(job, share_prefill.shared_heads(job), command)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -216,10 +223,9 @@ def write_profile(profile: "Profile", out: Path) -> None:
 
 def _report(profile: "Profile", out: Path) -> None:
     for name in profile.level_names[1:]:
-        level = profile.at_level(name)
-        provenance = level.provenance
+        provenance = profile.at_level(name).provenance
         bounds = ", ".join(f"{quantity} {value:g}" for quantity, value in (provenance.bounds or {}).items())
-        say(f"{name}: {bounds or 'no bound'}; density {provenance.density:.3f} over all heads")
+        say(f"{name}: {bounds}; density {provenance.density:.3f} over all heads")
         figures = (provenance.held_out or {}).items()
         held_out = ", ".join(f"{quantity.replace('_', ' ')} {value:.4g}" for quantity, value in figures)
         say(f"  on held-out prompts: {held_out}")

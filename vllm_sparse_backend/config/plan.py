@@ -171,7 +171,7 @@ def _build(
     all_methods = [
         () if layer in dense else profile.methods_of(layer, shape.num_heads) for layer in range(shape.num_layers)
     ]
-    layers = _layer_plans([methods[local_heads] for methods in all_methods])
+    layers = layer_plans([methods[local_heads] for methods in all_methods])
     return Plan(
         layers=layers,
         min_tokens=_select_setting(config, profile, "min_tokens"),
@@ -180,11 +180,11 @@ def _build(
         shape=shape,
         level=profile.level,
         level_names=profile.level_names,
-        methods=_methods(layers if tp_size == 1 else _layer_plans(all_methods)),
+        methods=_methods(layers if tp_size == 1 else layer_plans(all_methods)),
     )
 
 
-def _layer_plans(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
+def layer_plans(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
     """Return the plan of each layer; None for a layer without methods. Equal layers share one object."""
     counts = Counter(method.sharing for method in chain.from_iterable(methods))
     known: dict[LayerPlan, LayerPlan] = {}

@@ -25,7 +25,7 @@ class MethodSpec:
         demo: Parameters for prompts of a few thousand tokens and small models. They are low enough that some keys are
             left out even with random weights, whose attention is spread out. They are not meant for real models.
         ladder: Parameters from the sparsest useful setting to one that is nearly lossless; searches choose from them.
-        cost: Time of the selection as a fraction of the time of dense attention, used if it was not measured.
+            Empty for methods whose heads depend on other layers.
         paper: The paper in a table, as Markdown; empty for none.
         summary: The keys that a query attends to, as a phrase for a table. The table in docs/settings.md needs it.
         control: What bounds the number of kept keys: ``budget`` (a number of keys, for any prompt length),
@@ -39,7 +39,6 @@ class MethodSpec:
     full: Method
     demo: Mapping[str, object] = field(default_factory=dict)
     ladder: tuple[Mapping[str, object], ...] = ()
-    cost: float = 0.1
     paper: str = ""
     summary: str = ""
     control: Literal["budget", "threshold", "share", ""] = ""

@@ -12,5 +12,4 @@ SPEC = MethodSpec(
     full=Strided(local_tokens=1 << 20),
     demo={"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512},
     ladder=tuple({"stride_tokens": stride} for stride in (8192, 4096, 2048, 1024, 512, 256, 128)),
-    cost=0.002,
 )

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SharePrefill's clusters of heads and γ for each head (arXiv:2505.19578, section 5.2, appendices A.4 and C).
+"""SharePrefill's clusters of heads (arXiv:2505.19578, section 5.2, appendices A.4 and C).
 
 Each head's attention on one prompt is pooled to a square map, which an autoencoder compresses to 64 latent values.
 Hierarchical clustering of these values, cut at a distance, groups the heads. Clusters of fewer than five heads are
-noise. The paper has one γ, 0.9, for all heads. A bound makes γ a number of each head: the smallest that meets the bound
-in the head's cluster. γ does not affect which heads share (``methods/share_prefill/method.py``). Heads that are dense
-at any γ, such as pivots, keep the paper's γ for prompts on which they are not. The figures are those of a single rank:
-under tensor parallelism, heads share only within a rank.
+noise. All heads have the paper's γ, δ and τ. Under tensor parallelism, heads share only within a rank.
 
 Choices that the paper leaves open:
 
@@ -15,7 +12,7 @@ Choices that the paper leaves open:
   4. On a CPU, maps have a side of at most ``CPU_SIDE``: training time is proportional to the number of pixels.
 * Maps are divided by their largest value, because the decoder ends in a sigmoid.
 * Representations are standardised, each value over all heads.
-* The linkage is Ward's, and the default distance is the 10 of appendix A.4. The only cluster file in the authors'
+* The linkage is Ward's, and the distance is the 10 of appendix A.4. The only cluster file in the authors'
   repository has 40 in its name: at 40, other linkages of standardised representations would join all heads.
 * Training stops early ("early stopping" is all that appendix A.4 states) when the last ``PATIENCE`` epochs have lowered
   the loss by too little: on a GPU by less than a thousandth of the best loss, on a CPU by less than a hundredth of the
@@ -29,8 +26,6 @@ for the autoencoder and Adam's state, and about 5 GB for a batch (``BATCH_PIXELS
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -39,20 +34,8 @@ from torch import nn
 
 from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.calibration.external import require_module
-from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
 from vllm_sparse_backend.calibration.job import Job, Progress
-from vllm_sparse_backend.calibration.search import (
-    LEAST_SPARSITY,
-    IsAllowed,
-    Search,
-    default_ladder,
-    halved,
-    sparse_enough,
-    sparsest,
-)
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 LATENT = 64
@@ -85,7 +68,7 @@ BATCH_PIXELS = BATCH * 512 * 512
 """Pixels of all maps in a batch, so larger maps come in smaller batches."""
 
 DISTANCE = 10.0
-"""Default linkage distance up to which heads are joined; the authors' file name says 40."""
+"""Linkage distance up to which heads are joined; the authors' file name says 40."""
 
 MIN_HEADS = 5
 """Minimum number of heads in a cluster. Heads of smaller clusters are noise."""
@@ -200,9 +183,7 @@ def representations(
 
 
 def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
-    """Cluster points with Ward's linkage."""
-    if len(points) < 2:
-        return [0] * len(points)
+    """Cluster at least two points with Ward's linkage."""
     hierarchy = require_scipy()
     tree = hierarchy.linkage(points.double().cpu().numpy(), "ward")
     return list(hierarchy.fcluster(tree, distance, "distance").tolist())
@@ -217,7 +198,6 @@ def require_scipy() -> Any:
 
 def cluster_heads(
     maps: Sequence[torch.Tensor] | torch.Tensor,
-    distance: float = DISTANCE,
     device: str = "cpu",
     epochs: int = EPOCHS,
     progress: Progress | None = None,
@@ -228,61 +208,33 @@ def cluster_heads(
     spread = latent.std(0)
     # A latent value that is the same for all heads carries no information. Scaled to unit variance, it would be noise.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
-    labels = ward_labels(standard, distance)
+    labels = ward_labels(standard, DISTANCE)
     large = [label for label in dict.fromkeys(labels) if labels.count(label) >= MIN_HEADS]
     ids = {label: i for i, label in enumerate(large)}
     flat = [ids.get(label, NOISE) for label in labels]
     return tuple(tuple(flat[i : i + num_heads]) for i in range(0, len(flat), num_heads))
 
 
-def head_clusters(
-    captured: Capture,
-    device: str,
-    side: int = CPU_SIDE,
-    distance: float = DISTANCE,
-    progress: Progress | None = None,
-) -> Clusters:
+def head_clusters(captured: Capture, job: Job) -> Clusters:
     """Compute SharePrefill's clusters from a captured prompt."""
-    progress = progress or Progress()
-    layers = sorted(captured.scales)
+    side, layers = map_side(captured.num_tokens, job.device), sorted(captured.scales)
     maps = []
-    progress.begin("attention maps of layers", len(layers))
+    job.progress.begin("attention maps of layers", len(layers))
     for layer in layers:
-        q, k, _ = captured.read(layer, device)
+        q, k, _ = captured.read(layer, job.device)
         maps.append(attention_maps(q, k, captured.scales[layer], side))
-        progress.step()
-    by_layer = dict(zip(layers, cluster_heads(maps, distance, device, progress=progress), strict=True))
+        job.progress.step()
+    by_layer = dict(zip(layers, cluster_heads(maps, job.device, progress=job.progress), strict=True))
     noise = (NOISE,) * captured.shape.num_heads
     return tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))
 
 
-def search_shares(job: Job, distance: float = DISTANCE) -> Search:
-    """Cluster the heads of a model on the first prompt, and return the search for each head's γ."""
-    side = map_side(min(map(len, job.prompts.prompts)), job.device)
-    clusters = head_clusters(job.captures["prompts"][0], job.device, side, distance, job.progress)
-    numbers = sorted({*chain.from_iterable(clusters)} - {NOISE})
-    if not numbers:
+def shared_heads(job: Job) -> list[list[SharePrefill]]:
+    """Cluster the heads of a model on the first prompt, and return the method of each layer and head."""
+    clusters = head_clusters(job.capture(job.prompts.prompts[:1])[0], job)
+    if set(chain.from_iterable(clusters)) == {NOISE}:
         raise ConfigurationError(
-            f"--method share_prefill: found no cluster at --distance {distance:g}, expected at least {MIN_HEADS} heads "
-            "with similar attention; use a larger --distance, or --method flex_vertical_slash"
+            f"--method share_prefill: given a model without clusters, expected at least {MIN_HEADS} heads with similar "
+            "attention; use --method flex_vertical_slash"
         )
-    return Search(partial(choose_shares, clusters=clusters), [SharePrefill(cluster=number) for number in numbers])
-
-
-def choose_shares(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, clusters: Clusters) -> list[Method]:
-    """Choose each head's γ in its cluster: the paper's without a bound, otherwise the smallest that meets the bound."""
-    chosen: list[Method] = [SharePrefill(cluster=number) for number in clusters[judge.layer]]
-    if bound.numbers:
-        ladder: list[Any] = halved(halved(default_ladder("share_prefill")))
-        members = {
-            head: [replace(setting, cluster=number) for setting in ladder]
-            for head, number in enumerate(clusters[judge.layer])
-        }
-        allowed = {
-            head: [method for method in settings if is_allowed(head, method)] for head, settings in members.items()
-        }
-        for head, judged in sparsest(judge, bound, allowed).items():
-            is_dense_at_any_share = judged.method == members[head][0] and judged.sparsity < LEAST_SPARSITY
-            if not is_dense_at_any_share or clusters[judge.layer][head] == NOISE:
-                chosen[head] = sparse_enough(judged)
-    return [method if is_allowed(head, method) else Dense() for head, method in enumerate(chosen)]
+    return [[SharePrefill(cluster=number) for number in of_layer] for of_layer in clusters]

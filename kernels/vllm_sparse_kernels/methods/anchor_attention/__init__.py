@@ -24,7 +24,6 @@ SPECS = (
         full=AnchorAttention(theta=inf),
         demo={"theta": 5.0, "step_tiles": 4},
         ladder=(*({"theta": theta} for theta in THETAS), *({"theta": theta, **SAMPLED} for theta in SAMPLED_THETAS)),
-        cost=0.031,
         paper="AnchorAttention",
         summary="the keys whose score is close to the highest among the first and the latest keys",
         control="threshold",

@@ -39,7 +39,6 @@ SPECS = (
         full=AShape(local_tokens=EVERYTHING),
         demo={"sink_tokens": 128, "local_tokens": 1024},
         ladder=a_shape_ladder(),
-        cost=0.002,
         paper="[MInference](https://arxiv.org/abs/2407.02490)",
         summary="the first and the latest keys",
         control="budget",
@@ -55,7 +54,6 @@ SPECS = (
             {"vertical_tokens": int(1000 * share), "slash_tokens": int(6096 * share)}
             for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
         ),
-        cost=0.067,
         paper="[MInference](https://arxiv.org/abs/2407.02490)",
         summary="the keys and the distances with the most attention of the chunk's last queries",
         control="budget",
@@ -68,7 +66,6 @@ SPECS = (
         full=BlockSparse(top_blocks=EVERYTHING),
         demo={"top_blocks": 16},
         ladder=tuple({"top_blocks": count} for count in TOP_BLOCKS),
-        cost=0.012,
         paper="[MInference](https://arxiv.org/abs/2407.02490)",
         summary="the blocks whose mean key has the highest score with the mean query",
         control="budget",

@@ -19,7 +19,6 @@ SPECS = (
         full=Sale(tau=0.0),
         demo={"tau": 0.95},
         ladder=(*({"tau": tau} for tau in TAUS), *({"tau": tau, "channels": "half"} for tau in TAUS)),
-        cost=0.22,
         paper="SALE",
         summary="the blocks with a key of high attention relative to near keys, by 4-bit scores of every key",
         control="threshold",

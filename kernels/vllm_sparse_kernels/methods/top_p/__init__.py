@@ -19,7 +19,6 @@ SPECS = (
         full=TopP(kept_mass=1.0),
         demo={"kept_mass": 0.5},
         ladder=tuple({"kept_mass": p, "most_share": most} for p, most in LADDER),
-        cost=0.17,
         paper="this project",
         summary="the fewest blocks that hold a share of the queries' attention, by 8-bit scores of every key",
         control="share",
