@@ -16,13 +16,14 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_sparse_backend.config.crossover_table import Thresholds, load_crossover
+from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan, layer_by_level
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.request_levels import FIELD, LevelPolicy
-from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.config.resolved import Resolved
+from vllm_sparse_backend.config.settings import KEY
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -169,13 +170,10 @@ class Served:
 
         ``settings`` is the object under ``sparse_prefill``; ``engines`` are those of its layers, as on its /metrics.
         """
-        config = load_config({KEY: settings})
-        plans = Plan.by_level(config, ModelShape.from_folder(model))
-        table = load_crossover(config.crossover)
+        resolved = Resolved.from_additional_config({KEY: settings}, ModelShape.from_folder(model), device)
         known = {"portable" if name == "torch" else name for name in engines} - {DENSE}
-        return Served(
-            plans, {level: plan.thresholds(table, device, known) for level, plan in plans.items()}, chunk_tokens
-        )
+        thresholds = {level: resolved.thresholds(level, known) for level in resolved.plans}
+        return Served(resolved.plans, thresholds, chunk_tokens)
 
     def level(self, level: object) -> str:
         """Return the name of a request's level; ``level`` is the value in the request."""

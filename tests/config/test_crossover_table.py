@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolution of ``auto``: the closest measurement, the most cautious of several, and the message without any."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,16 @@ def table(*entries: dict[str, Any]) -> Crossover:
     return Crossover.model_validate({"format": 1, "entries": entries})
 
 
-def resolved(
-    measured: Crossover, engines: tuple[str, ...] = ("flash",), device: str = CARD, **fields: Any
-) -> Thresholds:
-    config = SparsePrefillConfig(**({"method": "a_shape"} | fields))
-    return Plan.build(config, SHAPE).thresholds(measured, device, engines)
+def settings(measured: Crossover, device: str = CARD, ranks: tuple[int, int] = (0, 1), **fields: Any) -> Resolved:
+    """Return resolved settings with another table."""
+    if "profile" not in fields:
+        fields = {"method": "a_shape"} | fields
+    resolved = Resolved.from_additional_config({"sparse_prefill": fields}, SHAPE, device, *ranks)
+    return replace(resolved, table=measured)
+
+
+def resolved(measured: Crossover, device: str = CARD, **fields: Any) -> Thresholds:
+    return settings(measured, device, **fields).thresholds(ON, ["flash"])
 
 
 def test_the_table_that_ships_is_one_and_is_in_the_package() -> None:
@@ -181,20 +187,18 @@ def test_numbers_that_are_set_need_no_measurement() -> None:
         assert names in note
 
 
-def mixed(tmp_path: Path, default: str, head: str, **config: Any) -> SparsePrefillConfig:
-    """A single head of a layer uses another method than all other heads."""
+def mixed(tmp_path: Path, default: str, head: str) -> str:
+    """Return a profile in which a single head of a layer has another method than all other heads."""
     layers = {(1,): {"heads": {"3": {"method": head}}}}
-    path = profile_file(tmp_path, default={"method": default}, layers=layers)
-    return SparsePrefillConfig(profile=path, **config)
+    return profile_file(tmp_path, default={"method": default}, layers=layers)
 
 
 def test_several_methods_take_the_largest_of_theirs(tmp_path: Path) -> None:
-    measured = table(entry(9000, 700), entry(4000, 900, method="dense"), entry(None, None, method="sale"))
-    dense, sale = (Plan.build(mixed(tmp_path, "a_shape", head), SHAPE) for head in ("dense", "sale"))
-    assert dense.thresholds(measured, CARD, ["flash"]) == Thresholds(9000, 900)
-    assert sale.thresholds(measured, CARD, ["flash"]).min_tokens is None
+    measured = table(entry(9000, 700), entry(4000, 900, method="top_p"), entry(None, None, method="sale"))
+    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "top_p")) == Thresholds(9000, 900)
+    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "sale")).min_tokens is None
     # A dense head next to other heads needs no measurement, but a dense method does.
-    assert dense.thresholds(table(entry(9000, 700)), CARD, ["flash"]) == Thresholds(9000, 700)
+    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "dense")) == Thresholds(9000, 700)
     alone = resolved(table(), method="dense")
     assert (alone.min_tokens, len(alone.notes)) == (crossover_table.UNMEASURED_MIN_TOKENS, 1)
 
@@ -202,35 +206,30 @@ def test_several_methods_take_the_largest_of_theirs(tmp_path: Path) -> None:
 def test_all_ranks_go_sparse_from_the_same_lengths_on(tmp_path: Path) -> None:
     """Otherwise a block that all levels share would be sparse in one rank's heads and exact in another's."""
     measured = table(entry(9000, 700), entry(4000, 900, method="sparge_attn"))
-    config = mixed(tmp_path, "sparge_attn", "a_shape")
-    ranks = [Plan.build(config, SHAPE, rank, 4) for rank in range(4)]
-    assert {plan.thresholds(measured, CARD, ["flash"]) for plan in ranks} == {Thresholds(9000, 900)}
-    exact = Plan.build(config, SHAPE).exact_tokens(measured, CARD)
-    assert {plan.exact_tokens(measured, CARD) for plan in ranks} == {exact}
+    profile = mixed(tmp_path, "sparge_attn", "a_shape")
+    ranks = [settings(measured, ranks=(rank, 4), profile=profile) for rank in range(4)]
+    assert {rank.thresholds(ON, ["flash"]) for rank in ranks} == {Thresholds(9000, 900)}
+    assert {rank.exact_tokens() for rank in ranks} == {settings(measured, profile=profile).exact_tokens()}
 
 
 def test_layers_with_different_engines_take_the_strictest() -> None:
     measured = table(entry(9000, 700), entry(20000, 100, engine="portable"))
-    assert resolved(measured, ("flash", "portable")) == Thresholds(20000, 100)
-    plan = Plan.build(SparsePrefillConfig(method="a_shape"), SHAPE)
-    assert plan.earliest_thresholds(measured, CARD) == Thresholds(9000, 700)
-    assert plan.earliest_thresholds(table(), CARD).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
-    never = table(entry(None), entry(3000, engine="portable"), entry(4000, engine="hopper"))
-    assert plan.earliest_thresholds(never, CARD).min_tokens == 3000
-    assert plan.exact_tokens(never, CARD) == 3000
+    assert settings(measured).thresholds(ON, ("flash", "portable")) == Thresholds(20000, 100)
+    assert settings(measured).earliest_thresholds() == Thresholds(9000, 700)
+    assert settings(table()).earliest_thresholds().min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+    never = settings(table(entry(None), entry(3000, engine="portable"), entry(4000, engine="hopper")))
+    assert never.earliest_thresholds().min_tokens == never.exact_tokens() == 3000
 
 
-def test_resolved_settings_have_the_thresholds_of_every_engine(tmp_path: Path) -> None:
-    """Including engines without measurements, which the notes name, and unknown engines."""
+def test_an_engine_without_measurements_is_named(tmp_path: Path) -> None:
+    """Also if the table of the setting ``crossover`` has measurements of other engines."""
     path = tmp_path / "crossover.json"
-    path.write_text(written(entry(9000, 700), entry(20000, 100, engine="portable"), entry(3000, 300, engine="newer")))
-    config = {"method": "a_shape", "crossover": str(path)}
-    settings = Resolved.from_additional_config({"sparse_prefill": config}, SHAPE, CARD)
-    plan = Plan.build(SparsePrefillConfig(**config), SHAPE)
-    for engines in (["flash"], ["portable"], ["newer"], ["hopper"], ["flash", "portable", "hopper"]):
-        assert settings.thresholds(ON, engines) == plan.thresholds(load_crossover(str(path)), CARD, engines)
-    assert "with engine hopper" in settings.thresholds(ON, ["hopper"]).notes[0]
-    assert settings.thresholds(ON, ["unknown"]).min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+    path.write_text(written(entry(9000, 700), entry(20000, 100, engine="portable")))
+    config = {"sparse_prefill": {"method": "a_shape", "crossover": str(path)}}
+    measured = Resolved.from_additional_config(config, SHAPE, CARD)
+    assert measured.thresholds(ON, ["flash", "portable"]).min_tokens == 20000
+    assert "with engine hopper" in measured.thresholds(ON, ["hopper"]).notes[0]
+    assert measured.numbers()[ON]["any other"] == [16384, 1024]
 
 
 @pytest.mark.parametrize(

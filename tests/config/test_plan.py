@@ -150,16 +150,9 @@ def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
         Resolved.from_additional_config(other, SHAPE, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("config", "parallel", "expected"),
-    [
-        ({"dense_layers": (0, 1, 2, 3)}, (0, 1), "name all 4 layers, expected fewer"),
-        ({}, (2, 2), "given rank 2 of 2"),
-    ],
-)
-def test_what_cannot_be_planned(config: dict[str, Any], parallel: tuple[int, int], expected: str) -> None:
-    with pytest.raises(ConfigurationError, match=expected):
-        Plan.build(SparsePrefillConfig(method="dense", **config), SHAPE, *parallel)
+def test_a_plan_without_a_sparse_layer_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="name all 4 layers, expected fewer"):
+        Plan.build(SparsePrefillConfig(method="dense", dense_layers=(0, 1, 2, 3)), SHAPE)
 
 
 def test_description_says_what_runs_how(write: Write) -> None:

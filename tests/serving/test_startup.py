@@ -74,7 +74,6 @@ NONE = r"^--attention-backend sparse-prefill: no layer .*"
             served(llama(), {"crossover": "/nowhere.json"}),
             r"--additional-config sparse_prefill\.crossover: given '/nowhere.json'.* expected a file",
         ),
-        (served(llama(), parallel={"tensor_parallel_size": 3}), "tensor parallelism.* of 3 for 4 query heads"),
         (served(transformers.MambaConfig(architectures=["MambaForCausalLM"])), "/a/model.*num_heads"),
         (served(WINDOWED, {"dense_layers": [1, 3, 5]}), "sliding_window: "),  # the others are configured
         (served(llama(), dtype=torch.float32), NONE + Fallback.DTYPE),

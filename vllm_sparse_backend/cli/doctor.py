@@ -259,14 +259,13 @@ def attention(model: Path | None) -> Iterator[Finding]:
 
 def first_sparse_length(model: Path | None, device: str, engine: str) -> Iterator[Finding]:
     """Report the shortest prompt that runs sparse by default, and whether the model supports such prompts."""
-    from vllm_sparse_backend.config.crossover_table import load_crossover
-    from vllm_sparse_backend.config.plan import Plan
-    from vllm_sparse_backend.config.settings import SparsePrefillConfig
+    from vllm_sparse_backend.config.profile import ON
+    from vllm_sparse_backend.config.resolved import Resolved
 
     if model is None or has_mla(model) or all(model_check.layer_reasons(config_of(model))):
         return
-    plan = Plan.build(SparsePrefillConfig(), ModelShape.from_folder(model))
-    thresholds = plan.thresholds(load_crossover(), device, [engine])
+    resolved = Resolved.from_additional_config(None, ModelShape.from_folder(model), device)
+    thresholds = resolved.thresholds(ON, [engine])
     positions = max_positions(config_of(model))
     longest = positions or max(attention_share.LENGTHS_TOKENS)
     shortest = next((n for n in range(0, longest + 1, 1024) if _runs_sparse(thresholds, n)), None)

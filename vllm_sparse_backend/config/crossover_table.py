@@ -7,7 +7,7 @@ the log says so.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -157,15 +157,19 @@ class Crossover(Section):
         query heads have the most similar total width is closest: with fewer or narrower heads, the device needs less
         time for a layer, but the host needs as long to launch it, so sparse prefill pays off only for longer prompts.
         """
-        candidates: dict[tuple[bool, bool, float], list[Entry]] = {}
-        for entry in self.entries:
-            if (entry.device.casefold(), entry.engine) != (device.casefold(), engine):
-                continue
-            if name_of(entry.parameters) == name_of(method):
-                narrower, wider = sorted(num_heads * head_dim for num_heads, _, head_dim in (entry.shape, shape))
-                closeness = (entry.parameters == method, entry.shape == shape, -wider / narrower)
-                candidates.setdefault(closeness, []).append(entry)
-        return tuple(candidates[max(candidates)]) if candidates else ()
+        entries = [
+            entry
+            for entry in self.entries
+            if (entry.device.casefold(), entry.engine) == (device.casefold(), engine)
+            and name_of(entry.parameters) == name_of(method)
+        ]
+
+        def distance(entry: Entry) -> tuple[bool, bool, float]:
+            narrower, wider = sorted(num_heads * head_dim for num_heads, _, head_dim in (entry.shape, shape))
+            return entry.parameters != method, entry.shape != shape, wider / narrower
+
+        nearest = min(map(distance, entries), default=None)
+        return tuple(entry for entry in entries if distance(entry) == nearest)
 
 
 @dataclass(frozen=True)
@@ -229,17 +233,16 @@ class Place(NamedTuple):
 
 
 def resolve_thresholds(
-    min_tokens: TokenCount, min_query_tokens: TokenCount, methods: Iterable[Method], table: Crossover, place: Place
+    min_tokens: TokenCount, min_query_tokens: TokenCount, methods: Collection[Method], table: Crossover, place: Place
 ) -> Thresholds:
     """Replace ``auto`` by the largest measured numbers of any method.
 
     Dense heads need no measurement if other methods are present, because no length makes them faster.
     """
-    measurements = {method: table.find(place.device, place.engine, method, place.shape) for method in methods}
-    if not all(isinstance(method, Dense) for method in measurements):
-        measurements = {
-            method: entries for method, entries in measurements.items() if entries or not isinstance(method, Dense)
-        }
+    selecting = [method for method in methods if not isinstance(method, Dense)]
+    measurements = {
+        method: table.find(place.device, place.engine, method, place.shape) for method in selecting or methods
+    }
     entries = [entry for method_entries in measurements.values() for entry in method_entries]
     unmeasured = sorted({name_of(method) for method, method_entries in measurements.items() if not method_entries})
     never_faster = sorted({entry.method for entry in entries if not entry.pays})

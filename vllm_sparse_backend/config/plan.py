@@ -6,11 +6,11 @@ the model's query heads [r · H/n, (r + 1) · H/n), whether vLLM splits the key-
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vllm_sparse_backend.config.crossover_table import Crossover, Place, Thresholds, TokenCount, resolve_thresholds
+from vllm_sparse_backend.config.crossover_table import Thresholds, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import make_method, summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -37,10 +37,6 @@ def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]
     return tuple(dense if of_level is None else of_level for of_level in by_level)
 
 
-ANY_OTHER = "any other"
-"""Placeholder for an engine without measurements."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Methods of the heads of one rank at one level."""
@@ -55,12 +51,9 @@ class Plan:
     methods: frozenset[Method] = frozenset()
 
     @staticmethod
-    def build(
-        config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1, level: str = ON
-    ) -> "Plan":
-        """Build the plan of one rank at one level."""
-        documents = Documents.read(config, shape)
-        return _build(config, documents.parse_profile(config), documents.source, shape, tp_rank, tp_size, level)
+    def build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1) -> "Plan":
+        """Build the plan of one rank at the server's own level."""
+        return Plan.by_level(config, shape, tp_rank, tp_size)[ON]
 
     @staticmethod
     def by_level(
@@ -72,9 +65,20 @@ class Plan:
     ) -> dict[str, "Plan"]:
         """Build the plan of each level except ``exact``, which needs none."""
         documents = documents or Documents.read(config, shape)
-        profile = documents.parse_profile(config)
-        levels = [ON, *(name for name in profile.level_names if name not in (EXACT, profile.level))]
-        return {level: _build(config, profile, documents.source, shape, tp_rank, tp_size, level) for level in levels}
+        profile, source = documents.parse_profile(config), documents.source
+        profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
+        if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
+            expected = f"at most {shape.num_layers - 1}, because the model is {shape}"
+            problem = unexpected(config.dense_layers[-1], expected)
+            raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
+        num_local = shape.num_heads // tp_size
+        local_heads = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
+        plans = {ON: _build(config, profile, source, shape, local_heads)}
+        for level in profile.level_names:
+            if level not in (EXACT, profile.level):
+                at_level = profile.at_level(level)
+                plans[level] = _build(config, at_level, f"{source} at level {level}", shape, local_heads)
+        return plans
 
     def layer(self, layer: int) -> LayerPlan | None:
         """Return the plan of a layer; None if it is dense."""
@@ -89,37 +93,6 @@ class Plan:
     def dense_layers(self) -> tuple[int, ...]:
         """Numbers of the layers that run dense."""
         return tuple(i for i, layer in enumerate(self.layers) if layer is None)
-
-    def thresholds(self, table: Crossover, device: str, engines: Collection[str]) -> Thresholds:
-        """Return the lengths from which rows run sparse: the strictest thresholds of several engines."""
-        shape = (self.shape.num_heads, self.shape.num_kv_heads, self.shape.head_dim)
-        numbers = (self.min_tokens, self.min_query_tokens)
-        candidates = [
-            resolve_thresholds(*numbers, self.methods, table, Place(device, engine, shape))
-            for engine in sorted(engines)
-        ]
-        return max(candidates, key=lambda thresholds: thresholds.severity)
-
-    def earliest_thresholds(self, table: Crossover, device: str) -> Thresholds:
-        """Return the thresholds of the engine with the shortest measured crossover.
-
-        A server prepares for these thresholds before its engine is chosen.
-        """
-        engines = table.engines(device) or ["any"]
-        candidates = [self.thresholds(table, device, [engine]) for engine in engines]
-        return min(candidates, key=lambda thresholds: thresholds.severity)
-
-    def exact_tokens(self, table: Crossover, device: str) -> int | None:
-        """Return the number of leading positions of every row that are dense with any engine."""
-        exact_tokens = [min_tokens for min_tokens, _ in self.numbers(table, device).values()]
-        return min((tokens for tokens in exact_tokens if tokens is not None), default=None)
-
-    def numbers(self, table: Crossover, device: str) -> dict[str, list[int | None]]:
-        """Return the lengths from which rows run sparse with each engine."""
-        thresholds = {
-            engine: self.thresholds(table, device, [engine]) for engine in [*table.engines(device), ANY_OTHER]
-        }
-        return {engine: [lengths.min_tokens, lengths.min_query_tokens] for engine, lengths in thresholds.items()}
 
     def describe(self, thresholds: Thresholds) -> list[str]:
         """Describe the plan for the log at start-up."""
@@ -142,45 +115,25 @@ class Plan:
         return lines
 
 
-def _build(
-    config: SparsePrefillConfig,
-    profile: Profile,
-    source: str,
-    shape: ModelShape,
-    tp_rank: int,
-    tp_size: int,
-    level: str,
-) -> Plan:
-    if not 0 <= tp_rank < tp_size or shape.num_heads % tp_size:
-        raise ConfigurationError(
-            f"tensor parallelism: given rank {tp_rank} of {tp_size} for {shape.num_heads} query heads, expected a rank "
-            "below the size, and a size that divides the heads"
-        )
-    profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
-    if level != ON:
-        profile, source = profile.at_level(level), f"{source} at level {level}"
-    if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
-        problem = unexpected(config.dense_layers[-1], f"at most {shape.num_layers - 1}, because the model is {shape}")
-        raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
+def _build(config: SparsePrefillConfig, profile: Profile, source: str, shape: ModelShape, local_heads: slice) -> Plan:
     dense = {*config.dense_layers, *profile.dense_layers}
     if len(dense) == shape.num_layers:
         where = f"{OPTION} and {source}" if config.dense_layers else source
         raise ConfigurationError(f"dense_layers of {where} name all {len(dense)} layers, expected fewer")
-    num_local = shape.num_heads // tp_size
-    local_heads = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
     all_methods = [
         () if layer in dense else profile.methods_of(layer, shape.num_heads) for layer in range(shape.num_layers)
     ]
-    layers = layer_plans([methods[local_heads] for methods in all_methods])
+    # All ranks' methods, as the configuration states them: all ranks need the same thresholds.
+    methods = chain.from_iterable(layer.methods for layer in {*layer_plans(all_methods)} if layer is not None)
     return Plan(
-        layers=layers,
+        layers=layer_plans([methods_of_layer[local_heads] for methods_of_layer in all_methods]),
         min_tokens=_select_setting(config, profile, "min_tokens"),
         min_query_tokens=_select_setting(config, profile, "min_query_tokens"),
         source=source,
         shape=shape,
         level=profile.level,
         level_names=profile.level_names,
-        methods=_methods(layers if tp_size == 1 else layer_plans(all_methods)),
+        methods=frozenset(methods),
     )
 
 
@@ -197,8 +150,3 @@ def _select_setting(config: SparsePrefillConfig, profile: Profile, field: str) -
     profile_value: TokenCount | None = getattr(profile, field)
     config_value: TokenCount = getattr(config, field)
     return config_value if profile_value is None or field in config.model_fields_set else profile_value
-
-
-def _methods(layers: Iterable[LayerPlan | None]) -> frozenset[Method]:
-    """Return the methods of all heads, as the configuration states them."""
-    return frozenset(chain.from_iterable(layer.methods for layer in set(layers) if layer is not None))

@@ -3,20 +3,24 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, Thresholds
+from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, Place, Thresholds, resolve_thresholds
 from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, STREAMING
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import ANY_OTHER, Plan, layer_by_level
+from vllm_sparse_backend.config.plan import Plan, layer_by_level
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, StreamingHeadsConfig, load_config
 from vllm_sparse_backend.config.source_files import Documents
-from vllm_sparse_kernels.attention import engines as attention_engines
 from vllm_sparse_kernels.layer import LayerPlan
 
 Numbers = dict[str, dict[str, list[int | None]]]
 """By level and engine, [min_tokens, min_query_tokens]: plain values, which travel between processes."""
+
+
+ANY_OTHER = "any other"
+"""Placeholder for an engine without measurements."""
 
 
 def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
@@ -47,7 +51,6 @@ class Resolved:
     documents: Documents
     plans: Mapping[str, Plan]
     table: Crossover
-    thresholds_by_engine: Mapping[str, Mapping[str, Thresholds]]
     device: str
     pools: bool = False
     streaming_heads: StreamingHeadsConfig | None = None
@@ -64,16 +67,8 @@ class Resolved:
         plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
         if plans[ON].has_shares:
             plans[SHARE] = plans[ON]  # except for p, which each row sets
-        table = read.parse_crossover()
-        thresholds_by_engine = {
-            level: {
-                engine: plan.thresholds(table, device, [engine])
-                for engine in {*attention_engines(), *table.engines(device), ANY_OTHER}
-            }
-            for level, plan in plans.items()
-        }
         streaming_heads = config.streaming_heads if carried_streaming(additional_config) else None
-        return Resolved(config, read, plans, table, thresholds_by_engine, device, pools, streaming_heads)
+        return Resolved(config, read, plans, read.parse_crossover(), device, pools, streaming_heads)
 
     @property
     def plan(self) -> Plan:
@@ -102,22 +97,35 @@ class Resolved:
         """Whether any plan's numbers depend on the device, because they are ``auto``."""
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
-    def numbers(self) -> Numbers:
-        """Return the lengths from which rows run sparse, which must be the same in all processes."""
-        return {level: plan.numbers(self.table, self.device) for level, plan in self.plans.items()}
-
     def thresholds(self, level: str, engines: Collection[str]) -> Thresholds:
-        """Return the lengths from which rows of a level run sparse."""
-        by_engine = self.thresholds_by_engine[level]
-        candidates = [by_engine.get(engine, by_engine[ANY_OTHER]) for engine in sorted(engines)]
+        """Return the lengths from which rows of a level run sparse: the strictest thresholds of several engines."""
+        plan = self.plans[level]
+        shape = (plan.shape.num_heads, plan.shape.num_kv_heads, plan.shape.head_dim)
+        numbers = (plan.min_tokens, plan.min_query_tokens)
+        candidates = [
+            resolve_thresholds(*numbers, plan.methods, self.table, Place(self.device, engine, shape))
+            for engine in sorted(engines)
+        ]
         return max(candidates, key=lambda thresholds: thresholds.severity)
 
+    def _by_engine(self, level: str) -> dict[str, Thresholds]:
+        return {engine: self.thresholds(level, [engine]) for engine in [*self.table.engines(self.device), ANY_OTHER]}
+
+    def numbers(self) -> Numbers:
+        """Return the lengths from which rows run sparse, which must be the same in all processes."""
+        return {
+            level: {engine: [of.min_tokens, of.min_query_tokens] for engine, of in self._by_engine(level).items()}
+            for level in self.plans
+        }
+
     def earliest_thresholds(self) -> Thresholds:
-        """Return the lowest thresholds of any level with any engine."""
-        candidates = [plan.earliest_thresholds(self.table, self.device) for plan in self.plans.values()]
+        """Return the lowest thresholds of any level with any engine.
+
+        A server prepares for these thresholds before its engine is chosen.
+        """
+        candidates = chain.from_iterable(self._by_engine(level).values() for level in self.plans)
         return min(candidates, key=lambda thresholds: thresholds.severity)
 
     def exact_tokens(self) -> int | None:
-        """Return the number of leading positions of every row that are dense at all levels."""
-        exact_tokens = [plan.exact_tokens(self.table, self.device) for plan in self.plans.values()]
-        return min((tokens for tokens in exact_tokens if tokens is not None), default=None)
+        """Return the number of leading positions of every row that are dense at all levels with any engine."""
+        return self.earliest_thresholds().min_tokens
