@@ -2,9 +2,8 @@
 """Compares a server's counters on /metrics with the requests that it received.
 
 If requests come one at a time, all counts follow from the configuration: how the scheduler cuts a prompt into chunks,
-how each chunk runs and why, and its causal pairs. Counters must then match **exactly**. This module computes
-them from the plan and the documentation (``docs/metrics.md``), not from the code that counts. Under load, the batch's
-free room determines chunks, and requests are aborted and preempted. Then only **bounds** hold.
+how each chunk runs and why, and its causal pairs. Counters must then match exactly. This module computes them from the
+plan and the documentation (``docs/metrics.md``), not from the code that counts.
 """
 
 import time
@@ -12,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,11 +28,8 @@ from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_m
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import TILE_TOKENS
 
-SPARSE, DENSE, DECODE = "sparse", "dense", "decode"
-
 HITS = "vllm:prefix_cache_hits_total"
 """vLLM's own metric: prompt tokens found in its prefix cache."""
-PREEMPTIONS = "vllm:num_preemptions_total"
 AT_WORK = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 
 AUDIT_TOKENS = 3
@@ -42,87 +38,39 @@ AUDIT_TOKENS = 3
 MORE_TOKENS = 76
 """Tokens of the audit's prompts past a border: not a multiple of pages."""
 
-LOOKS = 3
+READS = 3
 """Repeated reads of a page that lacks counters, because an engine may be late."""
 
 IDLE_TIMEOUT_S = 120.0
 QUIET_S = 10.0
 """Seconds; longer than any step."""
 
-
-@dataclass
-class Counts:
-    """Counts of a server since it started, or between two reads."""
-
-    rows: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Rows by path and reason."""
-    causal_pairs: Counter[int] = field(default_factory=Counter)
-    """Pairs by layer, over all heads."""
-
-    @staticmethod
-    def of(report: MetricsReport) -> "Counts":
-        return Counts(
-            Counter(report.rows),
-            Counter({layer: counts.causal_pairs for layer, counts in report.layers.items()}),
-        )
-
-    def add(self, other: "Counts", times: int = 1) -> None:
-        for name, mine in vars(self).items():
-            for key, count in vars(other)[name].items():
-                mine[key] += times * count
-
-    def since(self, before: "Counts") -> "Counts":
-        difference = Counts()
-        difference.add(self)
-        difference.add(before, -1)
-        return difference
-
-    def rows_of(self, path: str) -> int:
-        return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
-
-    def differences(self, expected: "Counts") -> list[str]:
-        """Return one line for each counter that differs from its expected value."""
-        off = self.since(expected)
-        return [
-            f"{name} {key if isinstance(key, int) else ' '.join(key).strip()}: counted {mine[key]:,}, expected "
-            f"{vars(expected)[name][key]:,}"
-            for name, mine in vars(self).items()
-            for key, by in sorted(vars(off)[name].items())
-            if by
-        ]
+Counts = Counter[tuple[str, ...]]
+"""Rows by ("rows", path, reason), and pairs over all heads by ("pairs", layer)."""
 
 
-@dataclass(frozen=True)
-class Look:
+class Reading(NamedTuple):
     """A server's counters at one moment."""
 
     report: MetricsReport
     counts: Counts
     cached_tokens: int
-    preemptions: int
 
-    @staticmethod
-    def at(server: Endpoint) -> "Look":
-        """Read a server's counters. Raises BenchError if they are missing, or if an engine did not answer."""
-        for _ in range(LOOKS):
-            report = parse_metrics(text := server.metrics())
-            answered = list(report.by("up", "engine").values())
-            if answered and all(answered):
-                break
-            time.sleep(1.0)
-        else:
-            what = f"{answered.count(0)} engines that did not answer" if answered else "no counters of ours"
-            raise BenchError(f"{server.url}/metrics: {what}; expected a server with --attention-backend sparse-prefill")
-        return Look(report, Counts.of(report), int(total(text, HITS)), int(total(text, PREEMPTIONS)))
 
-    def faults(self) -> list[str]:
-        """Return a line for each event that should never happen, but did since the server started."""
-        report = self.report
-        counted = {
-            "kernels compiled while serving": report.by("compilations", "when")["serving"],
-            "tensors past the arena": report.by("arena_overflows").total(),
-        }
-        return [f"{what}: {count}, expected none" for what, count in counted.items() if count]
+def read_counters(server: Endpoint) -> Reading:
+    """Read a server's counters. Raises BenchError if they are missing, or if an engine did not answer."""
+    for _ in range(READS):
+        report = parse_metrics(text := server.metrics())
+        answered = list(report.by("up", "engine").values())
+        if answered and all(answered):
+            break
+        time.sleep(1.0)
+    else:
+        what = f"{answered.count(0)} engines that did not answer" if answered else "no counters of ours"
+        raise BenchError(f"{server.url}/metrics: {what}; expected a server with --attention-backend sparse-prefill")
+    counts = Counter({("rows", *kind): rows for kind, rows in report.rows.items()})
+    counts.update({("pairs", str(layer)): layer_counts.causal_pairs for layer, layer_counts in report.layers.items()})
+    return Reading(report, counts, int(total(text, HITS)))
 
 
 def wait_until_idle(server: Endpoint, timeout_s: float = IDLE_TIMEOUT_S) -> None:
@@ -145,15 +93,6 @@ def wait_until_idle(server: Endpoint, timeout_s: float = IDLE_TIMEOUT_S) -> None
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A request that ran alone on the server."""
-
-    prompt_tokens: int
-    output_tokens: int
-    level: object = None
-
-
-@dataclass(frozen=True)
 class Served:
     """The settings of a server on which its counters depend."""
 
@@ -171,7 +110,7 @@ class Served:
         ``settings`` is the object under ``sparse_prefill``; ``engines`` are those of its layers, as on its /metrics.
         """
         resolved = Resolved.from_additional_config({KEY: settings}, ModelShape.from_folder(model), device)
-        known = {"portable" if name == "torch" else name for name in engines} - {DENSE}
+        known = {"portable" if name == "torch" else name for name in engines} - {"dense"}
         thresholds = {level: resolved.thresholds(level, known) for level in resolved.plans}
         return Served(resolved.plans, thresholds, chunk_tokens)
 
@@ -185,69 +124,28 @@ class Served:
         plan = self.plans[ON]
         return sum(not layer_by_level(self.plans.values(), layer) for layer in range(plan.shape.num_layers))
 
-    def expected(self, sent: Sent, cached_tokens: int = 0) -> Counts:
-        """Return the expected counts of a request whose first ``cached_tokens`` are in the prefix cache."""
-        counts = Counts()
-        level = self.level(sent.level)
-        for start in range(cached_tokens, sent.prompt_tokens, self.chunk_tokens):
-            end = min(start + self.chunk_tokens, sent.prompt_tokens)
+    def expected(self, prompt_tokens: int, request_level: object, cached_tokens: int) -> Counts:
+        """Return the counts of a request that runs alone, whose first ``cached_tokens`` are in the prefix cache."""
+        counts: Counts = Counter({("rows", "decode", ""): AUDIT_TOKENS - 1})
+        level = self.level(request_level)
+        for start in range(cached_tokens, prompt_tokens, self.chunk_tokens):
+            end = min(start + self.chunk_tokens, prompt_tokens)
             path, reason = self._kind(start, end, level)
-            counts.rows[path, reason] += 1
-            if path == SPARSE:
-                self._add_layers(counts, level, max(start, self.thresholds[level].min_tokens or 0), end)
-        if sent.output_tokens > 1:
-            counts.rows[DECODE, ""] += sent.output_tokens - 1
+            counts["rows", path, reason] += 1
+            if path == "sparse":
+                plan, first = self.plans[level], max(start, self.thresholds[level].min_tokens or 0)
+                pairs = plan.shape.num_heads * (end * (end + 1) - first * (first + 1)) // 2
+                counts.update({("pairs", str(layer)): pairs for layer, heads in enumerate(plan.layers) if heads})
         return counts
 
     def _kind(self, start: int, end: int, level: str) -> tuple[str, str]:
         """Return the path and reason of a row that prefills positions [start, end)."""
         if end - start == 1:
-            return DECODE, ""
+            return "decode", ""
         if level == EXACT:
-            return DENSE, Fallback.REQUESTED.value
+            return "dense", Fallback.REQUESTED.value
         reason = self.thresholds[level].dense_reason(end - start, end)
-        return (SPARSE, "") if reason is None else (DENSE, reason.value)
-
-    def _add_layers(self, counts: Counts, level: str, first: int, end: int) -> None:
-        """Add the queries at positions [first, end) in every layer that is sparse at this level."""
-        plan = self.plans[level]
-        for layer, groups in enumerate(plan.layers):
-            if groups is not None:
-                counts.causal_pairs[layer] += plan.shape.num_heads * _pairs(first, end)
-
-    def most_pairs(self, prompt_tokens: int, level: object) -> int:
-        """Return an upper bound of a layer's causal pairs for a prompt that is computed once, with any chunks."""
-        name = self.level(level)
-        least = None if name == EXACT else self.thresholds[name].min_tokens
-        if least is None or prompt_tokens <= least:
-            return 0
-        return self.plans[ON].shape.num_heads * _pairs(least, prompt_tokens)
-
-
-def _pairs(first: int, end: int) -> int:
-    """Return the number of (query, key) pairs of one head's queries at positions [first, end)."""
-    return (end * (end + 1) - first * (first + 1)) // 2
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Lower and upper bound of a counter, for concurrent requests."""
-
-    what: str
-    counted: int
-    low: int
-    high: int | None = None
-
-    @property
-    def holds(self) -> bool:
-        return self.low <= self.counted and (self.high is None or self.counted <= self.high)
-
-    def __str__(self) -> str:
-        high = "" if self.high is None else f" and at most {self.high:,}"
-        return f"{self.what}: {self.counted:,}, expected at least {self.low:,}{high}"
-
-
-# --- the audit: known requests, one at a time ---
+        return ("sparse", "") if reason is None else ("dense", reason.value)
 
 
 @dataclass
@@ -255,7 +153,7 @@ class Audit:
     """Results of an audit. ``differences`` has one line for each counter of each level with an unexpected value."""
 
     num_requests: int = 0
-    counted: Counts = field(default_factory=Counts)
+    counted: Counts = field(default_factory=Counter)
     cached_tokens: int = 0
     differences: list[str] = field(default_factory=list)
 
@@ -268,29 +166,35 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
     """
     done = Audit()
     prompts.made += time.time_ns() % (1 << 32)  # so that no prompt is in the cache from an earlier audit
-    before = Look.at(server)
-    if (dense := before.report.attention["dense"]) != served.dense_layers():
+    before = read_counters(server)
+    if (dense := before.report.by("layers", "attention")["dense"]) != served.dense_layers():
         raise BenchError(
             f"{server.url}: {dense} layers prefill dense, but {served.dense_layers()} by the given settings; expected "
             "the settings of the server, and a model all of whose layers can run sparse"
         )
     for level in levels:
-        expected, requests = Counts(), list(_prompts(served, level, prompts, longest))
+        requests = list(_prompts(served, level, prompts, longest))
         arguments: dict[str, Any] = {} if level is None else {"vllm_xargs": {FIELD: level}}
         for prompt in requests:
             try:
                 server.ask(prompt, AUDIT_TOKENS, **arguments)
             except RequestError as error:
                 raise RequestError(f"audit, {len(prompt)} tokens at level {level}: {error}") from None
-        after = Look.at(server)
+        after = read_counters(server)
         cached = after.cached_tokens - before.cached_tokens
+        expected: Counts = Counter()
         for prompt in requests:  # only the last prompt has a prefix in common with another
-            expected.add(served.expected(Sent(len(prompt), AUDIT_TOKENS, level), cached * (prompt is requests[-1])))
-        counted = after.counts.since(before.counts)
+            expected.update(served.expected(len(prompt), level, cached * (prompt is requests[-1])))
+        counted = after.counts - before.counts
         done.num_requests += len(requests)
         done.cached_tokens += cached
-        done.counted.add(counted)
-        done.differences += [f"audit at level {level}: {line}" for line in counted.differences(expected)]
+        done.counted.update(counted)
+        for name in sorted(counted.keys() | expected.keys()):
+            if counted[name] != expected[name]:
+                what = " ".join(name).strip()
+                done.differences.append(
+                    f"audit at level {level}: {what}: counted {counted[name]:,}, expected {expected[name]:,}"
+                )
         before = after
     return done
 
