@@ -31,8 +31,8 @@ from benchmarks.options import (
     difference,
     engines_named,
     is_default,
+    show,
 )
-from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt

@@ -23,7 +23,6 @@ from vllm_sparse_backend.calibration.capture import (
 from vllm_sparse_backend.calibration.prompts import MOST_CHARS
 from vllm_sparse_backend.cli.common import device_of, failures
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.evaluation.output_files import require_output_folder
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 
 
@@ -38,7 +37,6 @@ def main(
     device: Device = None,
 ) -> None:
     with failures():
-        require_output_folder("FOLDER", folder)
         ids = read_tokens(model, text or default_text(), prompt_tokens(model, tokens, 32768), skip=skip)
         made = capture(model, ids, folder, device_of(device))
         left_out = f", left out: {made.left_out}" if made.left_out else ""

@@ -68,8 +68,8 @@ def read_counters(server: Endpoint) -> Reading:
     else:
         what = f"{answered.count(0)} engines that did not answer" if answered else "no counters of ours"
         raise BenchError(f"{server.url}/metrics: {what}; expected a server with --attention-backend sparse-prefill")
-    counts = Counter({("rows", *kind): rows for kind, rows in report.rows.items()})
-    counts.update({("pairs", str(layer)): layer_counts.causal_pairs for layer, layer_counts in report.layers.items()})
+    counts: Counts = Counter({("rows", *kind): rows for kind, rows in report.rows.items()})
+    counts.update({("pairs", str(layer)): pairs.causal for layer, pairs in report.layers.items()})
     return Reading(report, counts, int(total(text, HITS)))
 
 
@@ -167,7 +167,7 @@ def audit(server: Endpoint, served: Served, prompts: Prompts, levels: Sequence[o
     done = Audit()
     prompts.made += time.time_ns() % (1 << 32)  # so that no prompt is in the cache from an earlier audit
     before = read_counters(server)
-    if (dense := before.report.by("layers", "attention")["dense"]) != served.dense_layers():
+    if (dense := before.report.attention["dense"]) != served.dense_layers():
         raise BenchError(
             f"{server.url}: {dense} layers prefill dense, but {served.dense_layers()} by the given settings; expected "
             "the settings of the server, and a model all of whose layers can run sparse"

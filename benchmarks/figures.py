@@ -93,42 +93,15 @@ def read_figures(path: Path) -> list[Figure]:
         raise BenchError(f"{path}: {error}; expected a figure as a JSON object on each line") from None
 
 
-def of_latency(about: str, case: Mapping[str, Any]) -> Iterator[Named]:
-    yield f"{about}: TTFT, speed-up", case.get("ttft_speed_up"), "ratio", "higher"
-    if "ttft_speed_up" in case:
-        yield f"{about}: TTFT", case["ours_first_s"], "s", "lower"
-        yield f"{about}: density of its sparse rows", case["density"], "share", "lower"
-    yield f"{about}: TPOT, speed-up", case.get("tpot_speed_up"), "ratio", "higher"
-
-
-def of_load(about: str, stock: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[Named]:
-    if stock["failures"] or ours["failures"]:
-        return
-    for key, what in (("short_p99_s", "p99"), ("short_p50_s", "p50")):
-        if stock[key] and ours[key]:
-            ratio = stock[key] / ours[key]
-            yield f"{about}: {what} of short requests' TTFT, speed-up", ratio, "ratio", "higher"
-    if stock["tokens_per_s"] and ours["tokens_per_s"]:
-        yield f"{about}: throughput, times stock's", ours["tokens_per_s"] / stock["tokens_per_s"], "ratio", "higher"
-    yield f"{about}: density of its sparse rows", ours["density"], "share", "lower"
-
-
 def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
-    """Yield the figures of `bench serve`. Failed loads and lengths without answers have no ratio."""
-    for label in dict.fromkeys(case["label"] for case in cases):
-        by_part = {part: [c for c in cases if (c["label"], c["part"]) == (label, part)] for part in ("latency", "load")}
-        for case in by_part["latency"]:
-            yield from of_latency(f"vllm serve, {label}, {case['case']}", case)
-        if by_part["load"]:
-            mix = (
-                "mixed load"
-                if "rate" in by_part["load"][0]
-                else f"mixed load of {by_part['load'][0]['clients']} clients"
-            )
-            yield from of_load(f"vllm serve, {label}, {mix}", *by_part["load"])
-        for case in cases:
-            if (case["label"], case["part"]) == (label, "density"):
-                yield f"vllm serve, {label}: density of its sparse rows", case["density"], "share", "lower"
+    """Yield the figures of `bench serve`. Lengths without answers have no ratio."""
+    for case in cases:
+        about = f"vllm serve, {case['label']}, {case['case']}"
+        yield f"{about}: TTFT, speed-up", case.get("ttft_speed_up"), "ratio", "higher"
+        if "ttft_speed_up" in case:
+            yield f"{about}: TTFT", case["ours_first_s"], "s", "lower"
+            yield f"{about}: density of its sparse rows", case["density"], "share", "lower"
+        yield f"{about}: TPOT, speed-up", case.get("tpot_speed_up"), "ratio", "higher"
 
 
 def of_answers(cases: Sequence[dict[str, Any]]) -> Iterator[Named]:

@@ -39,9 +39,9 @@ from benchmarks.options import (
     difference,
     engines_named,
     is_default,
+    show,
 )
 from vllm_sparse_backend.calibration.capture import Capture
-from vllm_sparse_backend.cli.bench import show
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures, split, token_counts
 from vllm_sparse_backend.config.errors import not_one_of

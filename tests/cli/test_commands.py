@@ -24,7 +24,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import answer_run, crossover_bench, serve_bench
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.evaluation.report import line_of, table_of
 from vllm_sparse_backend.evaluation.vllm_server import Server
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
@@ -66,16 +66,8 @@ def test_tables_have_few_columns_and_paste_as_markdown() -> None:
 
 
 def test_a_line_of_serve_names_its_quantities() -> None:
-    case = {
-        "part": "latency", "label": "a_shape", "first": "stock", "case": "900 tokens", "ours_first_s": 0.02,
-        "stock_first_s": 0.08, "ours_token_ms": 30.0, "stock_token_ms": None, "density": 0.25, "failures": 0,
-    }  # fmt: skip
-    assert serve_bench.describe_case(case) == (
-        "a_shape, 900 tokens: TTFT, s: 0.02 (stock: 0.08), TPOT, ms: 30 (stock: unknown), density 0.25"
-    )
-    assert (
-        serve_bench.describe_case({"part": "density", "label": "a_shape", "density": 0.25}) == "a_shape: density 0.25"
-    )
+    case = {"case": "900 tokens", "ours_first_s": 0.02, "stock_first_s": 0.08, "stock_token_ms": None, "density": 0.25}
+    assert line_of(serve_bench.COLUMNS, case) == "prompt 900 tokens, TTFT, s 0.02, baseline 0.08, density 0.25"
 
 
 def test_json_goes_to_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,13 @@
 
 import math
 import random
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.stub_server import FACT, QUESTION, Words, entry
 from vllm_sparse_backend.evaluation import answers
-from vllm_sparse_backend.evaluation.answer_run import AnswerWorkload
-from vllm_sparse_backend.evaluation.answers import Answer, Line, Prompt, Share, build_prompt, score, standard_error
+from vllm_sparse_backend.evaluation.answers import Answer, Line, Prompt, TokenScores, build_prompt, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -66,7 +64,9 @@ def test_prompts_start_as_the_tokenizer_or_the_models_files_say(tmp_path: Path) 
 
 def test_lines_that_do_not_fit_and_short_texts_are_refused() -> None:
     encode = Words()
-    with pytest.raises(BenchError, match=r"50 facts .* of a prompt's 3,000 tokens, expected at most half"):
+    with pytest.raises(
+        BenchError, match=r"50 facts .* of a prompt's 3,000 tokens, expected at most half; ask for fewer"
+    ):
         build(encode, num_facts=50)
     with pytest.raises(BenchError, match="text: given 100 tokens, expected at least"):
         build_prompt(encode, [0], [1] * 100, 3000, 9, answers.Templates(), random.Random(0))
@@ -74,48 +74,14 @@ def test_lines_that_do_not_fit_and_short_texts_are_refused() -> None:
         Line.of(lambda text: [1, 2, 3], "{name} {value}", "a", "1234567")
 
 
-class BytesWords(Words):
-    """A tokenizer that makes several tokens of every byte, as if its merges were lost."""
-
-    def __init__(self, tokens_a_byte: int) -> None:
-        super().__init__()
-        self.tokens_a_byte = tokens_a_byte
-
-    def __call__(self, text: str) -> list[int]:
-        return [byte for byte in text.encode() for _ in range(self.tokens_a_byte)]
-
-
-def test_facts_that_a_tokenizer_makes_too_long_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
-    encode, num_tokens = BytesWords(2), 8192
-    with pytest.raises(BenchError) as caught:
-        build(encode, num_tokens, num_facts=24)
-    said = re.fullmatch(
-        r"24 facts and their questions take ([\d,]+) of a prompt's 8,192 tokens, expected at most half: the tokenizer "
-        r"makes up to (\d+) tokens of a fact, and up to (\d+) of a question; ask for at most (\d+) --facts or longer "
-        r"--lengths",
-        str(caught.value),
-    )
-    assert said is not None, caught.value
-    fact, question, most = map(int, said.groups()[1:])
-    assert 24 * (fact + question) >= int(said[1].replace(",", "")) - 1 > num_tokens // 2
-    assert len(build(encode, num_tokens, num_facts=most).answers) == most > 0
-    with pytest.raises(BenchError, match=r"of a question; ask for longer --lengths$"):
-        build(encode, 300, num_facts=1)
-    endpoint = Tokenizer([])
-    endpoint.__dict__["encode"] = encode
-    workload = AnswerWorkload.from_text(None, [4096], 1, 24)
-    with pytest.raises(BenchError, match=r"^prompts for the tokenizer of m: 24 facts and their questions take"):
-        workload.build_prompts(endpoint)
-
-
 PROMPT = Prompt([5, 6, 7, 8, 9, 10], (Answer("a", "12", 1, 3, 5),))
 
 
 def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
     returned = [None, entry(6, -1.0, 4), entry(7, -2.0), entry(8, -0.01), entry(9, -3.0, 2), entry(10, -0.25)]
-    scores = score(PROMPT, returned)
-    assert scores.ranks == [[1, 2]]
-    assert (scores.nats, scores.others) == (3.25, 3)
+    scores = TokenScores.of(PROMPT.token_ids, returned)
+    assert scores.of_answers(PROMPT) == [[1, 2]]
+    assert scores.of_text(PROMPT) == (3.25, 3)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +96,18 @@ def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
 )
 def test_what_is_missing_or_no_number_is_an_error_and_no_answer(place: int, value: object, said: str) -> None:
     returned = [None, *(entry(token) for token in PROMPT.token_ids[1:])]
-    assert score(PROMPT, returned).ranks == [[1, 1]]
+    assert TokenScores.of(PROMPT.token_ids, returned).of_answers(PROMPT) == [[1, 1]]
     returned[place] = value
     with pytest.raises(RequestError, match=said):
-        score(PROMPT, returned)
+        TokenScores.of(PROMPT.token_ids, returned)
 
 
 def test_the_standard_error_knows_that_a_prompts_answers_fall_together() -> None:
     binomial = math.sqrt(0.75 * 0.25 / 24)
-    assert standard_error([Share(18, 24)]) == pytest.approx(binomial)
-    assert standard_error([Share(9, 12), Share(9, 12)]) == pytest.approx(binomial)
+    assert standard_error([[True] * 18 + [False] * 6]) == pytest.approx(binomial)
+    assert standard_error([[True] * 9 + [False] * 3] * 2) == pytest.approx(binomial)
     # Means of two prompts, 0.5 and 1: their deviation is 0.354, divided by the root of two.
-    assert standard_error([Share(6, 12), Share(12, 12)]) == pytest.approx(0.25)
+    assert standard_error([[True, False] * 6, [True] * 12]) == pytest.approx(0.25)
     assert math.isnan(standard_error([]))
 
 

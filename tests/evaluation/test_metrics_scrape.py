@@ -3,7 +3,7 @@
 
 import pytest
 
-from vllm_sparse_backend.evaluation.metrics_scrape import LayerCounts, parse_metrics
+from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
 
 PAGE = """\
 vllm:num_requests_running{engine="0"} 1.0
@@ -24,8 +24,8 @@ def test_parse() -> None:
     report = parse_metrics(PAGE)
     assert report.rows == {("sparse", ""): 5, ("dense", "too_short"): 2}
     assert report.layers == {
-        0: LayerCounts(1_000_000_000, 4_000_000_000),
-        10: LayerCounts(4_000_000_000, 8_000_000_000),
+        0: Pairs(1_000_000_000, 4_000_000_000),
+        10: Pairs(4_000_000_000, 8_000_000_000),
     }
     assert report.layers[0].density == 0.25
     assert report.attention == {"hopper": 30, "dense": 2}
@@ -39,7 +39,7 @@ def test_engines_add_up() -> None:
     single, double = parse_metrics(PAGE), parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
     assert double.rows == single.rows + single.rows
     assert double.attention == single.attention + single.attention
-    assert double.layers[0].kept_pairs == 2 * single.layers[0].kept_pairs
+    assert double.layers[0].kept == 2 * single.layers[0].kept
     assert double.layers[0].density == single.layers[0].density
 
 
@@ -52,7 +52,7 @@ def test_dense_rows_alone_are_a_problem_with_their_reason() -> None:
 @pytest.mark.parametrize(("kept", "causal"), [(0, 10), (10, 10), (11, 10), (0, 0)])
 def test_a_density_outside_0_and_1_is_a_problem(kept: int, causal: int) -> None:
     report = parse_metrics(PAGE)
-    report.layers[3] = LayerCounts(kept, causal)
+    report.layers[3] = Pairs(kept, causal)
     problem = report.problem()
     assert problem is not None
     assert problem.startswith("layer 3 has density ")

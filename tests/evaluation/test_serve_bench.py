@@ -15,6 +15,7 @@ from benchmarks.figures import main as figures_of, of_serve, read_figures
 from tests.helpers.stub_server import SimulatedClock, Stub, running
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.cli.bench import Serve
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import compared_servers, serve_bench
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
@@ -61,7 +62,7 @@ def test_running_servers_are_compared(pair, log, tmp_path):
     lengths = ("--lengths", "40,900,20+300", "--repeats", 4, "--output-tokens", 3)
     result = run(*servers, *lengths, "--json", out)
     assert result.exit_code == 0, result.output
-    cases = {case["case"]: case for case in cases_of(out) if case["part"] == "latency"}
+    cases = {case["case"]: case for case in cases_of(out)}
     assert list(cases) == ["40 tokens", "900 tokens", "20 new after 300 cached"]
     for case in cases.values():
         assert case["failures"] == 0
@@ -74,7 +75,6 @@ def test_running_servers_are_compared(pair, log, tmp_path):
         "vllm serve, a_shape, 20 new after 300 cached: TTFT, speed-up",
         "vllm serve, a_shape, 40 tokens: TPOT, speed-up",
         "vllm serve, a_shape, 40 tokens: density of its sparse rows",
-        "vllm serve, a_shape: density of its sparse rows",
     } <= set(figures)
     assert all(case["density"] == 0.25 for case in cases.values())
     # Servers get the same prompts in ABBA order, each prompt once; a cached prefix comes before its question.
@@ -93,10 +93,8 @@ def test_levels_of_one_server_are_compared_each(pair, log, tmp_path):
     assert result.exit_code == 0, result.output
     for label, density in (("x half", 0.5), ("x tenth", 0.1)):
         cases = [case for case in cases_of(tmp_path / "all.json") if case["label"] == label]
-        assert [case["part"] for case in cases] == ["latency"] * 3 + ["density"]
-        assert [case["density"] for case in cases[:3]] == [density] * 3
-        assert [case["ttft_speed_up"] for case in cases[:3]] == pytest.approx([4] * 3)
-        assert cases[-1]["density"] == pytest.approx(density)
+        assert [case["density"] for case in cases] == [density] * 3
+        assert [case["ttft_speed_up"] for case in cases] == pytest.approx([4] * 3)
     # Each prompt goes to all of them in turn, back and forth; stock gets it once for any number of levels.
     of_900 = [name for name, prompt in log if len(prompt) == 900]
     assert of_900 == ["stock", "half", "tenth", "tenth", "half", "stock", "stock", "half", "tenth"]
@@ -130,11 +128,8 @@ def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, 
     out = tmp_path / "all.json"
     result = run(BUNDLED, *settings, "--lengths", "40,900", "--repeats", 2, "--output-tokens", 2, "--json", out)
     assert result.exit_code == 0, result.output
-    parts = [(case["label"], case["part"]) for case in cases_of(out)]
-    names = ("a_shape", "profile streaming")
-    assert parts == [(name, "latency") for name in names for _ in range(2)] + [(name, "density") for name in names]
-    speed_ups = [case["ttft_speed_up"] for case in cases_of(out) if case["part"] == "latency"]
-    assert speed_ups == pytest.approx([4] * 4)
+    assert [case["label"] for case in cases_of(out)] == ["a_shape"] * 2 + ["profile streaming"] * 2
+    assert [case["ttft_speed_up"] for case in cases_of(out)] == pytest.approx([4] * 4)
     prompts = [tuple(prompt) for _, prompt in log]
     assert prompts == prompts[:6] * 3
 
@@ -147,7 +142,6 @@ SERVERS = ("--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")
     [
         (("--lengths", "-5"), "--lengths: given '-5', expected whole numbers above 0"),
         (("--lengths", "20+"), "--lengths: given '20+'"),
-        (("--lengths", ""), "--lengths: given ''"),
         (
             ("--text", "none"),
             "--text: given 'none', expected a text file or a folder: none: cannot be read: No such file",
@@ -171,7 +165,7 @@ def test_one_server_is_too_few_and_two_of_its_levels_are_enough(pair, tmp_path):
     levels = ("--level", "half", "--level", "tenth", "--label", "x")
     result = run("--url", ours, *levels, "--lengths", "40", "--repeats", 1, "--json", tmp_path / "all.json")
     assert result.exit_code == 0, result.output
-    (case,) = [case for case in cases_of(tmp_path / "all.json") if case["part"] == "latency"]
+    (case,) = cases_of(tmp_path / "all.json")
     assert (case["first"], case["label"]) == ("x half", "x tenth")
     assert "x tenth, one request at a time; baseline: x half\n\n| prompt " in result.stdout
     assert "stock" not in result.stdout
@@ -184,7 +178,7 @@ def test_what_failed_is_reported_and_not_counted(pair, tmp_path, fault):
     result = run("--url", stock, "--url", ours, *lengths)
     assert result.exit_code == 1, result.output
     written = json.loads((tmp_path / "all.json").read_text())
-    good, bad = (case for case in written["cases"] if case["part"] == "latency")
+    good, bad = written["cases"]
     assert (good["failures"], bad["failures"]) == (0, 4)  # including the warm-up request
     assert good["ttft_speed_up"] == pytest.approx(4)
     assert bad["ours_first_s"] is None
@@ -281,8 +275,8 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
 
 def test_servers_get_room_for_what_is_asked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert serve_bench.fitting(tmp_path, 64) == [1024, 8192]
-    assert serve_bench.fitting(None, 64) == list(serve_bench.LENGTHS)
+    assert Serve(model=tmp_path)._lengths() == [Length(1024), Length(8192)]
+    assert Serve()._lengths() == [Length(n) for n in serve_bench.LENGTHS]
     with pytest.raises(
         BenchError, match=r"given requests of 20,000 tokens, including answers, expected at most the 16,384 positions"
     ):

@@ -9,8 +9,10 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -19,7 +21,10 @@ from rich.markup import escape
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.config.input_files import kind_of_file
 from vllm_sparse_backend.evaluation.output_files import require_output_file
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, Report
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.evaluation.compared_servers import Contestant
 
 
 def group(help: str) -> typer.Typer:
@@ -116,12 +121,6 @@ SparseSettings = Annotated[
     list[str] | None,
     typer.Option(metavar="JSON", help="sparse_prefill as JSON, or a profile; repeatable. Default: no settings."),
 ]
-Level = Annotated[list[str] | None, typer.Option(metavar="LEVEL", help="Level of the requests; repeatable.")]
-Urls = Annotated[
-    list[str] | None,
-    typer.Option("--url", metavar="URL", help="A running server; repeatable. The first is the baseline."),
-]
-Labels = Annotated[list[str] | None, typer.Option("--label", metavar="NAME", help="Name of each --url, in order.")]
 Text = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Text file, or folder of *.py and *.md, from which prompts are made."),
@@ -207,3 +206,52 @@ def device_of(text: str | None) -> str:
     if text not in known:
         raise BenchError(f"--device: {not_one_of(text, known)}")
     return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of commands that compare servers, and their results."""
+
+    model: ServedModel = None
+    settings: SparseSettings = None
+    level: Annotated[list[str] | None, typer.Option(metavar="LEVEL", help="Level of the requests; repeatable.")] = None
+    url: Annotated[
+        list[str] | None,
+        typer.Option("--url", metavar="URL", help="A running server; repeatable. The first is the baseline."),
+    ] = None
+    label: Annotated[
+        list[str] | None, typer.Option("--label", metavar="NAME", help="Name of each --url, in order.")
+    ] = None
+    text: Text = None
+    server_args: ServerArgs = ""
+    json_path: Json = None
+
+    def contestants(self, max_len: int) -> "list[Contestant]":
+        """Return the running servers at --url, or stock vLLM and each setting for the model.
+
+        Raises BenchError if the options contradict each other, or if requests of ``max_len`` tokens are too long.
+        """
+        from vllm_sparse_backend.evaluation.compared_servers import Contestant, started
+        from vllm_sparse_backend.evaluation.vllm_server import Settings
+
+        urls, levels = self.url or (), levels_of(self.level)
+        labels = self.label or [""] * len(urls)
+        if (self.model is None) == (not urls):
+            given = "neither a model nor --url" if self.model is None else "a model and --url"
+            raise BenchError(f"MODEL: given {given}, expected a model to serve, or the --url of running servers")
+        if len(labels) != len(urls):
+            raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
+        if self.model is not None:
+            settings = [Settings.parse(text, self.model) for text in self.settings or ["{}"]]
+            return started(self.model, settings, max_len, self.server_args, levels)
+        options = (("--settings", self.settings), ("--server-args", self.server_args))
+        if useless := [name for name, value in options if value]:
+            raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
+        servers = [Contestant.running(label, url, levels, max_len) for label, url in zip(labels, urls)]
+        return list(chain.from_iterable(servers))
+
+    def report(self, bench: str) -> Report:
+        """Return an empty report about these servers, or about this machine."""
+        from vllm_sparse_backend.evaluation.vllm_server import device_name
+
+        return Report(bench, ", ".join(self.url or ()) or device_name(), self.json_path)

@@ -9,7 +9,7 @@ import typer
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.evaluation.report import Report, table_of
+from vllm_sparse_backend.evaluation.report import table_of
 
 evaluate = common.group("Measure accuracy against stock vLLM.")
 
@@ -20,7 +20,7 @@ def commands() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class Answers(common.ServerOptions):
     """Score answers that are part of the prompt.
 
     An answer is right if each of its tokens has rank 1 in vLLM's prompt_logprobs. All servers get the same prompts.
@@ -28,11 +28,6 @@ class Answers:
     kept and not measured again.
     """
 
-    model: common.ServedModel = None
-    settings: common.SparseSettings = None
-    level: common.Level = None
-    url: common.Urls = None
-    label: common.Labels = None
     lengths: Annotated[str, typer.Option(metavar="N,...", help="Prompt lengths in tokens.")] = "8192"
     count: Annotated[int, typer.Option(metavar="N", help="Prompts of each length.", min=1)] = 4
     facts: Annotated[
@@ -41,9 +36,6 @@ class Answers:
     concurrency: Annotated[
         int, typer.Option(metavar="N", help="Concurrent requests; more than one may change chunks.", min=1)
     ] = 1
-    text: common.Text = None
-    server_args: common.ServerArgs = ""
-    json_path: common.Json = None
 
     def run(self) -> None:
         """Send the questions to all servers, and print a table."""
@@ -52,17 +44,11 @@ class Answers:
         go_on = f"The same command resumes from {self.json_path}." if is_kept else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run as evaluation
-            from vllm_sparse_backend.evaluation.compared_servers import contestants_from_options
-            from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             lengths = common.token_counts("--lengths", self.lengths)
             workload = evaluation.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts)
-            workload.require_room()
-            servers = contestants_from_options(
-                self.model, self.settings or (), common.levels_of(self.level), self.url or (), self.label or (),
-                workload.longest + 1, self.server_args,
-            )  # fmt: skip
-            report = Report("answers", ", ".join(self.url or ()) or device_name(), self.json_path)
+            servers = self.contestants(workload.longest + 1)
+            report = self.report("answers")
             key = workload.key(servers[0].model, self.server_args)
             evaluation.resume(report, self.json_path, key, servers)
             progress.begin("prompts", sum(map(len, evaluation.missing_requests(servers, workload, report).values())))

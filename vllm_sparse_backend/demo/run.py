@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation.answer_run import AnswerWorkload, Case, right_answers
+from vllm_sparse_backend.evaluation.answer_run import AnswerWorkload, Case, ask, right_answers
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
@@ -46,20 +46,19 @@ def run_demo(console: Console) -> None:
         with ThreadPoolExecutor() as pool:
             list(pool.map(stack.enter_context, servers.values()))
         endpoints = {name: Endpoint.connect(name, server.url) for name, server in servers.items()}
-        cases = ask(endpoints)
+        cases = ask_all(endpoints)
         report = parse_metrics(endpoints["sparse-prefill"].metrics())
     console.print(summary(cases, report), highlight=False, soft_wrap=True, markup=False)
 
 
-def ask(endpoints: dict[str, Endpoint]) -> dict[str, Case]:
+def ask_all(endpoints: dict[str, Endpoint]) -> dict[str, Case]:
     """Send the same prompt to all servers, and return their cases."""
     workload = AnswerWorkload.from_text(None, [PROMPT_TOKENS], 1, FACTS)
-    cases = {}
-    for name, endpoint in endpoints.items():
-        workload.make(endpoint)
-        cases[name] = workload.ask(endpoint, (PROMPT_TOKENS, 0))
-        if error := cases[name]["error"]:
-            raise DemoError(f"{name} did not answer: {error}")
+    (prompt,) = workload.build_prompts(endpoints["stock vLLM"]).values()
+    cases = {name: ask(endpoint, prompt) for name, endpoint in endpoints.items()}
+    for name, case in cases.items():
+        if case["error"]:
+            raise DemoError(f"{name} did not answer: {case['error']}")
     return cases
 
 

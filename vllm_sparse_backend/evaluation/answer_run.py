@@ -8,9 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import groupby, product
+from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import fmean, stdev
@@ -21,9 +20,9 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.config.profile import EXACT
-from vllm_sparse_backend.evaluation.answers import Prompt, Share, Templates, build_prompt, score, standard_error
+from vllm_sparse_backend.evaluation.answers import Prompt, Templates, TokenScores, build_prompt, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
-from vllm_sparse_backend.evaluation.compared_servers import Contestant, announce_start, opened
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report
@@ -57,73 +56,44 @@ class AnswerWorkload:
     count: int
     """Prompts of each length."""
     facts: int
-    text: str | None
-    made: dict[PromptKey, Prompt] = field(default_factory=dict, compare=False)
-    """The prompts, once a server is available to tokenize."""
-    tokens: list[int] = field(default_factory=list, compare=False)
-    """Tokens of a sample of the text, by that server."""
+    text: str
 
     @staticmethod
     def from_text(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "AnswerWorkload":
-        """Return the workload over a text file or folder, or over generated prose if ``text`` is None."""
-        # A token has fewer than eight characters on average. The server tokenises the whole text.
-        read = None if text is None else read_prompt_text(text, 8 * max(lengths) * max(4, count))
-        return AnswerWorkload(tuple(dict.fromkeys(lengths)), count, facts, read)
+        """Return the workload over a text file or folder, or over generated prose if ``text`` is None.
 
-    def require_room(self) -> None:
-        """Raise BenchError before a server starts if a length is too short for the facts."""
-        if self.facts > (most := min(self.lengths) // FACT_TOKENS):
-            raise BenchError(
-                f"--facts: given {self.facts}, expected at most {most} in a prompt of {min(self.lengths):,} tokens"
-            )
+        Raises BenchError if a length is too short for the facts.
+        """
+        if facts > (most := min(lengths) // FACT_TOKENS):
+            raise BenchError(f"--facts: given {facts}, expected at most {most} in a prompt of {min(lengths):,} tokens")
+        longest = max(lengths)
+        if text is not None:
+            # A token has fewer than eight characters on average. The server tokenises the whole text.
+            source = read_prompt_text(text, 8 * longest * max(4, count))
+        else:
+            # Prose has at least one token per word, enough for separate stretches.
+            source = prose(max(2 * longest, longest + 16 * count), SEED)
+        return AnswerWorkload(tuple(dict.fromkeys(lengths)), count, facts, source)
 
     @property
     def longest(self) -> int:
         return max(self.lengths)
 
-    @cached_property
-    def source(self) -> str:
-        """The text. Generated prose has at least one token per word, enough for separate stretches."""
-        words = max(2 * self.longest, self.longest + 16 * self.count)
-        return self.text if self.text is not None else prose(words, SEED)
-
     def key(self, *context: object) -> str:
         """Return a hash that is equal for equal prompts in an equal ``context``."""
-        made_of = {name: value for name, value in vars(self).items() if name not in ("made", "tokens", "source")}
-        made_of |= {"text": self.source, "context": context}
-        return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(asdict(self) | {"context": context}).encode()).hexdigest()[:16]
 
     @property
     def wanted(self) -> list[PromptKey]:
         return list(product(self.lengths, range(self.count)))
 
-    def make(self, endpoint: Endpoint) -> bool:
-        """Build the prompts with the first server's tokenizer, and return whether this server's tokenizer agrees."""
-        sample = endpoint.tokenize(self.source[:2000], special=True)
-        if not self.made:
-            self.made.update(self.build_prompts(endpoint))
-            self.tokens.extend(sample)
-        return sample == self.tokens
-
-    def ask(self, endpoint: Endpoint, prompt_key: PromptKey) -> Case:
-        """Send one prompt, and return its case. A failed or incomplete request has an ``error`` and no answers."""
-        prompt = self.made[prompt_key]
-        case: Case = {"sha256": prompt.sha256, "error": None}
-        began = time.perf_counter()
-        try:
-            scores = score(prompt, endpoint.prompt_logprobs(prompt.token_ids))
-        except RequestError as error:
-            return case | {"error": str(error)}
-        answers = [
-            {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
-            for answer, ranks in zip(prompt.answers, scores.ranks)
-        ]
-        seconds = round(time.perf_counter() - began, 3)
-        return case | {"seconds": seconds, "nats": scores.nats, "others": scores.others, "answers": answers}
+    def sample_tokens(self, endpoint: Endpoint) -> list[int]:
+        """Return tokens of the text by a server's tokenizer, to compare it with another's."""
+        return endpoint.tokenize(self.text[:2000], special=True)
 
     def build_prompts(self, endpoint: Endpoint) -> dict[PromptKey, Prompt]:
-        """Build all prompts, each from a different stretch of the text."""
-        text_ids = endpoint.tokenize(self.source)
+        """Build all prompts with a server's tokenizer, each from a different stretch of the text."""
+        text_ids = endpoint.tokenize(self.text)
         begin_ids = endpoint.first_tokens()
         # Stretches begin in different places, so that no two prompts of a length begin alike.
         spare = len(text_ids) - self.longest
@@ -132,17 +102,34 @@ class AnswerWorkload:
             raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {most:,} for such prompts")
 
         built: dict[PromptKey, Prompt] = {}
-        for length in self.lengths:
-            for i in range(self.count):
-                rng = Random(f"{SEED}/{length}/{i}")
-                start = spare * i // self.count + rng.randrange(spare // self.count)
-                stretch = text_ids[start : start + length]
-                prompt = (endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng)
-                try:
-                    built[length, i] = build_prompt(*prompt)
-                except BenchError as error:
-                    raise BenchError(f"prompts for the tokenizer of {endpoint.model}: {error}") from None
+        for length, i in self.wanted:
+            rng = Random(f"{SEED}/{length}/{i}")
+            start = spare * i // self.count + rng.randrange(spare // self.count)
+            stretch = text_ids[start : start + length]
+            try:
+                built[length, i] = build_prompt(
+                    endpoint.tokenize, begin_ids, stretch, length, self.facts, Templates(), rng
+                )
+            except BenchError as error:
+                raise BenchError(f"prompts for the tokenizer of {endpoint.model}: {error}") from None
         return built
+
+
+def ask(endpoint: Endpoint, prompt: Prompt) -> Case:
+    """Send a prompt, and return its case. A failed or incomplete request has an ``error`` and no answers."""
+    case: Case = {"sha256": prompt.sha256, "error": None}
+    began = time.perf_counter()
+    try:
+        scores = TokenScores.of(prompt.token_ids, endpoint.prompt_logprobs(prompt.token_ids))
+    except RequestError as error:
+        return case | {"error": str(error)}
+    answers = [
+        {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
+        for answer, ranks in zip(prompt.answers, scores.of_answers(prompt))
+    ]
+    nats, others = scores.of_text(prompt)
+    seconds = round(time.perf_counter() - began, 3)
+    return case | {"seconds": seconds, "nats": nats, "others": others, "answers": answers}
 
 
 def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
@@ -169,17 +156,11 @@ def missing_requests(
     contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report
 ) -> dict[str, list[PromptKey]]:
     """Return, by label, the prompts that a report lacks. Raises BenchError if two servers share a label."""
-    if len({contestant.label for contestant in contestants}) < len(contestants):
-        raise BenchError(
-            f"--label: given {', '.join(contestant.label for contestant in contestants)}, expected each label only once"
-        )
-    answered = {(case["label"], case["tokens"], case["prompt"]) for case in report.cases if case["part"] == "prompt"}
-    return {
-        contestant.label: [
-            prompt_key for prompt_key in workload.wanted if (contestant.label, *prompt_key) not in answered
-        ]
-        for contestant in contestants
-    }
+    labels = [contestant.label for contestant in contestants]
+    if len(set(labels)) < len(labels):
+        raise BenchError(f"--label: given {', '.join(labels)}, expected each label only once")
+    answered = {(case["label"], case["tokens"], case["prompt"]) for case in prompt_cases(report.cases)}
+    return {label: [key for key in workload.wanted if (label, *key) not in answered] for label in labels}
 
 
 def ask_all(
@@ -187,30 +168,32 @@ def ask_all(
 ) -> None:
     """Add a case for each server and prompt that the report lacks. Raises BenchError or ServerError."""
     todo = missing_requests(contestants, workload, report)
-    waiting = [contestant for contestant in contestants if todo[contestant.label]]
-    for _, group in groupby(waiting, key=lambda contestant: contestant.open):
-        announce_start(levels := list(group), report)
-        with opened(levels) as endpoints:
-            # The first server that is ready makes the prompts for all servers.
-            if not workload.make(endpoints[0]):
-                whose = "its tokenizer differs from the first server's"
-                raise BenchError(f"{levels[0].label}: {whose}, so prompts would differ")
-            for contestant, endpoint in zip(levels, endpoints, strict=True):
-                names = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
-                base = names | {"level": contestant.level}
-                for case in _ask_server(endpoint, workload, todo[contestant.label], concurrency):
-                    report.add_case(base | case)
+    prompts: dict[PromptKey, Prompt] = {}
+    sample: list[int] = []
+    for group in groups([contestant for contestant in contestants if todo[contestant.label]]):
+        with opened(group, report) as endpoints:
+            for contestant, endpoint in zip(group, endpoints, strict=True):
+                tokens = workload.sample_tokens(endpoint)
+                if not prompts:  # the first server that is ready makes the prompts for all servers
+                    sample, prompts = tokens, workload.build_prompts(endpoint)
+                if tokens != sample:
+                    raise BenchError(
+                        f"{contestant.label}: its tokenizer differs from the first server's, so prompts would differ"
+                    )
+                about = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
+                wanted = {prompt_key: prompts[prompt_key] for prompt_key in todo[contestant.label]}
+                for case in _ask_server(endpoint, wanted, concurrency):
+                    report.add_case(about | {"level": contestant.level} | case)
 
 
-def _ask_server(
-    endpoint: Endpoint, workload: AnswerWorkload, todo: Sequence[PromptKey], concurrency: int
-) -> Iterator[Case]:
+def _ask_server(endpoint: Endpoint, prompts: Mapping[PromptKey, Prompt], concurrency: int) -> Iterator[Case]:
     """Yield a case for each prompt, then a case with the density over all prompts and the reasons for dense rows."""
     before = endpoint.metrics()
     pool = ThreadPoolExecutor(concurrency)
     try:
-        for prompt_key, case in zip(todo, pool.map(lambda prompt_key: workload.ask(endpoint, prompt_key), todo)):
-            yield {"part": "prompt", "tokens": prompt_key[0], "prompt": prompt_key[1], **case}
+        cases = pool.map(lambda prompt: ask(endpoint, prompt), prompts.values())
+        for (tokens, i), case in zip(prompts, cases):
+            yield {"part": "prompt", "tokens": tokens, "prompt": i, **case}
     finally:
         # After an interruption, do not wait for prompts that take minutes. They end with the server.
         pool.shutdown(wait=False, cancel_futures=True)
@@ -222,6 +205,10 @@ def _ask_server(
         yield {"part": "density", "tokens": None, "prompt": None, **figures, "dense_rows": dense}
 
 
+def prompt_cases(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if case["part"] == "prompt"]
+
+
 def densities(cases: Sequence[Case]) -> dict[str, float | None]:
     """Return the density by label, over all runs in a file."""
     counted = [case for case in cases if case["part"] == "density"]
@@ -231,28 +218,23 @@ def densities(cases: Sequence[Case]) -> dict[str, float | None]:
 
 def failure_lines(cases: Sequence[Case]) -> list[str]:
     """Return a line for each failed request, and for each server of this backend without sparse prefill."""
-    prompt_cases = [case for case in cases if case["part"] == "prompt"]
     lines = [
         f"failed, and not counted: {case['label']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}: "
         f"{case['error']}"
-        for case in prompt_cases
+        for case in prompt_cases(cases)
         if case["error"]
     ]
+    explained = {fallback.value: fallback.explain for fallback in Fallback}
     exact_labels = {case["label"] for case in cases if case.get("level") in (0, EXACT)}
     for label, density in densities(cases).items():
         if density is None and label not in exact_labels:
-            lines.append(f"{label}: no request ran sparse: {_why_dense([c for c in cases if c['label'] == label])}")
+            rows = Counter[str]()
+            for case in cases:
+                if (case["label"], case["part"]) == (label, "density"):
+                    rows.update(case["dense_rows"])
+            reasons = [f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items()]
+            lines.append(f"{label}: no request ran sparse: {'; '.join(reasons) or 'it counted no rows'}")
     return lines
-
-
-def _why_dense(cases: Sequence[Case]) -> str:
-    """Explain why a server ran nothing sparse: the reasons that it counted, or failed requests."""
-    rows = sum((Counter(case["dense_rows"]) for case in cases if case["part"] == "density"), Counter[str]())
-    if rows:
-        explained = {fallback.value: fallback.explain for fallback in Fallback}
-        return "; ".join(f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items())
-    failed = all(case["error"] for case in cases if case["part"] == "prompt")
-    return "all of its requests failed" if failed else "see the server's log"
 
 
 def describe_case(case: Case) -> str:
@@ -282,32 +264,31 @@ def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> 
 
 def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
     """Return a row for each label and length: right answers, and their ratio to the first label's on shared prompts."""
-    prompt_cases = {(c["label"], c["tokens"], c["prompt"]): c for c in cases if c["part"] == "prompt"}
     density = densities(cases)
     rows = []
     for length in lengths:
-        base = {
-            i: c
-            for (label, n, i), c in prompt_cases.items()
-            if label == labels[0] and n == length and c["error"] is None
+        of_length = [case for case in prompt_cases(cases) if case["tokens"] == length]
+        answered = {
+            label: {case["prompt"]: case for case in of_length if case["label"] == label and not case["error"]}
+            for label in labels
         }
-        for label in labels:
-            cases_of_row = [c for (name, n, _), c in prompt_cases.items() if name == label and n == length]
-            good = {c["prompt"]: c for c in cases_of_row if c["error"] is None}
-            shares = [Share(sum(right_answers(c)), len(c["answers"])) for c in good.values()]
-            whole = Share(sum(share.right for share in shares), sum(share.total for share in shares))
-            answered_by_both = base.keys() & good.keys()
-            first = sum(sum(right_answers(base[i])) for i in answered_by_both)
-            others = sum(c["others"] for c in good.values())
-            change, its_error = (None, None) if label == labels[0] else perplexity_change(base, good)
+        first = answered[labels[0]]
+        for label, good in answered.items():
+            answers = {i: right_answers(case) for i, case in good.items()}
+            right, asked = sum(map(sum, answers.values())), sum(map(len, answers.values()))
+            shared = first.keys() & good.keys()
+            right_of_first = sum(sum(right_answers(first[i])) for i in shared)
+            others = sum(case["others"] for case in good.values())
+            change, error = (None, None) if label == labels[0] else perplexity_change(first, good)
+            failed = [case for case in of_length if case["label"] == label and case["error"]]
             rows.append({
-                "label": label, "tokens": length, "answers": str(whole) or None, "right": whole.right,
-                "asked": whole.total, "share": whole.share if whole.total else None,
-                "standard_error": standard_error(shares) if whole.total else None,
-                "of_first": sum(sum(right_answers(good[i])) for i in answered_by_both) / first if first else None,
-                "perplexity": math.exp(sum(c["nats"] for c in good.values()) / others) if others else None,
-                "perplexity_change": change, "perplexity_change_error": its_error,
-                "density": density.get(label), "failed": len(cases_of_row) - len(good),
+                "label": label, "tokens": length, "right": right, "asked": asked,
+                "answers": f"{right} of {asked}" if asked else None, "share": right / asked if asked else None,
+                "standard_error": standard_error(list(answers.values())) if asked else None,
+                "of_first": sum(sum(answers[i]) for i in shared) / right_of_first if right_of_first else None,
+                "perplexity": math.exp(sum(case["nats"] for case in good.values()) / others) if others else None,
+                "perplexity_change": change, "perplexity_change_error": error,
+                "density": density.get(label), "failed": len(failed),
             })  # fmt: skip
     return rows
 

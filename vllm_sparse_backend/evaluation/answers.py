@@ -117,7 +117,10 @@ def build_prompt(
     )
     room = num_tokens - len(begin_ids) - sum(len(line.token_ids) for line in (*facts, *questions))
     if 2 * room < num_tokens:
-        raise BenchError(_too_many_lines(num_tokens, len(begin_ids), facts, questions))
+        raise BenchError(
+            f"{num_facts} facts and their questions take {num_tokens - room:,} of a prompt's {num_tokens:,} tokens, "
+            "expected at most half; ask for fewer --facts or longer --lengths"
+        )
     if len(text_ids) < room:
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
     cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in names]
@@ -128,21 +131,6 @@ def build_prompt(
         for name, value, fact, question, (stated_at, asked_at) in zip(names, values, facts, questions, places)
     )
     return Prompt(ids, answers)
-
-
-def _too_many_lines(num_tokens: int, num_begin: int, facts: Sequence[Line], questions: Sequence[Line]) -> str:
-    """Return why the lines of a prompt do not fit, and how many facts fit with this tokenizer."""
-    longest_fact, longest_question = (max(len(line.token_ids) for line in lines) for lines in (facts, questions))
-    taken = num_begin + sum(len(line.token_ids) for line in (*facts, *questions))
-    most_facts = (num_tokens // 2 - num_begin) // (longest_fact + longest_question)
-    fewer = (
-        f"ask for at most {most_facts} --facts or longer --lengths" if most_facts > 0 else "ask for longer --lengths"
-    )
-    return (
-        f"{len(facts)} facts and their questions take {taken:,} of a prompt's {num_tokens:,} tokens, expected at most "
-        f"half: the tokenizer makes up to {longest_fact} tokens of a fact, and up to {longest_question} of a question; "
-        f"{fewer}"
-    )
 
 
 def weave(
@@ -169,67 +157,58 @@ def weave(
 
 
 @dataclass(frozen=True)
-class Scores:
-    ranks: list[list[int]]
-    """Ranks of each answer's tokens; 1 is the most likely token."""
-    nats: float
-    others: int
-    """Sum of negative log-probabilities, and number, of tokens outside answers, except the first token."""
+class TokenScores:
+    """How a server ranks each token of a prompt: 1 is the most likely token. The first token has zeros."""
+
+    ranks: list[int]
+    logprobs: list[float]
+
+    @staticmethod
+    def of(token_ids: Sequence[int], returned: Sequence[Mapping[str, Any] | None]) -> "TokenScores":
+        """Read a server's ``prompt_logprobs``: ``{token id: {"logprob": ..., "rank": ...}}`` for each token.
+
+        Raises RequestError if a token's entry is missing, or has a number that a healthy model does not return. The
+        entire response is then ignored.
+        """
+        if len(returned) != len(token_ids):
+            raise RequestError(f"prompt_logprobs: given {len(returned)}, expected {len(token_ids)} entries")
+        scores = TokenScores([0], [0.0])
+        for place in range(1, len(token_ids)):
+            entry = (returned[place] or {}).get(str(token_ids[place]))
+            if entry is None:
+                raise RequestError(f"prompt_logprobs: no entry for token {token_ids[place]} at position {place}")
+            logprob, rank = entry.get("logprob"), entry.get("rank")
+            if not isinstance(logprob, int | float) or not -1e5 < logprob <= 1e-3:
+                raise RequestError(f"prompt_logprobs: log-probability {logprob} at position {place}")
+            if not isinstance(rank, int) or rank < 1:
+                raise RequestError(f"prompt_logprobs: rank {rank} at position {place}")
+            scores.ranks.append(rank)
+            scores.logprobs.append(logprob)
+        return scores
+
+    def of_answers(self, prompt: Prompt) -> list[list[int]]:
+        """Return the ranks of each answer's tokens."""
+        return [self.ranks[answer.begin : answer.end] for answer in prompt.answers]
+
+    def of_text(self, prompt: Prompt) -> tuple[float, int]:
+        """Return the sum of negative log-probabilities, and the number, of tokens outside answers, except the first."""
+        inside = {place for answer in prompt.answers for place in range(answer.begin, answer.end)}
+        outside = [-logprob for place, logprob in enumerate(self.logprobs) if place and place not in inside]
+        return math.fsum(outside), len(outside)
 
 
-def score(prompt: Prompt, returned: Sequence[Mapping[str, Any] | None]) -> Scores:
-    """Score the answers by a server's ``prompt_logprobs``.
+def standard_error(answers: Sequence[Sequence[bool]]) -> float:
+    """Return the standard error of the share of right answers, which are given by prompt.
 
-    ``returned`` has ``{token id: {"logprob": ..., "rank": ...}}`` for each token. Raises RequestError if a token's
-    entry is missing, or has a number that a healthy model does not return. The entire response is then ignored.
+    It is the binomial error, or the error between prompts if that is larger: answers of a prompt are not independent,
+    because a block of keys that is left out may lose several of them.
     """
-    token_ids = prompt.token_ids
-    if not isinstance(returned, list) or len(returned) != len(token_ids):
-        came = len(returned) if isinstance(returned, list) else returned
-        raise RequestError(f"prompt_logprobs: given {came!r}, expected {len(token_ids)} entries")
-    # The first token has no log-probability.
-    ranks, logprobs = [0], [0.0]
-    for place in range(1, len(token_ids)):
-        entry = (returned[place] or {}).get(str(token_ids[place]))
-        if entry is None:
-            raise RequestError(f"prompt_logprobs: no entry for token {token_ids[place]} at position {place}")
-        logprob, rank = entry.get("logprob"), entry.get("rank")
-        if not isinstance(logprob, int | float) or not -1e5 < logprob <= 1e-3:
-            raise RequestError(f"prompt_logprobs: log-probability {logprob} at position {place}")
-        if not isinstance(rank, int) or rank < 1:
-            raise RequestError(f"prompt_logprobs: rank {rank} at position {place}")
-        ranks.append(rank)
-        logprobs.append(logprob)
-    inside = {place for answer in prompt.answers for place in range(answer.begin, answer.end)}
-    others = [-logprob for place, logprob in enumerate(logprobs) if place and place not in inside]
-    return Scores([ranks[answer.begin : answer.end] for answer in prompt.answers], math.fsum(others), len(others))
-
-
-@dataclass(frozen=True)
-class Share:
-    """Right answers among all answers."""
-
-    right: int
-    total: int
-
-    @property
-    def share(self) -> float:
-        return self.right / self.total if self.total else math.nan
-
-    def __str__(self) -> str:
-        return f"{self.right} of {self.total}" if self.total else ""
-
-
-def standard_error(of_prompts: Sequence[Share]) -> float:
-    """Return the standard error of the share over all prompts: binomial, or between prompts if that is larger.
-
-    Answers of a prompt are not independent: a block of keys that is left out may lose several of them.
-    """
-    whole = Share(sum(share.right for share in of_prompts), sum(share.total for share in of_prompts))
-    if not whole.total:
+    total, count = sum(map(len, answers)), len(answers)
+    if not total:
         return math.nan
-    binomial, count = math.sqrt(whole.share * (1 - whole.share) / whole.total), len(of_prompts)
+    share = sum(map(sum, answers)) / total
+    binomial = math.sqrt(share * (1 - share) / total)
     if count < 2:
         return binomial
-    squares = math.fsum((share.right - whole.share * share.total) ** 2 for share in of_prompts)
-    return max(binomial, math.sqrt(squares * count / (count - 1)) / whole.total)
+    squares = math.fsum((sum(of_prompt) - share * len(of_prompt)) ** 2 for of_prompt in answers)
+    return max(binomial, math.sqrt(squares * count / (count - 1)) / total)

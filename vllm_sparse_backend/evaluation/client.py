@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of a running vLLM server, based on openai's client: sends prompts, and times the tokens of answers."""
+"""Client of a running vLLM server: sends prompts, and times the tokens of answers.
+
+`vllm bench serve` does not replace it: each call takes 15 s, it cannot alternate requests between servers, and it
+counts answers that are too short, that have NaN log-probabilities or that end with an error as successful.
+"""
 
 import json
 import os
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
@@ -28,19 +34,44 @@ MOST_CHARS = 200_000
 """Maximum number of characters in one request to tokenize."""
 
 
-def server_url(address: str, name: str) -> str:
-    """Return the address of a server without a path."""
-    url = address.rstrip("/").removesuffix("/v1")
-    if not url.startswith(("http://", "https://")):
-        example = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else "http://127.0.0.1:8000"
-        raise BenchError(f"{name}: given {address!r}, expected a server's address such as {example}")
-    return url
-
-
 class RequestError(RuntimeError):
     """A request without a valid answer. The message has the reason, and ``status`` the HTTP status, if any."""
 
-    status: int | None = None
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+Send = Callable[..., HTTPResponse]
+"""GETs a path, or POSTs a body to it as JSON: ``send(path, body=None)``."""
+
+
+@contextmanager
+def connected(url: str, timeout_s: float = TIMEOUT_S) -> Iterator[Send]:
+    """Connect to a server, directly: requests to loopback must not use the environment's proxy.
+
+    Any failure of the request or of reading its answer raises RequestError.
+    """
+    try:
+        parts = urlsplit(url)
+        connection = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc, timeout=timeout_s)
+        with closing(connection):
+            connection.connect()
+            yield partial(_send, connection, parts.path)
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+        raise RequestError(f"{type(error).__name__}: {error}") from None
+
+
+def _send(connection: HTTPConnection, prefix: str, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    data = None if body is None else json.dumps(body).encode()
+    connection.request("GET" if body is None else "POST", prefix + path, data, headers)
+    response = connection.getresponse()
+    if not 200 <= response.status < 300:
+        said = response.read().decode(errors="replace")
+        raise RequestError(f"answered {response.status}: {said[:2000]}", response.status)
+    return response
 
 
 @dataclass(frozen=True)
@@ -73,12 +104,15 @@ class Endpoint:
     """Fields of every completion request."""
 
     @staticmethod
-    def connect(name: str, url: str) -> "Endpoint":
+    def connect(name: str, address: str) -> "Endpoint":
         """Connect to a running server, and find its model. Raises BenchError if no server answers."""
-        url = server_url(url, name)
+        url = address.rstrip("/").removesuffix("/v1")
+        if not url.startswith(("http://", "https://")):
+            example = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else "http://127.0.0.1:8000"
+            raise BenchError(f"{name}: given {address!r}, expected a server's address such as {example}")
         try:
-            with _failures():
-                model = _client(url).get("/models", cast_to=object)["data"][0]
+            with connected(url) as send:
+                model = json.load(send("/v1/models"))["data"][0]
                 return Endpoint(name, url, model["id"], model.get("root"), model.get("max_model_len"))
         except RequestError as error:
             if error.status in (401, 403):
@@ -113,10 +147,11 @@ class Endpoint:
         """
         body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1} | more
         wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
-        began, tokens, first_s, last_s = time.perf_counter(), 0, 0.0, 0.0
-        with _failures(), self._stream(body) as stream:
-            for event in stream:
-                if num_tokens := _tokens_of(event):
+        tokens, first_s, last_s = 0, 0.0, 0.0
+        with connected(self.url) as send:
+            began = time.perf_counter()
+            for line in send("/v1/completions", body):
+                if num_tokens := _num_tokens(line):
                     last_s = time.perf_counter() - began
                     first_s = last_s if tokens == 0 else first_s
                     tokens += num_tokens
@@ -130,14 +165,6 @@ class Endpoint:
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         return body | dict(self.extra)
 
-    def _stream(self, body: dict[str, Any]) -> Any:
-        import openai
-
-        # `completions.create` examines each token before it sends the prompt, which would distort the time.
-        return _client(self.url).post(
-            "/completions", body=body, cast_to=object, stream=True, stream_cls=openai.Stream[object]
-        )
-
     def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
         """Return vLLM's ``prompt_logprobs``: for each token, its own entry and the entry of the most likely token, with
         ranks.
@@ -145,9 +172,8 @@ class Endpoint:
         The first token has no entry. vLLM computes such a prompt as a whole, without its prefix cache. Raises
         RequestError if the answer has no such list.
         """
-        with _failures():
-            body = self._body(prompt, 1) | {"prompt_logprobs": 1}
-            answer = _client(self.url).post("/completions", body=body, cast_to=object)
+        with connected(self.url) as send:
+            answer = json.load(send("/v1/completions", self._body(prompt, 1) | {"prompt_logprobs": 1}))
             returned = answer["choices"][0].get("prompt_logprobs")
         if not isinstance(returned, list):
             raise RequestError("the answer has no prompt_logprobs, expected a vLLM server")
@@ -159,25 +185,22 @@ class Endpoint:
         With ``special``, the tokenizer adds its special tokens. Raises BenchError.
         """
         ids: list[int] = []
-        while text:
-            cut = text.rfind("\n", 0, MOST_CHARS) + 1 if len(text) > MOST_CHARS else len(text)
-            piece, text = text[: cut or MOST_CHARS], text[cut or MOST_CHARS :]
-            ids += self._vllm("/tokenize", {"prompt": piece, "add_special_tokens": special})["tokens"]
-        return ids
-
-    def _vllm(self, path: str, body: dict[str, Any]) -> Any:
-        """POST to a path that vLLM adds to OpenAI's API."""
         try:
-            with _failures():
-                return _client(self.url).post(self.url + path, body={"model": self.model, **body}, cast_to=object)
+            while text:
+                cut = text.rfind("\n", 0, MOST_CHARS) + 1 if len(text) > MOST_CHARS else len(text)
+                piece, text = text[: cut or MOST_CHARS], text[cut or MOST_CHARS :]
+                with connected(self.url) as send:
+                    body = {"model": self.model, "prompt": piece, "add_special_tokens": special}
+                    ids += json.load(send("/tokenize", body))["tokens"]
         except RequestError as error:
-            raise BenchError(f"{self.name}: {self.url}{path}: {error}") from None
+            raise BenchError(f"{self.name}: {self.url}/tokenize: {error}") from None
+        return ids
 
     def metrics(self) -> str:
         """Return the text of /metrics with current counts; empty if the server has no /metrics."""
         try:
-            with _failures():
-                return str(_client(self.url).get(self.url + FRESH_METRICS_PATH, cast_to=str))
+            with connected(self.url) as send:
+                return send(FRESH_METRICS_PATH).read().decode()
         except RequestError:
             return ""
 
@@ -202,44 +225,19 @@ def _bos_token(folder: str | None) -> str | None:
     return bos.get("content") if isinstance(bos, dict) else bos
 
 
-def _tokens_of(event: Any) -> int:
-    """Count a streamed event's tokens. Raises RequestError for a log-probability of an unhealthy model."""
+def _num_tokens(line: bytes) -> int:
+    """Count the tokens of a line of a stream. Raises RequestError for an error or an unhealthy model's answer."""
+    if not line.startswith(b"data: {"):
+        return 0
+    event = json.loads(line.removeprefix(b"data: "))
+    if "error" in event:
+        raise RequestError(f"the stream ended with {event['error']}")
     choices = event.get("choices") or [{}]
     logprobs = (choices[0].get("logprobs") or {}).get("token_logprobs") or ()
     for logprob in logprobs:
         if logprob is None or not -1e4 < logprob <= 1e-6:
             raise RequestError(f"the answer has log-probability {logprob}, expected a finite number of at most 0")
     return len(logprobs)
-
-
-@cache
-def _client(url: str) -> Any:
-    """Return the client of a server, with the key of OPENAI_API_KEY if that is set."""
-    try:
-        import openai
-    except ImportError:
-        raise BenchError(
-            "openai's client is missing; install vLLM, or: pip install 'vllm-sparse-backend[measure]'"
-        ) from None
-    # Requests to loopback must not use the environment's proxy.
-    direct = openai.DefaultHttpxClient(trust_env=False)
-    key = os.environ.get("OPENAI_API_KEY") or "none"
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=TIMEOUT_S, max_retries=0, http_client=direct)
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    """Turn any failure of a request into RequestError: releases of openai's client raise different exceptions."""
-    try:
-        yield
-    except (RequestError, BenchError):
-        raise
-    except Exception as error:
-        status, response = (getattr(error, name, None) for name in ("status_code", "response"))
-        said = f"answered {status}: {response.text[:500]}" if status and response is not None else None
-        failed = RequestError(said or f"{type(error).__name__}: {error.__cause__ or error}")
-        failed.status = status
-        raise failed from None
 
 
 class Prompts:

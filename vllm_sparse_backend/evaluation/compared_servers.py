@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import groupby
 from pathlib import Path
 
 from vllm_sparse_backend.config.auto_profile import AUTO
@@ -77,16 +77,18 @@ class Contestant:
         return Contestant(label, name_of_path(str(model)), what, start)
 
 
-def announce_start(contestants: Sequence[Contestant], report: Report) -> None:
-    """Say which server is going to start, because a start takes a minute."""
-    first = contestants[0]
-    if not first.is_running:
-        report.announce(f"starting {'stock vLLM' if first.label == STOCK else f'sparse-prefill ({first.what})'}")
+def groups(contestants: Sequence[Contestant]) -> list[list[Contestant]]:
+    """Return those that are open at the same time: all running servers, or one server that is started."""
+    by_server = groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open)
+    return [list(group) for _, group in by_server]
 
 
 @contextmanager
-def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
-    """Open all servers at the same time, each only once."""
+def opened(contestants: Sequence[Contestant], report: Report) -> Iterator[list[Endpoint]]:
+    """Open all servers of a group at the same time, each only once. Announces a start, which takes a minute."""
+    first = contestants[0]
+    if not first.is_running:
+        report.announce(f"starting {'stock vLLM' if first.label == STOCK else f'sparse-prefill ({first.what})'}")
     with ExitStack() as stack:
         servers = {
             start: stack.enter_context(start())
@@ -98,29 +100,6 @@ def opened(contestants: Sequence[Contestant]) -> Iterator[list[Endpoint]]:
             else servers[contestant.open].at_level(contestant.level)
             for contestant in contestants
         ]
-
-
-def contestants_from_options(
-    model: Path | None, settings: Sequence[str], levels: Sequence[float | str], urls: Sequence[str],
-    labels: Sequence[str], max_len: int, server_args: str,
-) -> list[Contestant]:  # fmt: skip
-    """Return the servers of the options: running servers at ``urls``, or stock vLLM and each setting for ``model``.
-
-    Raises BenchError if the options contradict each other.
-    """
-    if (model is None) == (not urls):
-        given = "neither a model nor --url" if model is None else "a model and --url"
-        raise BenchError(f"MODEL: given {given}, expected a model to serve, or the --url of running servers")
-    if labels and len(labels) != len(urls):
-        raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
-    if model is not None:
-        chosen = [Settings.parse(text, model) for text in settings or ["{}"]]
-        return started(model, chosen, max_len, server_args, levels)
-    if useless := [name for name, value in (("--settings", settings), ("--server-args", server_args)) if value]:
-        raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
-    names_of = labels or [""] * len(urls)
-    servers = [Contestant.running(name, url, levels, max_len) for name, url in zip(names_of, urls)]
-    return list(chain.from_iterable(servers))
 
 
 def started(
@@ -136,16 +115,13 @@ def started(
             f"positions of {model}"
         )
     args = ("--max-model-len", str(max_len), *split_args(extra))
-    labels, whole = (
-        [str(settings_of_server) for settings_of_server in settings],
-        [json.dumps(dict(settings_of_server.values)) for settings_of_server in settings],
-    )
-    # Settings with equal short names are named by their whole text.
-    labels = [text if labels.count(name) > 1 else name for name, text in zip(labels, whole)]
     contestants = [Contestant.served(STOCK, model, args, STOCK)]
-    for name, text, settings_of_server in zip(labels, whole, settings):
-        what = text + _content_of(settings_of_server)
-        contestants += Contestant.served(name, model, (*args, *sparse_args(settings_of_server.values)), what).at(levels)
+    names = [str(setting) for setting in settings]
+    for name, setting in zip(names, settings):
+        text = json.dumps(dict(setting.values))
+        label = text if names.count(name) > 1 else name  # settings with equal short names go by their whole text
+        ours = Contestant.served(label, model, (*args, *sparse_args(setting.values)), text + _content_of(setting))
+        contestants += ours.at(levels)
     return contestants
 
 

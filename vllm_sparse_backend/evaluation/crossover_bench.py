@@ -17,9 +17,8 @@ even on the longest rung. Before a method is timed on an engine, its result on a
 """
 
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -112,25 +111,6 @@ def ladder(least: int, most: int) -> list[int]:
     return sorted({r for r in rungs if least <= r <= most})
 
 
-def climb_down(
-    rungs: Mapping[int, tuple[int, int]], measure: Callable[[int, int], dict[str, Any]]
-) -> Generator[dict[str, Any], None, int | None]:
-    """Return the lowest rung from which all rungs are faster by ``MARGIN``; None if even the longest is not.
-
-    ``rungs`` has the (seq_len, query_len) of each rung, which ``measure`` takes. Rungs are measured from the longest
-    down to the first that is too slow, because shorter rungs do not change the result. Each measurement is yielded. A
-    rung without ``times_faster`` was not timed and counts as too slow.
-    """
-    least_rung = None
-    for rung in sorted(rungs, reverse=True):
-        row = measure(*rungs[rung])
-        yield row
-        if not row.get("times_faster", math.nan) >= MARGIN:
-            break
-        least_rung = rung
-    return least_rung
-
-
 def crossover_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
     """Return the rungs of both thresholds with (seq_len, query_len). Raises BenchError if the prompt is too short."""
     after_dense = {
@@ -153,28 +133,29 @@ def measure_crossovers(
     chunk_tokens: int,
     table: Path,
     report: Report,
-) -> Iterator[dict[str, Any]]:
+) -> None:
     """Measure each method with each engine on planted prompts, and update ``table`` after each such pair.
 
-    Yields the case of each rung, and after the rungs of a pair its entry in the table.
+    Adds a case for each rung, and after the rungs of a pair a case with its entry in the table.
     """
     ladders = crossover_ladders(longest, chunk_tokens)
-    merge_entries(table, [])  # fails before measuring if the file is not a table
+    read_entries(table)  # fails before measuring if the file is not a table
     prompts = [planted_prompt(heads, longest, card.device, seed) for seed in range(LAYERS)]
     for method in methods:
         for engine in card.engines.values():
-            least_rungs: dict[str, int | None] = {}
-            timed = MethodTimer(card, prompts, linear, method, engine)
+            timer = MethodTimer(card, prompts, linear, method, engine)
+            about = {"method": method_label(method), "engine": engine.name}
+            least = dict[str, int | None].fromkeys(ladders)
             for name, rungs in ladders.items():
-                least_rungs[name] = yield from climb_down(rungs, partial(timed.rung, report, name))
-            entry = entry_of(card, heads, method, engine.name, least_rungs, report.command)
-            entry["chunk_tokens"] = chunk_tokens
-            merge_entries(table, [entry])
-            least = ", ".join(f"{name} {rung}" for name, rung in least_rungs.items())
-            report.add_case(
-                case := {"method": method_label(method), "engine": engine.name, "entry": entry, "least": least}
-            )
-            yield case
+                for rung in sorted(rungs, reverse=True):
+                    case = about | {"ladder": name} | timer.measure(*rungs[rung])
+                    report.add_case(case)
+                    if case.get("times_faster", 0.0) < MARGIN:
+                        break  # shorter rungs do not change the result
+                    least[name] = rung
+            entry = entry_of(card, heads, method, engine.name, least, report.command) | {"chunk_tokens": chunk_tokens}
+            replace_entry(table, entry)
+            report.add_case(about | {"entry": entry, "least": ", ".join(f"{n} {rung}" for n, rung in least.items())})
 
 
 class MethodTimer:
@@ -201,17 +182,13 @@ class MethodTimer:
         first.select()
         return first.wrong(self.engine)
 
-    def rung(self, report: Report, which: str, seq_len: int, query_len: int) -> dict[str, Any]:
-        """Measure and report a chunk of the last ``query_len`` of ``seq_len`` tokens."""
-        row: dict[str, Any] = {"method": method_label(self.method), "engine": self.engine.name, "ladder": which}
-        row |= {"context_len": seq_len - query_len, "query_len": query_len}
+    def measure(self, seq_len: int, query_len: int) -> dict[str, Any]:
+        """Measure a chunk of the last ``query_len`` of ``seq_len`` tokens; without times if there is a problem."""
+        case: dict[str, Any] = {"context_len": seq_len - query_len, "query_len": query_len}
         if self.problem:
-            row["problem"] = self.problem
-        else:
-            layers = self.layers(seq_len - query_len, query_len)
-            row |= against_dense(self.card, layers, [self.engine] * len(layers), self.linear)
-        report.add_case(row)
-        return row
+            return case | {"problem": self.problem}
+        layers = self.layers(seq_len - query_len, query_len)
+        return case | against_dense(self.card, layers, [self.engine] * len(layers), self.linear)
 
 
 def against_dense(
@@ -266,14 +243,12 @@ def entry_of(
 SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim")
 
 
-def merge_entries(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write entries into a table, and replace those of the same card, engine, method and heads.
+def read_entries(path: Path) -> list[dict[str, Any]]:
+    """Read a table's entries; none if there is no file. Raises ConfigurationError if it is not such a table."""
+    return [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
 
-    Raises ConfigurationError if the file is not such a table.
-    """
-    old = [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
-    if not entries:
-        return
-    new = [[entry[name] for name in SAME] for entry in entries]
-    kept = [entry for entry in old if [entry[name] for name in SAME] not in new]
-    write_json(path, {"format": FORMAT, "entries": [*kept, *entries]})
+
+def replace_entry(path: Path, entry: dict[str, Any]) -> None:
+    """Write an entry into a table, instead of that of the same card, engine, method and heads."""
+    others = [old for old in read_entries(path) if any(old[name] != entry[name] for name in SAME)]
+    write_json(path, {"format": FORMAT, "entries": [*others, entry]})

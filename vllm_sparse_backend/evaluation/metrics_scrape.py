@@ -12,73 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_sparse_backend.config.metrics import PREFIX
 
 
-@dataclass
-class LayerCounts:
-    kept_pairs: int = 0
-    causal_pairs: int = 0
-
-    @property
-    def density(self) -> float:
-        """Kept (query, key) pairs over causal pairs; NaN if the layer computed nothing sparsely."""
-        return self.kept_pairs / self.causal_pairs if self.causal_pairs else float("nan")
-
-
-@dataclass(frozen=True)
-class MetricsReport:
-    """Totals since the server started."""
-
-    samples: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
-    """Values by name, without this project's prefix, and labels."""
-
-    def by(self, name: str, *labels: str) -> Counter[Any]:
-        """Return one metric's sums by the values of these labels: a text for one label, a tuple for several."""
-        sums: Counter[Any] = Counter()
-        for (sample_name, sample_labels), value in self.samples.items():
-            if sample_name == name:
-                key = tuple(dict(sample_labels).get(label, "") for label in labels)
-                sums[key[0] if len(key) == 1 else key] += value
-        return sums
-
-    @cached_property
-    def rows(self) -> Counter[tuple[str, str]]:
-        """Rows by path and reason."""
-        return self.by("rows", "path", "reason")
-
-    @cached_property
-    def layers(self) -> dict[int, LayerCounts]:
-        kept, causal = self.by("kept_pairs", "layer"), self.by("causal_pairs", "layer")
-        return {int(layer): LayerCounts(kept[layer], causal[layer]) for layer in causal}
-
-    @property
-    def attention(self) -> Counter[str]:
-        """Number of the model's layers by the engine that computes their prefill attention."""
-        return self.by("layers", "attention")
-
-    def rows_of(self, path: str) -> int:
-        return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
-
-    @property
-    def pairs(self) -> "Pairs":
-        """Pairs of all layers together."""
-        layers = self.layers.values()
-        return Pairs(sum(counts.kept_pairs for counts in layers), sum(counts.causal_pairs for counts in layers))
-
-    def problem(self) -> str | None:
-        """Return why these counts do not show a sparse prefill, or None if they do."""
-        if not self.rows_of("sparse"):
-            why = ", ".join(f"{reason}: {count}" for (path, reason), count in self.rows.items() if path == "dense")
-            return f"no row ran sparse ({f'dense rows: {why}' if why else 'the server counted no rows'})"
-        if not self.layers:
-            return "rows ran sparse, but no layer counted its pairs"
-        for layer, counts in sorted(self.layers.items()):
-            if not 0 < counts.density < 1:
-                return f"layer {layer} has density {counts.density}, expected more than 0 and less than 1"
-        return None
-
-
 @dataclass(frozen=True)
 class Pairs:
-    """(query, key) pairs of sparse rows, over all layers and heads."""
+    """(query, key) pairs of sparse rows, over all heads."""
 
     kept: int = 0
     causal: int = 0
@@ -103,6 +39,58 @@ class Pairs:
 
     def __sub__(self, other: "Pairs") -> "Pairs":
         return Pairs(self.kept - other.kept, self.causal - other.causal)
+
+
+@dataclass(frozen=True)
+class MetricsReport:
+    """Totals since the server started."""
+
+    samples: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
+    """Values by name, without this project's prefix, and labels."""
+
+    def by(self, name: str, *labels: str) -> Counter[Any]:
+        """Return one metric's sums by the values of these labels: a text for one label, a tuple for several."""
+        sums: Counter[Any] = Counter()
+        for (sample_name, sample_labels), value in self.samples.items():
+            if sample_name == name:
+                key = tuple(dict(sample_labels).get(label, "") for label in labels)
+                sums[key[0] if len(key) == 1 else key] += value
+        return sums
+
+    @cached_property
+    def rows(self) -> Counter[tuple[str, str]]:
+        """Rows by path and reason."""
+        return self.by("rows", "path", "reason")
+
+    @cached_property
+    def layers(self) -> dict[int, Pairs]:
+        kept, causal = self.by("kept_pairs", "layer"), self.by("causal_pairs", "layer")
+        return {int(layer): Pairs(kept[layer], causal[layer]) for layer in causal}
+
+    @property
+    def attention(self) -> Counter[str]:
+        """Number of the model's layers by the engine that computes their prefill attention."""
+        return self.by("layers", "attention")
+
+    def rows_of(self, path: str) -> int:
+        return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
+
+    @property
+    def pairs(self) -> Pairs:
+        """Pairs of all layers together."""
+        return sum(self.layers.values(), Pairs())
+
+    def problem(self) -> str | None:
+        """Return why these counts do not show a sparse prefill, or None if they do."""
+        if not self.rows_of("sparse"):
+            why = ", ".join(f"{reason}: {count}" for (path, reason), count in self.rows.items() if path == "dense")
+            return f"no row ran sparse ({f'dense rows: {why}' if why else 'the server counted no rows'})"
+        if not self.layers:
+            return "rows ran sparse, but no layer counted its pairs"
+        for layer, pairs in sorted(self.layers.items()):
+            if not 0 < (pairs.density or 0) < 1:
+                return f"layer {layer} has density {pairs.density}, expected more than 0 and less than 1"
+        return None
 
 
 def parse_metrics(text: str) -> MetricsReport:

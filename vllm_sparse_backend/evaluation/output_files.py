@@ -24,19 +24,6 @@ def require_output_file(option: str, path: Path) -> None:
         raise ConfigurationError(f"{option}: given {str(path)!r}: {problem}; expected {expected}") from None
 
 
-def require_output_folder(option: str, path: Path) -> Path:
-    """Check that files can be written below ``path``, which need not exist yet."""
-    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.lexists(folder))
-    try:
-        if not existing.is_dir():
-            raise NotADirectoryError(None, f"{existing} is {kind_of_file(existing)}")
-        _write_probe(existing / f".{path.name or 'sparse-prefill'}.new")
-    except OSError as error:
-        expected = "a writable folder, or a place to create one"
-        raise ConfigurationError(f"{option}: given {str(path)!r}: {error.strerror}; expected {expected}") from None
-    return path
-
-
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path, which replaces ``path`` when the block ends, and is deleted if the block fails."""

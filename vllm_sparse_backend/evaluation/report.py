@@ -84,18 +84,19 @@ def table_of(
 ) -> str:
     """Return cases as a Markdown table. ``columns`` maps a case's key to its heading; missing values stay empty."""
     rows = [[*columns.values()], *([cell(case.get(key)).replace("|", r"\|") for key in columns] for case in cases)]
-    widths = [max(3, *map(len, column)) for column in zip(*rows)]
     numeric = [any(isinstance(case.get(key), int | float) for case in cases) for key in columns]
-    if not numeric[-1]:
-        widths[-1] = 3  # its long texts need no padding
+    widths = [max(3, *map(len, column)) for column in zip(*rows)]
     rule = ["-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, numeric)]
-    lines = [
-        " | ".join(
-            text.rjust(width) if right else text.ljust(width) for text, width, right in zip(row, widths, numeric)
-        )
-        for row in (rows[0], rule, *rows[1:])
-    ]
-    return "\n\n".join(filter(None, [title, "\n".join(f"| {line} |" for line in lines), caption])) + "\n"
+    lines = []
+    for row in (rows[0], rule, *rows[1:]):
+        cells = [text.rjust(n) if right else text.ljust(n) for text, n, right in zip(row, widths, numeric)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n\n".join(filter(None, [title, "\n".join(lines), caption])) + "\n"
+
+
+def line_of(columns: Mapping[str, str], case: Mapping[str, Any]) -> str:
+    """Return a case as a line of progress, with the same columns as its table."""
+    return ", ".join(f"{heading} {cell(case[key])}" for key, heading in columns.items() if case.get(key) is not None)
 
 
 def cell(value: object) -> str:

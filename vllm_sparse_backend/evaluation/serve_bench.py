@@ -5,23 +5,19 @@ Running servers alternate: each prompt goes through the servers in order and the
 command starts are measured one after the other, each with the whole device to itself. The levels of a server alternate.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
-from vllm_sparse_backend.evaluation.compared_servers import STOCK, Contestant, announce_start, opened
+from vllm_sparse_backend.evaluation.compared_servers import STOCK, Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Report, cell
-from vllm_sparse_backend.evaluation.vllm_server import max_positions
+from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 OURS = "ours"
 """Name in cases of the server that is compared with the first one. The first is called ``STOCK``, also if it is another
 server or level."""
-
 
 COLUMNS = {
     "case": "prompt",
@@ -33,6 +29,7 @@ COLUMNS = {
     "stock_token_ms": "baseline",
 }
 
+LENGTHS = (1024, 8192, 32768, 65536, 131072)
 MOST_TO_WARM_UP = 32768
 """Maximum tokens of a warm-up prompt. A longer prompt does not warm up better."""
 
@@ -78,37 +75,19 @@ def case_of(
     label: str, length: Length, stock: ServerResults, sparse: ServerResults, first: str = STOCK
 ) -> dict[str, Any]:
     """Return the case that compares server ``label`` with the first server. A server without answers has no ratios."""
-    taken_by_name = {STOCK: stock, OURS: sparse}
-    labels = {STOCK: first, OURS: OURS}
     case: dict[str, Any] = {
-        "part": "latency", "label": label, "first": first, "case": str(length), "new_tokens": length.new_tokens,
+        "label": label, "first": first, "case": str(length), "new_tokens": length.new_tokens,
         "cached_tokens": length.cached_tokens, "repeats": len(sparse.answers), **sparse.pairs.figures,
-        "failures": len(stock.failures) + len(sparse.failures),
-        "said": [f"{labels[name]}: {said}" for name, taken in taken_by_name.items() for said in taken.failures][:10],
-        "answers": {name: [vars(answer) for answer in taken.answers] for name, taken in taken_by_name.items()},
+        "failures": len(stock.failures) + len(sparse.failures), "said": [], "answers": {},
     }  # fmt: skip
-    for name, taken in taken_by_name.items():
-        case |= {f"{name}_{key}": getattr(taken, key) for key in ("first_s", "token_ms")}
+    for key, name, results in ((STOCK, first, stock), (OURS, OURS, sparse)):
+        case["said"] += [f"{name}: {said}" for said in results.failures[:10]]
+        case["answers"][key] = [vars(answer) for answer in results.answers]
+        case |= {f"{key}_first_s": results.first_s, f"{key}_token_ms": results.token_ms}
     for ratio, key in (("ttft_speed_up", "first_s"), ("tpot_speed_up", "token_ms")):
         if case[f"stock_{key}"] and case[f"ours_{key}"]:
             case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
     return case
-
-
-def describe_case(case: Mapping[str, Any]) -> str:
-    """Return a case as a line of progress."""
-    parts = []
-    for name, key in (("TTFT, s", "first_s"), ("TPOT, ms", "token_ms")) if case["part"] == "latency" else ():
-        ours, stock = (cell(case[f"{who}_{key}"]) or "unknown" for who in (OURS, STOCK))
-        parts.append(f"{name}: {ours} ({case['first']}: {stock})")
-    parts.append("nothing ran sparse" if case["density"] is None else f"density {cell(case['density'])}")
-    if case.get("failures"):
-        parts.append(f"failed requests: {case['failures']}")
-    place = f"{case['label']}, {case['case']}" if "case" in case else case["label"]
-    return f"{place}: {', '.join(parts)}"
-
-
-LENGTHS = (1024, 8192, 32768, 65536, 131072)
 
 
 @dataclass(frozen=True)
@@ -163,34 +142,25 @@ def alternate_requests(
         yield length, results
 
 
-def fitting(model: Path | None, output_tokens: int) -> list[int]:
-    """Return the default lengths that fit into the model's positions."""
-    most = None if model is None else max_positions(model)
-    return [length for length in LENGTHS if most is None or length + output_tokens <= most]
-
-
 def compare_servers(
     contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, step: Callable[[], None]
 ) -> None:
     """Add a case for every server after the first, compared with the first. Raises BenchError or ServerError."""
-    first: dict[Length, ServerResults] = {}
-    labels = [contestant.label for contestant in contestants[1:]]
+    baselines: dict[Length, ServerResults] = {}
+    first, labels = contestants[0].label, [contestant.label for contestant in contestants[1:]]
     if not labels:
         raise BenchError(
-            f"--url: given one server ({contestants[0].label}), expected at least two to compare; repeat it, or name "
-            "two levels of a server of this backend with --level"
+            "--url: given one server, expected at least two, of which the first is the baseline, or two levels of one "
+            "server of this backend, each with --level"
         )
     if len(set(labels)) < len(labels):
         raise BenchError(f"--label: given {', '.join(labels)} next to the first server, expected each label only once")
-    for _, group in groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open):
-        announce_start(members := list(group), report)
-        with opened(members) as servers:
+    for group in groups(contestants):
+        with opened(group, report) as servers:
             prompts = Prompts.of(servers[0], workload.text)  # each time the same
             for length, results in alternate_requests(servers, workload, prompts, step):
-                for contestant, of_server in zip(members, results, strict=True):
-                    if first.setdefault(length, of_server) is not of_server:
-                        first_label = contestants[0].label
-                        report.add_case(case_of(contestant.label, length, first[length], of_server, first_label))
-    for label in labels:
-        density = Pairs.of_cases(case for case in report.cases if case["label"] == label).density
-        report.add_case({"part": "density", "label": label, "density": density})
+                for contestant, result in zip(group, results, strict=True):
+                    if contestant is contestants[0]:
+                        baselines[length] = result
+                    else:
+                        report.add_case(case_of(contestant.label, length, baselines[length], result, first))

@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +24,8 @@ from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import load_profile, name_of_profile
 from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.evaluation.client import RequestError, connected
 from vllm_sparse_backend.evaluation.report import BenchError
-
-# Requests to loopback must not use the environment's proxy.
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -212,7 +208,7 @@ class Server:
             try:
                 self.get("/health", timeout_s=5)
                 return
-            except OSError:
+            except RequestError:
                 time.sleep(0.25)
         raise ServerError(f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. {self._end_of_log()}")
 
@@ -233,8 +229,8 @@ class Server:
         return f"The end of its log:\n{self.tail()}" + (f"\nThe engine's own error: {cause}" if cause else "")
 
     def get(self, path: str, *, timeout_s: float = 60) -> str:
-        with _DIRECT.open(self.url + path, timeout=timeout_s) as response:
-            return response.read().decode()
+        with connected(self.url, timeout_s) as send:
+            return send(path).read().decode()
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
         """POST ``body`` as JSON. An answer other than 2xx raises ``ServerError`` with the server's message."""
@@ -243,18 +239,12 @@ class Server:
 
     def post_text(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> str:
         """POST ``body`` as JSON, and return the raw answer, which may be a stream."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
-            with _DIRECT.open(request, timeout=timeout_s) as response:
-                return response.read().decode()
-        except urllib.error.HTTPError as error:
-            said = f"POST {path} answered {error.code}: {error.read().decode(errors='replace')}"
-            if error.code >= 500:
-                said += f"\n{self._end_of_log()}"
-            raise ServerError(said) from error
-        except OSError as error:
-            raise ServerError(f"POST {path}: {error}. {self._end_of_log()}") from error
+            with connected(self.url, timeout_s) as send:
+                return send(path, body).read().decode()
+        except RequestError as error:
+            log = "" if error.status and error.status < 500 else f"\n{self._end_of_log()}"
+            raise ServerError(f"POST {path}: {error}{log}") from error
 
     def kill(self) -> None:
         """Kill the server's processes immediately. ``stop`` must still be called."""
