@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that public bug reports describe in attention kernels of other projects, tested on every engine and method."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,7 +73,7 @@ def test_whatever_lies_past_a_sequences_end_attention_stays_the_same(
     refilled = refill(batch, value)
     results = [run(engine, b, replace(index, rows=b.rows)) for b in (baseline, refilled)]
     assert same(*results)
-    assert_close(expected, *results[1])
+    assert_close(expected, results[1])
 
 
 @every_method
@@ -101,13 +100,11 @@ def test_a_row_whose_only_key_scores_far_below_minus_fifty_thousand(engine: Atte
     cache = batch.cache
     cache.keys.copy_(torch.where(cache.keys.isnan(), cache.keys, torch.full_like(cache.keys, 64.0)))
     index = random_index(batch, 64, 1.0)
-    out, lse = run(engine, batch, index)
-    score = -512.0 * 64.0 * 64 * batch.scale
-    assert score < -5e4
-    assert float((lse[:, 0] - score).abs().max()) <= 1e-6 * abs(score)
+    out = run(engine, batch, index)
+    assert -512.0 * 64.0 * 64 * batch.scale < -5e4
     value = cache.values[batch.rows.block_table[0, 0].long(), 0]
     assert torch.equal(out[0], value.expand(2, -1))
-    assert_close(expected_attention(batch, index), out, lse)
+    assert_close(expected_attention(batch, index), out)
 
 
 def far_batch(lengths: Sequence[tuple[int, int]], dtype: torch.dtype, element_offset: int) -> tuple[Batch, Batch]:
@@ -138,7 +135,7 @@ def test_attention_past_two_to_the_31_elements(engine: AttendEngine) -> None:
     assert same(run_in_place(engine, far, replace(index, rows=far.rows)), run_in_place(engine, batch, index))
 
 
-def run_in_place(engine: AttendEngine, batch: Batch, index: SparseIndex) -> tuple[torch.Tensor, torch.Tensor]:
+def run_in_place(engine: AttendEngine, batch: Batch, index: SparseIndex) -> torch.Tensor:
     """Run an engine without touching the cache outside of the batch's pages, or skip the test if the engine refuses."""
     why = engine.refusal(AttendSpec.of(batch.cache, index, None))
     if why is not None:
@@ -148,9 +145,8 @@ def run_in_place(engine: AttendEngine, batch: Batch, index: SparseIndex) -> tupl
         for side in (batch.cache.keys, batch.cache.values):
             side[pages] = side[pages].nan_to_num(nan=1e3)
     out = batch.empty_out()
-    lse = torch.full((batch.num_heads, len(batch.q)), math.nan, device=batch.q.device)
-    engine.attend(batch.call(index), out, lse)
-    return out, lse
+    engine.attend(batch.call(index), out)
+    return out
 
 
 @every_method

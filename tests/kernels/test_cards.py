@@ -14,9 +14,7 @@ from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.cards import CARDS, Card, find_card, status_note
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.share_prefill import block_average
-from vllm_sparse_kernels.methods.top_p import portable as top_p
-from vllm_sparse_kernels.selection import engine as selection, last_queries
+from vllm_sparse_kernels.selection import engine as selection
 
 BY_TARGET = {card.target: card for card in CARDS}
 WHOLE = bool(os.environ.get("ALL_CARDS"))
@@ -142,26 +140,3 @@ def test_notes_tell_measured_compiled_and_unknown_cards_apart() -> None:
     assert "compute capability 10.3 is unknown" in str(status_note((10, 3)))
     assert find_card((10, 3)) is None
     assert len(BY_TARGET) == len(CARDS)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("target", [80, 90, 100])
-def test_large_cards_keep_the_stages_that_were_measured(target: int, head_dim: int) -> None:
-    limit_bytes, tile_bytes = BY_TARGET[target].shared_bytes, 64 * head_dim * 2
-    for stack_bytes in (32 << 10, 64 << 10):
-        assert last_queries._num_stages(stack_bytes, tile_bytes, limit_bytes) == 3
-    if (target, head_dim) != (80, 256):
-        assert last_queries._num_stages(128 << 10, tile_bytes, limit_bytes) == 2
-        assert top_p._num_stages(128, head_dim * 2, limit_bytes) == 3
-    assert block_average._map_stages(head_dim, limit_bytes) == (2 if head_dim == 256 else 3)
-
-
-def test_head_dim_512_has_fewer_stages_on_large_cards() -> None:
-    assert last_queries._num_stages(64 << 10, 64 << 10, BY_TARGET[90].shared_bytes) == 2
-
-
-def test_an_a100_at_head_dim_256_has_fewer_stages() -> None:
-    limit_bytes = BY_TARGET[80].shared_bytes
-    assert last_queries._num_stages(128 << 10, 32 << 10, limit_bytes) == 1
-    assert top_p._num_stages(128, 512, limit_bytes) == 2
-    assert top_p._num_stages(64, 512, limit_bytes) == 3

@@ -94,7 +94,6 @@ class Attend(Protocol):
         self,
         call: Call,
         out: torch.Tensor,
-        lse: torch.Tensor | None = None,
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
@@ -121,21 +120,16 @@ class AttendArgs(NamedTuple):
 
     q: Any
     out: Any
-    lse: Any
     sinks: Any
     stride_token: int
     stride_head: int
     stride_out_token: int
     stride_out_head: int
-    stride_lse_head: int
 
     @staticmethod
-    def of(
-        q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None = None
-    ) -> "AttendArgs":
+    def of(q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None) -> "AttendArgs":
         """Build the arguments with the strides of the tensors."""
-        strides = q.stride(0), q.stride(1), out.stride(0), out.stride(1)
-        return AttendArgs(q, out, lse, sinks, *strides, 0 if lse is None else lse.stride(0))
+        return AttendArgs(q, out, sinks, q.stride(0), q.stride(1), out.stride(0), out.stride(1))
 
 
 def check_shapes(call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:

@@ -38,7 +38,6 @@ class ReferenceAttend:
         self,
         call: Call,
         out: torch.Tensor,
-        lse: torch.Tensor | None = None,
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
@@ -74,8 +73,6 @@ class ReferenceAttend:
                         p = p * (step_margins(scores, steps)[steps] >= margins[head])
                     p = p if self.round_weights is None else self.round_weights(p)
                     out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
-                    if lse is not None:
-                        lse[head, tokens] = (scores.logsumexp(-1) + shift).to(lse.dtype)
 
 
 attend = ReferenceAttend()

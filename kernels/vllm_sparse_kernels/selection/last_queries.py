@@ -17,6 +17,7 @@ import triton
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
+from vllm_sparse_kernels.paged import key_args, query_args
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.last_query_kernels import (
     KEY_TILE,
@@ -67,7 +68,6 @@ class Sums(NamedTuple):
     band: int  # 1: diagonals of keys; 64: of blocks of 64 keys
     first_row: int
     end_row: int
-    by_block: torch.Tensor | None = None  # [n, capacity / 64, queries] float32, for ``band`` 64: weight of each block
 
     def args(self, rows: Rows) -> tuple[Any, ...]:
         """Return the arguments by which kernels locate sums (``sums_of``).
@@ -97,13 +97,33 @@ def last_query_sums(
     call: Call, row_range: tuple[int, int], estimate: Estimate, patterns: torch.Tensor | None = None
 ) -> Sums:
     """Sum Â of some rows over columns and diagonals: one pass for the log-sum-exps, and one for the sums."""
-    rows, num_rows = call.rows, row_range[1] - row_range[0]
+    rows, empty, (first_row, end_row) = call.rows, call.index.workspace.empty, row_range
+    num_rows, num_selected, band = end_row - first_row, len(call.heads), estimate.band
     stacks = _Stacks.of(call, row_range, estimate)
-    sums = _allocate_sums(call, row_range, estimate, stacks, patterns)
-    args = (
-        _last_args(call, estimate, stacks, sums), rows.block_table.stride(0), rows.num_rows, sums.first_row,
+    capacity = rows.key_starts[end_row] - rows.key_starts[first_row]
+    values = empty(num_selected * (capacity + capacity // band))
+    by_block = empty(num_selected, capacity // band, stacks.num_queries) if band > 1 else None
+    sums = Sums(values, patterns, capacity, num_selected, band, first_row, end_row)
+    partial = empty(num_rows, num_selected, stacks.most_splits, stacks.num_queries)
+    args = LastArgs(
+        query_args(call.q), key_args(call.cache, rows.block_table), call.head_ids, estimate.last_queries, partial,
+        by_block, stacks.most_splits, stacks.least_tiles, call.scale * LOG2_E.value,
     )  # fmt: skip
-    shape = compile_time(_stack_shape(call, estimate, stacks))
+    shape = compile_time(
+        StackShape(
+            GROUP=call.group,
+            MEMBERS=stacks.members,
+            QUERIES=stacks.num_queries,
+            SPREAD=estimate.spread,
+            BAND=band,
+            HEAD_DIM=call.cache.head_dim,
+            BLOCK_D=triton.next_power_of_2(call.cache.head_dim),
+            PAGE=call.cache.page_size,
+            SELECTED=triton.next_power_of_2(num_selected),
+            FIELDS=ROW_FIELDS,
+            PRECISION="ieee" if call.q.dtype == torch.float32 else "tf32",
+        )
+    )
     grid = (stacks.num_splits, stacks.num_stacks, num_rows)
     # Two programs run on an SM at a time, so that the exponentials of one hide behind the products of the other. In the
     # first pass they have many warps with few registers. In the second they have one warp group, with a warp for each
@@ -111,57 +131,21 @@ def last_query_sums(
     stacked = stacks.members * stacks.num_queries
     lse_registers = 64 if stacked > KEY_TILE.value and call.q.dtype != torch.float32 else None
     split_lse_kernel[grid](
-        *args, shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers, num_stages=stacks.num_stages
-    )
-    sums_kernel[grid](
-        *args, sums.capacity, sums.values, shape, JOINED=JOINED, num_warps=4 if sums.band > 1 else stacks.members,
+        args, *sums.args(rows), shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers,
         num_stages=stacks.num_stages,
     )  # fmt: skip
-    if sums.by_block is not None:
-        _sum_block_diagonals(sums, sums.by_block, rows, estimate)
-    return sums
-
-
-def _allocate_sums(
-    call: Call, row_range: tuple[int, int], estimate: Estimate, stacks: "_Stacks", patterns: torch.Tensor | None
-) -> Sums:
-    """Allocate the sums of some rows."""
-    (first_row, end_row), num_selected, band = row_range, len(call.heads), estimate.band
-    capacity = call.rows.key_starts[end_row] - call.rows.key_starts[first_row]
-    values = call.index.workspace.empty(num_selected * (capacity + capacity // band))
-    by_block = None
-    if band > 1:
-        by_block = call.index.workspace.empty(num_selected, capacity // band, stacks.num_queries)
-    return Sums(values, patterns, capacity, num_selected, band, first_row, end_row, by_block)
-
-
-def _last_args(call: Call, estimate: Estimate, stacks: "_Stacks", sums: Sums) -> LastArgs:
-    """Return the arguments of both passes, and allocate the log-sum-exps of splits."""
-    q, cache, rows = call.q, call.cache, call.rows
-    num_rows = sums.end_row - sums.first_row
-    partial = call.index.workspace.empty(num_rows, sums.num_selected, stacks.most_splits, stacks.num_queries)
-    return LastArgs(
-        q, q.stride(0), q.stride(1), cache.keys, *cache.strides, rows.block_table, rows.row_table, call.head_ids,
-        sums.num_selected, estimate.last_queries, sums.patterns, partial, sums.by_block, stacks.most_splits,
-        stacks.least_tiles, call.scale * LOG2_E.value,
+    sums_kernel[grid](
+        args, *sums.args(rows), shape, JOINED=JOINED, num_warps=4 if band > 1 else stacks.members,
+        num_stages=stacks.num_stages,
     )  # fmt: skip
-
-
-def _stack_shape(call: Call, estimate: Estimate, stacks: "_Stacks") -> StackShape:
-    """Return the compile-time sizes of both passes."""
-    return StackShape(
-        GROUP=call.group,
-        MEMBERS=stacks.members,
-        QUERIES=stacks.num_queries,
-        SPREAD=estimate.spread,
-        BAND=estimate.band,
-        HEAD_DIM=call.cache.head_dim,
-        BLOCK_D=triton.next_power_of_2(call.cache.head_dim),
-        PAGE=call.cache.page_size,
-        SELECTED=triton.next_power_of_2(len(call.heads)),
-        FIELDS=ROW_FIELDS,
-        PRECISION="ieee" if call.q.dtype == torch.float32 else "tf32",
-    )
+    if by_block is not None:
+        block = 4096 // stacks.num_queries
+        most_blocks = ceil_div(max(rows.seq_lens[first_row:end_row]), KEY_TILE.value)
+        block_diagonals_kernel[(ceil_div(most_blocks, block), num_selected, num_rows)](
+            by_block, *sums.args(rows), estimate.last_queries,
+            QUERIES=stacks.num_queries, SPREAD=estimate.spread, BAND=band, FIELDS=ROW_FIELDS, BLOCK=block,
+        )  # fmt: skip
+    return sums
 
 
 class _Stacks(NamedTuple):
@@ -208,14 +192,3 @@ def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:
         return 1
     num_tiles = 2 if tile_bytes <= WIDE_TILE_BYTES else 3
     return 3 if num_tiles * tile_bytes <= free_bytes and stack_bytes <= QUERY_BYTES else 2
-
-
-def _sum_block_diagonals(sums: Sums, by_block: torch.Tensor, rows: Rows, estimate: Estimate) -> None:
-    """Sum diagonals of blocks from the weight that each query gives to each block."""
-    num_queries = by_block.shape[2]
-    block = 4096 // num_queries
-    most_blocks = ceil_div(max(rows.seq_lens[sums.first_row : sums.end_row]), KEY_TILE.value)
-    block_diagonals_kernel[(ceil_div(most_blocks, block), sums.num_selected, sums.end_row - sums.first_row)](
-        by_block, *sums.args(rows), estimate.last_queries,
-        QUERIES=num_queries, SPREAD=estimate.spread, BAND=sums.band, FIELDS=ROW_FIELDS, BLOCK=block,
-    )  # fmt: skip

@@ -27,30 +27,19 @@ from vllm_sparse_kernels.paged import key_offsets
 KEY_TILE = Constant(64)
 """Keys of a tile of Â, and maximum number of queries for diagonals of single keys."""
 
-UNSPECIALIZED = ("stride_table", "num_rows", "first_row", "capacity")
+UNSPECIALIZED = ("num_selected", "first_row", "num_rows", "capacity")
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
 
 class LastArgs(NamedTuple):
-    """Arguments of both passes over the keys, except those that change from step to step."""
+    """Arguments of both passes over the keys, in addition to ``SumArgs``."""
 
-    q: Any  # [num_tokens, num_heads, head_dim]
-    stride_token: int
-    stride_head: int
-    k: Any  # [num_pages, page_size, num_kv_heads, head_dim]
-    stride_page: int
-    stride_key: int
-    stride_kv_head: int
-    block_table: Any  # [num_rows, max_pages] int32
-    rows: Any  # [num_rows + 1, FIELDS] int32: ``Rows.row_table``
+    queries: Any  # QueryArgs
+    keys: Any  # KeyArgs
     heads: Any  # [n] int32, numbers of the selected query heads
-    num_selected: int  # n
     last_queries: int  # queries from which Â is computed, if the chunk has so many
-    patterns: Any  # [n, num_rows] int32: entries other than 0 get no sums; or None
     partial: Any  # [rows of the slab, n, most_splits, QUERIES] float32: log-sum-exp of each split, in base 2
-    by_block: (
-        Any  # [n, capacity / 64, QUERIES] float32: weight of each block for each query; None for diagonals of keys
-    )
+    by_block: Any  # [n, capacity / 64, QUERIES] float32: weight of each block; None for diagonals of keys
     most_splits: int  # maximum number of splits of a row's keys
     least_tiles: int  # minimum number of key tiles of a split
     scale: float  # factor from q·k to scores in base 2
@@ -80,6 +69,24 @@ class SumArgs(NamedTuple):
     patterns: Any  # [n, num_rows] int32: entries other than 0 get no sums; or None
 
 
+class Work(NamedTuple):
+    """A program's stack of query heads, and its split of a row's keys."""
+
+    i_split: Any
+    i_kv: Any
+    i_part: Any  # stack of the kv head
+    i_row: Any
+    token: Any  # the row's first query in q
+    query_len: Any
+    seq_len: Any
+    b_selected: Any  # [MEMBERS] places of the stacked heads in ``heads``, -1 for heads without work
+    first: Any  # first tile of the split
+    end: Any
+    tiles_end: Any  # position from which tiles are counted backwards
+    num_splits: Any  # of the row
+    table: Any  # pointer to the row's pages
+
+
 @triton.jit
 def _query_offsets(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
     """Return the offsets in the chunk of the queries from which Â is computed.
@@ -95,16 +102,30 @@ def _query_offsets(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPRE
 
 
 @triton.jit
-def _stacked_heads(args, i_kv, i_part, i_row, num_rows, SHAPE):
-    """Return the places in ``heads`` of the stacked query heads [MEMBERS], -1 for heads without work."""
+def _load_work(args, sums, num_selected, first_row, num_rows, SHAPE):
+    """Return the program's work. Grid: (splits, kv heads · stacks of a kv head, rows)."""
+    PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
+    i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    i_row = first_row + tl.program_id(2)
+    row = sums.rows + i_row * SHAPE.FIELDS
+    token, query_len, seq_len = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     b_member = i_part * SHAPE.MEMBERS + tl.arange(0, SHAPE.MEMBERS)
     o_selected = tl.arange(0, SHAPE.SELECTED)
-    listed = o_selected < args.num_selected
-    if args.patterns is not None:
-        listed = listed & (tl.load(args.patterns + o_selected * num_rows + i_row, mask=listed, other=1) == 0)
+    listed = o_selected < num_selected
+    if sums.patterns is not None:
+        listed = listed & (tl.load(sums.patterns + o_selected * num_rows + i_row, mask=listed, other=1) == 0)
     b_listed = tl.load(args.heads + o_selected, mask=listed, other=-1)
     b_same = (b_listed[None, :] == (i_kv * SHAPE.GROUP + b_member)[:, None]) & (b_member < SHAPE.GROUP)[:, None]
-    return tl.max(tl.where(b_same, o_selected[None, :], -1), 1)
+    b_selected = tl.max(tl.where(b_same, o_selected[None, :], -1), 1)
+    num_tiles = (seq_len + KEY_TILE - 1) // KEY_TILE
+    tiles = tl.maximum(args.least_tiles, (num_tiles + args.most_splits - 1) // args.most_splits)  # of a split
+    first, end = i_split * tiles, tl.minimum((i_split + 1) * tiles, num_tiles)
+    tiles_end = num_tiles * KEY_TILE if SHAPE.BAND > 1 else seq_len
+    table = args.keys.block_table + i_row.to(tl.int64) * args.keys.stride_table
+    return Work(
+        i_split, i_kv, i_part, i_row, token, query_len, seq_len, b_selected, first, end, tiles_end,
+        (num_tiles + tiles - 1) // tiles, table,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -122,82 +143,67 @@ def _queries_of_rows(SHAPE):
 
 
 @triton.jit
-def _load_lengths(args, i_row, FIELDS: tl.constexpr):
-    """Load the first three fields of a row: see ``rows.ROW_FIELDS``."""
-    row = args.rows + i_row * FIELDS
-    return tl.load(row), tl.load(row + 1), tl.load(row + 2)
-
-
-@triton.jit
-def _split_tiles(args, seq_len, i_split):
-    """Return (first tile, end, number of tiles of the row, number of splits) of a split of a row's keys."""
-    num_tiles = (seq_len + KEY_TILE - 1) // KEY_TILE
-    tiles = tl.maximum(args.least_tiles, (num_tiles + args.most_splits - 1) // args.most_splits)
-    return (
-        i_split * tiles, tl.minimum((i_split + 1) * tiles, num_tiles), num_tiles, (num_tiles + tiles - 1) // tiles
-    )  # fmt: skip
-
-
-@triton.jit
-def _load_queries(args, b_selected, i_kv, i_part, token, query_len, seq_len, SHAPE):
+def _load_queries(args, work, SHAPE):
     """Load stacked queries, with 0 in empty rows.
 
     Also return their offsets in the chunk and positions in the row (negative for empty rows), and the number of keys
     that all of them attend to.
     """
+    query_len, queries = work.query_len, args.queries
     b_query = _query_offsets(_queries_of_rows(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
     o_r = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
-    b_head = i_kv * SHAPE.GROUP + i_part * SHAPE.MEMBERS + o_r // 16 % SHAPE.MEMBERS
+    b_head = work.i_kv * SHAPE.GROUP + work.i_part * SHAPE.MEMBERS + o_r // 16 % SHAPE.MEMBERS
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    o_q = (token + b_query).to(tl.int64) * args.stride_token + b_head * args.stride_head
-    is_query = (b_query >= 0) & (_repeat_for_rows(b_selected, SHAPE) >= 0)
+    o_q = (work.token + b_query).to(tl.int64) * queries.stride_token + b_head * queries.stride_head
+    is_query = (b_query >= 0) & (_repeat_for_rows(work.b_selected, SHAPE) >= 0)
     in_q = is_query[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
-    b_q = tl.load(args.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
-    b_position = tl.where(b_query >= 0, seq_len - query_len + b_query, -1)
-    num_common = seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
+    b_q = tl.load(queries.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
+    b_position = tl.where(b_query >= 0, work.seq_len - query_len + b_query, -1)
+    num_common = work.seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
     return b_q, b_query, b_position, num_common
 
 
 @triton.jit
-def _unmasked_tiles(first, end, tiles_end, num_common, seq_len, BAND: tl.constexpr):
-    """Return the range of the tiles within [first, end) that need no mask: most of them.
+def _unmasked_tiles(work, end, num_common, SHAPE):
+    """Return the range of the split's tiles up to ``end`` that need no mask: most of them.
 
     ``num_common`` keys are visible to all queries.
     """
-    begin = tl.minimum(tl.maximum((tiles_end - num_common + KEY_TILE - 1) // KEY_TILE, first), end)
-    if BAND > 1:
+    begin = tl.minimum(tl.maximum((work.tiles_end - num_common + KEY_TILE - 1) // KEY_TILE, work.first), end)
+    if SHAPE.BAND > 1:
         return begin, end
     else:
-        return begin, tl.minimum(tl.maximum(seq_len // KEY_TILE, begin), end)  # a tile may begin before the row
+        return begin, tl.minimum(tl.maximum(work.seq_len // KEY_TILE, begin), end)  # a tile may begin before the row
 
 
 @triton.jit
-def _load_page(table, start, BAND: tl.constexpr, PAGE: tl.constexpr):
+def _load_page(work, start, SHAPE):
     """Load the page of the key tile at ``start``, if tiles lie within a page; the first page before position 0.
 
     Loops look up the page one tile ahead and keep it in a register. Otherwise a tile's copy would wait for the lookup,
     and could not start before the previous tile is finished.
     """
-    if BAND > 1 and PAGE % BAND == 0:
-        return tl.load(table + tl.maximum(start, 0) // PAGE)
+    if SHAPE.BAND > 1 and SHAPE.PAGE % SHAPE.BAND == 0:
+        return tl.load(work.table + tl.maximum(start, 0) // SHAPE.PAGE)
     else:
         return 0
 
 
 @triton.jit
-def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
+def _load_tile(keys, work, page, start, WHOLE: tl.constexpr, SHAPE):
     """Load the key tile at ``start``, with 0 past the row's keys. A WHOLE tile does not reach past them.
 
     ``page`` is the tile's page, if tiles are counted from position 0 and lie within pages.
     """
     o_t, o_d = tl.arange(0, KEY_TILE), tl.arange(0, SHAPE.BLOCK_D)
-    k = args.k + i_kv.to(tl.int64) * args.stride_kv_head
-    in_row = (start + o_t >= 0) & (start + o_t < seq_len)
+    k = keys.k + work.i_kv.to(tl.int64) * keys.stride_head
+    in_row = (start + o_t >= 0) & (start + o_t < work.seq_len)
     if SHAPE.BAND > 1 and SHAPE.PAGE % SHAPE.BAND == 0:
-        k += page.to(tl.int64) * args.stride_page + start % SHAPE.PAGE * args.stride_key
-        k_tile = k + (o_t * args.stride_key)[:, None] + o_d[None, :]
+        k += page.to(tl.int64) * keys.stride_page + start % SHAPE.PAGE * keys.stride_token
+        k_tile = k + (o_t * keys.stride_token)[:, None] + o_d[None, :]
     else:
-        k_tile = k + key_offsets(table, start + o_t, in_row, SHAPE.PAGE, args.stride_page, args.stride_key)[:, None]
+        o_k = key_offsets(work.table, start + o_t, in_row, SHAPE.PAGE, keys.stride_page, keys.stride_token)
+        k_tile = k + o_k[:, None]
         k_tile += o_d[None, :]
     if WHOLE and SHAPE.HEAD_DIM == SHAPE.BLOCK_D:
         return tl.load(k_tile)
@@ -208,13 +214,13 @@ def _load_tile(args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHA
 
 
 @triton.jit
-def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.constexpr, SHAPE):
+def _scores(b_q, b_position, keys, work, page, start, WHOLE: tl.constexpr, SHAPE):
     """Compute unscaled scores of queries at ``b_position`` on the key tile at ``start``.
 
     Scores that the causal mask excludes are -inf. All queries see a WHOLE tile.
     """
-    b_k = _load_tile(args, table, page, i_kv, start, seq_len, WHOLE, SHAPE)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
+    b_k = _load_tile(keys, work, page, start, WHOLE, SHAPE)
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)  # [MEMBERS · QUERIES, KEY_TILE]
     if not WHOLE:
         o_n = start + tl.arange(0, KEY_TILE)
         b_seen = (o_n[None, :] <= b_position[:, None]) & (o_n >= 0)[None, :]
@@ -223,7 +229,7 @@ def _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, WHOLE: tl.
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.constexpr):
+def split_lse_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE, LANES: tl.constexpr):
     """Write partial[row, head, split, query], the log-sum-exp in base 2 of one query over one split of the keys.
 
     LANES threads hold a row's scores, and each pair of keys goes to the next thread. Each thread keeps the maximum and
@@ -231,41 +237,22 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
 
     Grid: (splits, kv heads · stacks of a kv head, rows). Bound by the matrix units and exponentials; keys are read
     once.
-
-    Args:
-        stride_table: Elements between two rows of the block table.
     """
-    PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
-    i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
-    i_row = first_row + tl.program_id(2)
-    token, query_len, seq_len = _load_lengths(args, i_row, SHAPE.FIELDS)
-    b_selected = _stacked_heads(args, i_kv, i_part, i_row, num_rows, SHAPE)
-    first, end, num_tiles, _ = _split_tiles(args, seq_len, i_split)
-    if (tl.max(b_selected, 0) < 0) | (first >= end):
+    work = _load_work(args, sums, num_selected, first_row, num_rows, SHAPE)
+    if (tl.max(work.b_selected, 0) < 0) | (work.first >= work.end):
         return
-    b_q, _, b_position, num_common = _load_queries(args, b_selected, i_kv, i_part, token, query_len, seq_len, SHAPE)
-    tiles_end = num_tiles * KEY_TILE if SHAPE.BAND > 1 else seq_len  # from where tiles are counted
-    table = args.block_table + i_row.to(tl.int64) * stride_table
+    b_q, _, b_position, num_common = _load_queries(args, work, SHAPE)
     b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES, LANES], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES, LANES], tl.float32)
-    # Three loops: masked tiles, tiles without a mask and, for diagonals of keys, a masked tile that may begin before
-    # the row. Most tiles therefore need no mask.
-    unmasked, unmasked_end = _unmasked_tiles(first, end, tiles_end, num_common, seq_len, SHAPE.BAND)
-    for i in tl.static_range(2 if SHAPE.BAND > 1 else 3):
-        part = first if i == 0 else (unmasked if i == 1 else unmasked_end)
-        page = _load_page(table, tiles_end - (part + 1) * KEY_TILE, SHAPE.BAND, SHAPE.PAGE)
-        for i_tile in range(part, unmasked if i == 0 else (unmasked_end if i == 1 else end)):
-            start = tiles_end - (i_tile + 1) * KEY_TILE
-            b_s = _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, SHAPE)
-            page = _load_page(table, start - KEY_TILE, SHAPE.BAND, SHAPE.PAGE)
-            b_s = tl.reshape(b_s, [SHAPE.MEMBERS * SHAPE.QUERIES, KEY_TILE // (2 * LANES), LANES, 2])
-            b_new = tl.maximum(b_max, tl.max(tl.max(b_s, 3), 1) * args.scale)
-            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # for queries that have seen no key
-            b_p = tl.exp2(b_s * args.scale - b_shift[:, None, :, None])
-            b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.sum(b_p, 3), 1)
-            b_max = b_new
-    b_selected = _repeat_for_rows(b_selected, SHAPE)
-    o_partial = (tl.program_id(2) * args.num_selected + b_selected) * args.most_splits + i_split
+    # Masked tiles, tiles without a mask and, for diagonals of keys, a masked tile that may begin before the row. Most
+    # tiles therefore need no mask.
+    unmasked, masked = _unmasked_tiles(work, work.end, num_common, SHAPE)
+    b_max, b_sum = _lse_of_tiles(b_q, b_position, args, work, work.first, unmasked, False, b_max, b_sum, SHAPE)
+    b_max, b_sum = _lse_of_tiles(b_q, b_position, args, work, unmasked, masked, True, b_max, b_sum, SHAPE)
+    if SHAPE.BAND == 1:
+        b_max, b_sum = _lse_of_tiles(b_q, b_position, args, work, masked, work.end, False, b_max, b_sum, SHAPE)
+    b_selected = _repeat_for_rows(work.b_selected, SHAPE)
+    o_partial = (tl.program_id(2) * num_selected + b_selected) * args.most_splits + work.i_split
     target = args.partial + o_partial.to(tl.int64) * SHAPE.QUERIES + _queries_of_rows(SHAPE)
     # Merge the maxima and sums of the threads.
     b_most = tl.max(b_max, 1)
@@ -275,16 +262,34 @@ def split_lse_kernel(args, stride_table, num_rows, first_row, SHAPE, LANES: tl.c
 
 
 @triton.jit
-def _joined_lse(args, b_selected, b_query, num_splits, SPLITS: tl.constexpr, SHAPE):
+def _lse_of_tiles(b_q, b_position, args, work, first, end, WHOLE: tl.constexpr, b_max, b_sum, SHAPE):
+    """Add the scores on tiles [first, end) to each thread's maximum and sum [MEMBERS · QUERIES, LANES]."""
+    LANES: tl.constexpr = b_max.shape[1]
+    page = _load_page(work, work.tiles_end - (first + 1) * KEY_TILE, SHAPE)
+    for i_tile in range(first, end):
+        start = work.tiles_end - (i_tile + 1) * KEY_TILE
+        b_s = _scores(b_q, b_position, args.keys, work, page, start, WHOLE, SHAPE)
+        page = _load_page(work, start - KEY_TILE, SHAPE)
+        b_s = tl.reshape(b_s, [b_s.shape[0], KEY_TILE // (2 * LANES), LANES, 2])
+        b_new = tl.maximum(b_max, tl.max(tl.max(b_s, 3), 1) * args.scale)
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # for queries that have seen no key
+        b_p = tl.exp2(b_s * args.scale - b_shift[:, None, :, None])
+        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.sum(b_p, 3), 1)
+        b_max = b_new
+    return b_max, b_sum
+
+
+@triton.jit
+def _joined_lse(args, work, b_query, num_selected, SPLITS: tl.constexpr, SHAPE):
     """Join the splits of each stacked row, in order. Empty rows get +inf, which makes all weights 0."""
-    b_selected, o_r = _repeat_for_rows(b_selected, SHAPE), _queries_of_rows(SHAPE)
+    b_selected, o_r = _repeat_for_rows(work.b_selected, SHAPE), _queries_of_rows(SHAPE)
     valid = (b_selected >= 0) & (b_query >= 0)
-    o_first = (tl.program_id(2) * args.num_selected + b_selected).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
+    o_first = (tl.program_id(2) * num_selected + b_selected).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
     b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES], tl.float32)
-    for start in range(0, num_splits, SPLITS):
+    for start in range(0, work.num_splits, SPLITS):
         o_split = start + tl.arange(0, SPLITS)
-        inside = valid[:, None] & (o_split < num_splits)[None, :]
+        inside = valid[:, None] & (o_split < work.num_splits)[None, :]
         b_lse = tl.load(
             args.partial + o_first[:, None] + o_split[None, :] * SHAPE.QUERIES, mask=inside, other=float("-inf")
         )
@@ -296,70 +301,79 @@ def _joined_lse(args, b_selected, b_query, num_splits, SPLITS: tl.constexpr, SHA
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def sums_kernel(args, stride_table, num_rows, first_row, capacity, values, SHAPE, JOINED: tl.constexpr):
+def sums_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE, JOINED: tl.constexpr):
     """Write column sums of the program's key tiles, and the weight of each query in them or the sums of diagonals.
 
     Tile j holds one part of the diagonals ``[64 j, 64 j + 64)``, and the other part of the 64 diagonals before them.
     The program therefore reads one tile more than its own.
 
     Grid: as ``split_lse_kernel``. Bound by the matrix units and exponentials; keys are read once.
-
-    Args:
-        stride_table: Elements between two rows of the block table.
-        values: [n · (capacity + capacity / BAND)] float32; written.
     """
-    PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
-    i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
-    i_row = first_row + tl.program_id(2)
-    token, query_len, seq_len = _load_lengths(args, i_row, SHAPE.FIELDS)
-    b_selected = _stacked_heads(args, i_kv, i_part, i_row, num_rows, SHAPE)
-    first, end, num_tiles, num_splits = _split_tiles(args, seq_len, i_split)
-    if (tl.max(b_selected, 0) < 0) | (first >= end):
+    work = _load_work(args, sums, num_selected, first_row, num_rows, SHAPE)
+    if (tl.max(work.b_selected, 0) < 0) | (work.first >= work.end):
         return
-    b_q, b_query, b_position, num_common = _load_queries(
-        args, b_selected, i_kv, i_part, token, query_len, seq_len, SHAPE
-    )
-    tiles_end = num_tiles * KEY_TILE if SHAPE.BAND > 1 else seq_len  # from where tiles are counted
-    b_lse = _joined_lse(args, b_selected, b_query, num_splits, JOINED, SHAPE)
-    table = args.block_table + i_row.to(tl.int64) * stride_table
-
-    begin = tl.load(args.rows + i_row * SHAPE.FIELDS + 3) - tl.load(args.rows + first_row * SHAPE.FIELDS + 3)
-    b_readable = tl.maximum(b_selected, 0).to(tl.int64)  # addresses of heads without work must exist
-    columns = values + (b_readable * capacity + begin)
-    diagonals = columns + tl.cast(args.num_selected, tl.int64) * capacity
-    listed = b_selected >= 0
+    b_q, b_query, b_position, num_common = _load_queries(args, work, SHAPE)
+    b_lse = _joined_lse(args, work, b_query, num_selected, JOINED, SHAPE)
+    begin = tl.load(sums.rows + work.i_row * SHAPE.FIELDS + 3) - tl.load(sums.rows + first_row * SHAPE.FIELDS + 3)
+    b_readable = tl.maximum(work.b_selected, 0).to(tl.int64)  # addresses of heads without work must exist
+    columns = sums.totals + (b_readable * capacity + begin)
     if SHAPE.BAND > 1:
         b_first = _repeat_for_rows((b_readable * capacity + begin) // SHAPE.BAND, SHAPE)
-        by_block = args.by_block + b_first * SHAPE.QUERIES + _queries_of_rows(SHAPE)
-        b_listed = _repeat_for_rows(listed.to(tl.int32), SHAPE) != 0
+        others = args.by_block + b_first * SHAPE.QUERIES + _queries_of_rows(SHAPE)
+        b_before = 0
+        stop = work.end
     else:
+        others = columns + tl.cast(num_selected, tl.int64) * capacity
         b_before = tl.zeros([SHAPE.MEMBERS, 8, 8, 2, 2, 2], tl.float32)
-    stop = end if SHAPE.BAND > 1 else end + 1
-    # The same loops as in ``split_lse_kernel``.
-    unmasked, unmasked_end = _unmasked_tiles(first, stop, tiles_end, num_common, seq_len, SHAPE.BAND)
-    for i in tl.static_range(2 if SHAPE.BAND > 1 else 3):
-        part = first if i == 0 else (unmasked if i == 1 else unmasked_end)
-        page = _load_page(table, tiles_end - (part + 1) * KEY_TILE, SHAPE.BAND, SHAPE.PAGE)
-        for i_tile in range(part, unmasked if i == 0 else (unmasked_end if i == 1 else stop)):
-            start = tiles_end - (i_tile + 1) * KEY_TILE
-            b_s = _scores(b_q, b_position, args, table, page, i_kv, start, seq_len, i == 1, SHAPE)
-            page = _load_page(table, start - KEY_TILE, SHAPE.BAND, SHAPE.PAGE)
-            b_p = tl.exp2(b_s * args.scale - b_lse[:, None])
-            o_n = start + tl.arange(0, KEY_TILE)
-            b_column = tl.sum(tl.sum(tl.reshape(b_p, [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16, KEY_TILE]), 0), 1)
-            in_split = (o_n >= tl.maximum(tiles_end - end * KEY_TILE, 0)) & (o_n < seq_len)
-            tl.store(columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & in_split[None, :])
-            if SHAPE.BAND > 1:
-                tl.store(by_block + start // SHAPE.BAND * SHAPE.QUERIES, tl.sum(b_p, 1), mask=b_listed)
-            else:
-                b_same, b_earlier = _diagonal_sums(b_p, SHAPE.MEMBERS, 0), _diagonal_sums(b_p, SHAPE.MEMBERS, -8)
-                b_slash = _sum_rotated(b_before + b_earlier, SHAPE.MEMBERS)
-                o_slash = (i_tile - 1) * KEY_TILE + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
-                tl.store(
-                    diagonals[:, None, None] + o_slash[None, :, :], b_slash,
-                    mask=listed[:, None, None] & ((o_slash >= first * KEY_TILE) & (o_slash < seq_len))[None, :, :],
-                )  # fmt: skip
-                b_before = b_same
+        stop = work.end + 1
+    target = SumTarget(columns, others, b_position, b_lse)
+    unmasked, masked = _unmasked_tiles(work, stop, num_common, SHAPE)
+    b_before = _sums_of_tiles(b_q, args, work, work.first, unmasked, False, target, b_before, SHAPE)
+    b_before = _sums_of_tiles(b_q, args, work, unmasked, masked, True, target, b_before, SHAPE)
+    if SHAPE.BAND == 1:
+        _sums_of_tiles(b_q, args, work, masked, stop, False, target, b_before, SHAPE)
+
+
+class SumTarget(NamedTuple):
+    """Rows of Â, and where their sums are stored."""
+
+    columns: Any  # [MEMBERS] pointers to a head's column sums
+    others: Any  # pointers to its sums of diagonals [MEMBERS], or to each query's weights of blocks
+    b_position: Any  # [MEMBERS · QUERIES] positions of the queries
+    b_lse: Any  # [MEMBERS · QUERIES] log-sum-exps of the queries, in base 2
+
+
+@triton.jit
+def _sums_of_tiles(b_q, args, work, first, end, WHOLE: tl.constexpr, target, b_before, SHAPE):
+    """Store the sums over tiles [first, end).
+
+    ``b_before`` is the part of the last tile's diagonals that the next tile completes; it is returned for that tile.
+    """
+    listed = work.b_selected >= 0
+    page = _load_page(work, work.tiles_end - (first + 1) * KEY_TILE, SHAPE)
+    for i_tile in range(first, end):
+        start = work.tiles_end - (i_tile + 1) * KEY_TILE
+        b_s = _scores(b_q, target.b_position, args.keys, work, page, start, WHOLE, SHAPE)
+        page = _load_page(work, start - KEY_TILE, SHAPE)
+        b_p = tl.exp2(b_s * args.scale - target.b_lse[:, None])
+        o_n = start + tl.arange(0, KEY_TILE)
+        b_column = tl.sum(tl.sum(tl.reshape(b_p, [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16, KEY_TILE]), 0), 1)
+        in_split = (o_n >= tl.maximum(work.tiles_end - work.end * KEY_TILE, 0)) & (o_n < work.seq_len)
+        tl.store(target.columns[:, None] + o_n[None, :], b_column, mask=listed[:, None] & in_split[None, :])
+        if SHAPE.BAND > 1:
+            b_listed = _repeat_for_rows(listed.to(tl.int32), SHAPE) != 0
+            tl.store(target.others + start // SHAPE.BAND * SHAPE.QUERIES, tl.sum(b_p, 1), mask=b_listed)
+        else:
+            b_same, b_earlier = _diagonal_sums(b_p, SHAPE.MEMBERS, 0), _diagonal_sums(b_p, SHAPE.MEMBERS, -8)
+            b_slash = _sum_rotated(b_before + b_earlier, SHAPE.MEMBERS)
+            o_slash = (i_tile - 1) * KEY_TILE + tl.arange(0, 8)[:, None] + 8 * tl.arange(0, 8)[None, :]
+            in_diagonals = (o_slash >= work.first * KEY_TILE) & (o_slash < work.seq_len)
+            tl.store(
+                target.others[:, None, None] + o_slash[None, :, :], b_slash,
+                mask=listed[:, None, None] & in_diagonals[None, :, :],
+            )  # fmt: skip
+            b_before = b_same
+    return b_before
 
 
 @triton.jit
@@ -405,7 +419,7 @@ def _sum_rotated(b_x, MEMBERS: tl.constexpr):
     return tl.sum(tl.gather(b_x, b_source, 2), 1)
 
 
-@triton.jit(do_not_specialize=[*UNSPECIALIZED, "num_selected", "last_queries"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "last_queries"])
 def block_diagonals_kernel(
     by_block, sums, num_selected, first_row, num_rows, capacity, last_queries,
     QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,

@@ -34,7 +34,7 @@ def test_bulk_copies(device, page_size, block_tokens, layout, with_options):
     options = mixed_options(batch, index) if with_options else None
     by_copies = run(batch, index, options, bulk=True)
     if options is None:
-        assert_close(expected_attention(batch, index), *by_copies)
+        assert_close(expected_attention(batch, index), by_copies)
     else:
         check(batch, index, options, bulk=True)
     assert same(run(batch, index, options, bulk=False), by_copies)
@@ -87,11 +87,11 @@ def test_programs_that_divide_a_tile_compute_what_it_does(device, lengths, block
     batch = dataclasses.replace(batch, sinks=torch.tensor([-30.0, 0.0, 5.0, 12.0], device=device))
     index = random_index(batch, block_tokens, 0.5, stripes=30)
     monkeypatch.setattr(portable, "program_queries", lambda head_dim, limit_bytes: num_queries)
-    assert_close(expected_attention(batch, index), *run(batch, index, None))
+    assert_close(expected_attention(batch, index), run(batch, index, None))
     int8 = AttendOptions.from_heads([None] * 4, [True, False, True, False], batch.q.device)
-    assert_close(expected_attention(batch, index), *run(batch, index, int8))
+    assert_close(expected_attention(batch, index), run(batch, index, int8))
     nothing_skipped = AttendOptions.from_heads([-1e30] * 4, [False] * 4, batch.q.device)
-    assert_close(expected_attention(batch, index), *run(batch, index, nothing_skipped))
+    assert_close(expected_attention(batch, index), run(batch, index, nothing_skipped))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_head_dim_512(device, lengths, page_size):
     """Gemma 4's layers with full attention: each program takes half of a tile's queries."""
     batch = random_batch(lengths, 2, 1, 512, page_size, torch.float16, device, gap_tokens=3)
     index = random_index(batch, 64, 0.5, stripes=30)
-    assert_close(expected_attention(batch, index), *run(batch, index, None))
+    assert_close(expected_attention(batch, index), run(batch, index, None))
 
 
 @pytest.mark.gpu
@@ -113,4 +113,4 @@ def test_pointers_on_gpu(lengths, dtype, head_dim, block_tokens):
     """Other devices load blocks by pointers. Hopper uses bulk copies (test_engines.py) unless they are disabled."""
     batch = random_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda", gap_tokens=3)
     index = random_index(batch, block_tokens, 0.2, stripes=200)
-    assert_close(expected_attention(batch, index), *run(batch, index, None, bulk=False))
+    assert_close(expected_attention(batch, index), run(batch, index, None, bulk=False))

@@ -95,15 +95,14 @@ CASES = [
 
 
 # Runs that need few votes have more tokens between voting queries, because random data would keep all of them.
-BEYOND = [
-    {"sample_tokens": 64, "whole_blocks": True},
-    {"sample_tokens": 2, "theta": 0.2},
-    {"sample_tokens": 16, "window_tokens": 128},
-    {"whole_blocks": True, "theta": 2.0},
-    {"sample_tokens": 128, "window_tokens": 256, "whole_blocks": True, "theta": 1.0},
-]
-# Options of the released code. A prompt goes on for this many tokens after its row; 0: the row ends the prompt.
-RELEASED = [
+# Settings and, for options of the released code, by how many tokens a prompt goes on after its row.
+SETTINGS = [
+    ({"theta": 3.0}, 0),
+    ({"sample_tokens": 64, "whole_blocks": True}, 0),
+    ({"sample_tokens": 2, "theta": 0.2}, 0),
+    ({"sample_tokens": 16, "window_tokens": 128}, 0),
+    ({"whole_blocks": True, "theta": 2.0}, 0),
+    ({"sample_tokens": 128, "window_tokens": 256, "whole_blocks": True, "theta": 1.0}, 0),
     ({"first_group": True, "theta": 3.0}, 0),
     ({"dense_tail": True, "theta": 2.5}, 500),
     ({"dense_tail": True, "first_group": True, "sample_tokens": 64, "theta": 0.2}, 0),
@@ -115,38 +114,26 @@ LONG = [([(3 * module.SPLIT_TOKENS // 2, 60)], 2, 1, 64, 16, 64, "NHD", 16)]  # 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("case", "dtype", "settings"),
-    [*by_turns(CASES, DTYPES, [{"theta": 3.0}]), *by_turns(LONG, DTYPES[:1], [{"theta": 3.0}]),
-     *by_turns(CASES, DTYPES, BEYOND)],
+    ("case", "dtype", "setting"),
+    [
+        *by_turns(CASES, DTYPES, SETTINGS[:1]),
+        *by_turns(LONG, DTYPES[:1], SETTINGS[:1]),
+        *by_turns(CASES, DTYPES, SETTINGS[1:6]),
+        *by_turns(CASES, DTYPES, SETTINGS[6:]),
+    ],
     ids=str,
-)  # fmt: skip
-def test_kernel_agrees_with_reference(case, dtype, settings):
-    """This includes options beyond the paper."""
+)
+def test_kernel_agrees_with_reference(case, dtype, setting):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
+    settings, more_tokens = setting
     block_tokens = 32 if "whole_blocks" in settings and head_dim != 96 else block_tokens
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
+    ends = tuple(seq_len + more_tokens for seq_len in batch.rows.seq_lens)
+    batch = replace(batch, rows=replace(batch.rows, prompt_lens=ends))
     method = AnchorAttention(**{"theta": 0.5, "step_tiles": step_tiles} | settings)
     index = select(method, batch, block_tokens)
     assert_agree(batch, method, index, select(method, batch, block_tokens, by_reference=True))
     assert not method.whole_blocks or method.stripe_layout(batch.rows).capacity == 0
-
-
-def continued(batch: Batch, more_tokens: int) -> Batch:
-    """Return the batch with chunks of prompts that go on for ``more_tokens``."""
-    ends = tuple(seq_len + more_tokens for seq_len in batch.rows.seq_lens)
-    return replace(batch, rows=replace(batch.rows, prompt_lens=ends))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("case", "dtype", "option"), by_turns(CASES, DTYPES, RELEASED), ids=str)
-def test_kernel_agrees_with_reference_on_options_of_the_released_code(case, dtype, option):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
-    settings, more_tokens = option
-    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
-    batch = continued(batch, more_tokens)
-    method = AnchorAttention(**{"theta": 0.5, "step_tiles": step_tiles} | settings)
-    index = select(method, batch, block_tokens)
-    assert_agree(batch, method, index, select(method, batch, block_tokens, by_reference=True))
 
 
 @pytest.mark.full
@@ -378,14 +365,3 @@ def test_defaults_are_the_papers():
         theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, whole_blocks=False,
         dense_tail=False, first_group=False,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("block_d", "block_n", "limit_kib", "by_pointers"),
-    [(64, 128, 99, 3), (128, 64, 99, 3), (256, 64, 227, 3), (256, 64, 163, 3), (256, 64, 99, 2), (512, 64, 227, 2)],
-)
-def test_as_many_blocks_of_keys_are_buffered_as_fit(
-    block_d: int, block_n: int, limit_kib: int, by_pointers: int
-) -> None:
-    assert module._num_stages(block_d, block_n, False, limit_kib << 10) == by_pointers
-    assert module._num_stages(block_d, block_n, True, limit_kib << 10) == by_pointers - 1

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.batches import every_head, random_batch
-from tests.helpers.masks import density_of
-from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
+from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, row_parts, select
 from tests.helpers.sale_cases import (
     assert_agrees,
     channels_of,
@@ -78,21 +77,6 @@ def test_reference_agrees_with_the_paper(case):
     for row, head in product(range(len(lengths)), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
             assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("block_tokens", [32, 64])
-def test_channels_that_hold_nothing_need_not_be_multiplied(block_tokens):
-    """Half of 128 channels are equal in all keys of kv head 0, and in all queries of kv head 1. Lists are equal."""
-    batch = make_batch([(700, 130), (0, 63), (533, 1)], 4, 2, 128, dtype=torch.float16)
-    dead = torch.randperm(128, generator=torch.Generator().manual_seed(0))[:64].to(DEVICE)
-    batch.cache.keys[:, :, 0, dead] = 0.5
-    batch.q[:, 2:, dead] = 0.5
-    halves, wholes = (select(Sale(0.3, channels=channels), batch, block_tokens) for channels in ("half", "all"))
-    assert all_lists(halves) == all_lists(wholes)
-    assert density_of(halves) < 0.9
-    queries, keys = rounded_by_kernels(Sale(0.3, channels="half"), batch)
-    assert queries.integers.shape[2] == keys.integers.shape[2] == 64
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
@@ -265,10 +249,3 @@ def test_memory_does_not_grow_with_the_number_of_cached_tokens():
     room = Workspace(torch.device("meta"))
     allocate_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
     assert room.peak_bytes < 165e6
-
-
-@pytest.mark.parametrize(
-    ("kept_d", "limit_kib", "stages"), [(128, 227, 4), (256, 227, 4), (128, 99, 4), (256, 163, 4), (256, 99, 3)]
-)
-def test_as_many_steps_of_keys_are_buffered_as_fit(kept_d: int, limit_kib: int, stages: int) -> None:
-    assert sale_scores._test_stages(kept_d, limit_kib << 10) == stages

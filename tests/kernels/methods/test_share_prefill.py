@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
+from tests.helpers.masks import mask_of
 from tests.helpers.method_cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
+from tests.helpers.structured import paged_batch, structured
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
@@ -222,6 +224,59 @@ def test_each_head_takes_what_its_own_gamma_holds(by_reference):
         assert not is_dense(index, 1, 0)
         assert all(of_head(index, i) == of_head(alike[gamma][layer], i) for i, gamma in enumerate(gammas))
     assert of_head(index, 1) != of_head(index, 2)
+
+
+def papers_masks(queries: torch.Tensor, keys: torch.Tensor, scale: float, method: SharePrefill):
+    """Yield the pairs that Algorithms 1 to 4 keep of each head of one cluster; None where it takes vertical-slash.
+
+    The paper's rule in float64 from whole score matrices [tokens, tokens], in blocks of 128 queries and 64 keys.
+    """
+    causal = torch.ones(queries.shape[1], queries.shape[1], dtype=torch.bool).tril_()
+    pairs, last_pairs = block_sums(causal.double()), block_sums(causal[-128:].double())
+    pivot: tuple[torch.Tensor, torch.Tensor] | None = None
+    for q, k in zip(queries, keys, strict=True):
+        scores = (q @ k.T * scale).masked_fill_(~causal, 0)
+        estimate = (block_sums(scores[-128:]) / last_pairs)[0].softmax(0)
+        if js_distance(estimate, torch.full_like(estimate, 1 / len(estimate))) >= method.max_sparsity:
+            yield None
+        elif pivot is None:
+            averages = (block_sums(scores) / pairs).masked_fill(pairs == 0, -math.inf)
+            probabilities, order = averages.softmax(1).flatten().sort(descending=True)
+            needed = int((probabilities.cumsum(0) < method.gamma * probabilities.sum()).sum()) + 1
+            pattern = torch.zeros(pairs.numel(), dtype=torch.bool)
+            pattern[order[:needed]] = True
+            pivot = estimate, pattern.view_as(pairs)
+            yield causal
+        elif js_distance(estimate, pivot[0]) < method.max_distance:
+            kept = pivot[1].repeat_interleave(128, 0).repeat_interleave(64, 1)
+            yield kept[: len(causal), : len(causal)] & causal
+        else:
+            yield None
+
+
+def block_sums(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums of blocks of 128 × 64 values, with smaller blocks at the end."""
+    return torch.stack([torch.stack([block.sum() for block in part.split(64, 1)]) for part in values.split(128)])
+
+
+def test_reference_keeps_what_the_paper_keeps():
+    """One head is the dense pivot, some share, others take vertical-slash. Blocks on the diagonal are always kept here.
+
+    The last tile of the prompt has 21 queries, so the estimate's 128 queries begin inside the tile before.
+    """
+    data = structured(1301, 0, 4, 2, 64)
+    batch, method = paged_batch(data, 16), SharePrefill(1.01, 0.3, 0.8, cluster=0)
+    ours, lines = (mask_of(select(m, batch, by_reference=True), 0) for m in (method, method.fallback))
+    queries, keys = data.q.double().transpose(0, 1), data.k.double().repeat_interleave(2, 1).transpose(0, 1)
+    tokens = torch.arange(1301)
+    diagonal = (tokens[:, None] >= tokens) & (tokens[:, None] // 128 <= tokens // 128)
+    masks = list(papers_masks(queries, keys, data.scale, method))
+    assert [mask is None for mask in masks] == [torch.equal(ours[head], lines[head]) for head in range(4)]
+    shared = [(ours[head], mask | diagonal) for head, mask in enumerate(masks) if mask is not None][1:]
+    assert 0 < len(shared) < 3
+    for kept, expected in shared:
+        assert int((kept & expected).sum()) >= 0.999 * int((kept | expected).sum())
+        assert 0.05 < float(kept.sum() / (tokens + 1).sum()) < 0.9
 
 
 def test_distance():

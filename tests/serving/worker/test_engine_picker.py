@@ -40,8 +40,8 @@ BLOCKS, STRIPES = random_index(BATCH, 64, 0.5), random_index(BATCH, 64, 0.5, str
 def broken(change: Callable[[torch.Tensor], None], name: str = "broken") -> AttendEngine:
     """Return an engine that computes the reference and then modifies its result."""
 
-    def attend(call, out, lse=None, options=None, sinks=None) -> None:
-        reference(call, out, lse, options=options, sinks=sinks)
+    def attend(call, out, options=None, sinks=None) -> None:
+        reference(call, out, options=options, sinks=sinks)
         change(out)
 
     return AttendEngine(name, PORTABLE.refusal, attend)

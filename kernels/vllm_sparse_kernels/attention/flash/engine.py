@@ -108,7 +108,6 @@ class FlashAttend:
         self,
         call: Call,
         out: torch.Tensor,
-        lse: torch.Tensor | None = None,
         options: AttendOptions | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
@@ -117,7 +116,7 @@ class FlashAttend:
         reason = refusal(self.flash, AttendSpec.of(call.cache, call.index, options))
         if reason is not None or self.flash is None:
             raise ValueError(f"attend: the engine flash cannot run this: {reason}")
-        queries = AttendArgs.of(call.q, out, lse, sinks)
+        queries = AttendArgs.of(call.q, out, sinks)
         for part in _parts(call.index, call.cache):
             with call.index.workspace.frame():
                 _attend_part(self.flash, call, queries, part)

@@ -143,7 +143,7 @@ def finish_kernel(
     bandwidth: each call's output is read once, and the result is written once.
 
     Args:
-        queries: ``AttendArgs``; out [tokens, query heads, HEAD_DIM] and lse [query heads, tokens] are written.
+        queries: ``AttendArgs``; out [tokens, query heads, HEAD_DIM] is written.
         starts: [num_tiles] int32, number of queries before each tile, in the order of ``lists.order``.
         block_out: [queries of the part, 1, HEAD_DIM], FlashAttention's output over blocks.
         block_lse: [1, queries of the part] float32, its log-sum-exp.
@@ -170,5 +170,3 @@ def finish_kernel(
     b_out = (b_out.to(tl.float32) * value_scale).to(queries.out.dtype.element_ty)
     o_out = work.o_q[:, None] * queries.stride_out_token + work.i_head * queries.stride_out_head + o_d[None, :]
     tl.store(queries.out + o_out, b_out, mask=in_head)
-    if queries.lse is not None:
-        tl.store(queries.lse + work.i_head.to(tl.int64) * queries.stride_lse_head + work.o_q, b_lse, mask=work.in_tile)

@@ -2,7 +2,7 @@
 """A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 queries of its tile."""
 
 from vllm_sparse_kernels.attention.hopper.item import HALF, Channels, Config, Turns
-from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
+from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.gluon_compat import (
     aggregate,
     fence_async_shared,
@@ -294,13 +294,11 @@ def consume(out, scale, channels, config, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _store_outputs(out, i_head, token, length, b_acc, b_max, b_sum, config):
-    """Store the outputs and, unless ``out.lse`` is None, log-sum-exps of a group's queries up to the tile's length."""
+    """Store the outputs of a group's queries up to the tile's length."""
     D: gl.constexpr = config.D
-    o_m = gl.arange(0, HALF, gl.SliceLayout(1, b_acc.type.layout))
-    b_max = gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout))
-    b_sum = gl.convert_layout(gl.sum(b_sum, 1), gl.SliceLayout(1, b_acc.type.layout))
-    b_total = b_sum
+    b_total = gl.convert_layout(gl.sum(b_sum, 1), gl.SliceLayout(1, b_acc.type.layout))
     if out.sinks is not None:
+        b_max = gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout))
         b_total += gl.exp2(gl.load(out.sinks + i_head).to(gl.float32) * LOG2_E - b_max)
     b_out = (b_acc * (1.0 / b_total)[:, None]).to(out.out.dtype.element_ty)  # divides once per query, not per output
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
@@ -309,7 +307,3 @@ def _store_outputs(out, i_head, token, length, b_acc, b_max, b_sum, config):
     o_d = gl.arange(0, D, gl.SliceLayout(0, layout))
     o_out = (token + o_r).to(gl.int64) * out.stride_out_token + i_head * out.stride_out_head
     gl.store(out.out + o_out[:, None] + o_d[None, :], b_out, mask=(o_r < length)[:, None])
-    if out.lse is not None:
-        b_lse = (b_max + gl.log2(b_sum)) * LN_2
-        target = out.lse + i_head.to(gl.int64) * out.stride_lse_head + token + o_m
-        gl.store(target, b_lse, mask=o_m < length)

@@ -94,7 +94,6 @@ def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
 def attend(
     call: Call,
     out: torch.Tensor,
-    lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
@@ -104,14 +103,13 @@ def attend(
     matrix = matrix_args(call.cache)
     if why is not None or matrix is None or call.q.dtype != call.cache.keys.dtype:
         raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is not a matrix of tokens'}")
-    run(call, matrix, out, lse, sinks)
+    run(call, matrix, out, sinks)
 
 
 def run(
     call: Call,
     matrix: MatrixArgs,
     out: torch.Tensor,
-    lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Launch both kernels without the checks of ``attend``, so that tests can compile for Hopper without a GPU."""
@@ -129,7 +127,7 @@ def run(
     with index.workspace.frame():
         cache_args, index_args, work = _prepare(cache, matrix, index)
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
-            queries, keys, values, AttendArgs.of(q, out, lse, sinks), cache_args, head_strides, index_args, work,
+            queries, keys, values, AttendArgs.of(q, out, sinks), cache_args, head_strides, index_args, work,
             num_tiles, call.scale * LOG2_E.value, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes,
             num_warps=4,
         )  # fmt: skip

@@ -72,7 +72,7 @@ def hopper_kernel(
     Args:
         q_desc: Descriptor of q as the matrix [num_tokens, NUM_HEADS · D] of fp16 or bf16, boxes of [64, 64].
         k_desc: Descriptor of the cache's keys as a matrix whose rows are tokens, boxes of [BLOCK_N, 64].
-        out: ``AttendArgs``: output [num_tokens, NUM_HEADS, D] and log-sum-exp, both written; and sinks.
+        out: ``AttendArgs``: output [num_tokens, NUM_HEADS, D], written; and sinks.
         head_strides: ``HeadStrideArgs``.
     """
     config = Config(NUM_HEADS, GROUP, BLOCK_N, D, STRIPES)

@@ -70,7 +70,6 @@ class SmoothArgs(NamedTuple):
 def attend(
     call: Call,
     out: torch.Tensor,
-    lse: torch.Tensor | None = None,
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
@@ -107,7 +106,7 @@ def attend(
         )
     )
     args = (
-        AttendArgs.of(q, out, lse, sinks), cache_args, *descriptors, matrix, index_args, call.scale * LOG2_E.value,
+        AttendArgs.of(q, out, sinks), cache_args, *descriptors, matrix, index_args, call.scale * LOG2_E.value,
         cache.value_scale,
     )  # fmt: skip
     grid = (rows.num_tiles * num_heads * num_parts,)

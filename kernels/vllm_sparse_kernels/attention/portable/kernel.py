@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
+from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.paged import key_offsets, widen
 from vllm_sparse_kernels.selection.lists import load_tile
 
@@ -115,8 +115,7 @@ def attend_kernel(queries, cache, k_matrix, v_matrix, matrix, index, scale, valu
     Bound by the matrix units, by exponentials at head_dim 64, and by the gather for stripes.
 
     Args:
-        queries: ``AttendArgs``; q and out [tokens, NUM_HEADS, HEAD_DIM] in 16 bits, lse [NUM_HEADS, tokens] float32 in
-            natural units.
+        queries: ``AttendArgs``; q and out [tokens, NUM_HEADS, HEAD_DIM] in 16 bits.
         cache: ``KeyArgs`` with values, pages of [page_size, kv heads, HEAD_DIM].
         k_matrix: Descriptor of the keys as a matrix of tokens, with boxes of [BLOCK_N, HEAD_DIM]; or None.
     """
@@ -192,7 +191,7 @@ def empty_softmax(SHAPE):
 
 @triton.jit
 def store_output(queries, program, softmax, value_scale, SHAPE):
-    """Store the output of the program's queries and, if asked for, their log-sum-exps."""
+    """Store the output of the program's queries."""
     o_m = tl.arange(0, SHAPE.BLOCK_M)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     o_q = (program.token + o_m).to(tl.int64)
@@ -203,9 +202,6 @@ def store_output(queries, program, softmax, value_scale, SHAPE):
     b_out = (softmax.b_acc / b_total[:, None] * value_scale).to(queries.out.dtype.element_ty)
     o_out = o_q[:, None] * queries.stride_out_token + program.i_head * queries.stride_out_head + o_d[None, :]
     tl.store(queries.out + o_out, b_out, mask=in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :])
-    if queries.lse is not None:
-        b_lse = (softmax.b_max + tl.log2(softmax.b_sum)) * LN_2
-        tl.store(queries.lse + program.i_head.to(tl.int64) * queries.stride_lse_head + o_q, b_lse, mask=in_tile)
 
 
 @triton.jit
