@@ -71,11 +71,11 @@ def test_a_line_of_serve_names_its_quantities() -> None:
 
 
 def test_json_goes_to_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for check in ("packages", "device", "registration", "attention", "selection"):
+    for check in ("packages", "device", "registration", "engines"):
         monkeypatch.setattr(doctor, check, lambda *_: iter([doctor.ok("a check", "fine")]))
     result = run("doctor", "--json", "-")
     assert result.exit_code == 0
-    assert [finding["text"] for finding in json.loads(result.stdout)] == ["fine"] * 5
+    assert [finding["text"] for finding in json.loads(result.stdout)] == ["fine"] * 4
     assert "a check: fine" in result.stderr
 
 

@@ -89,7 +89,7 @@ def test_the_table_has_every_output() -> None:
 def test_a_disk_that_fills_during_the_work_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").touch()
     monkeypatch.setattr(common, "require_output_file", lambda *_: None)  # there was space at the time of the check
-    for check in ("packages", "device", "registration", "attention"):
+    for check in ("packages", "device", "registration", "engines"):
         monkeypatch.setattr(doctor, check, lambda *_: iter([doctor.ok("a check", "x" * 2000)]))
     for command, path in ((("doctor", "--json"), "d.json"), (FILES["import out"], "p.yaml")):
         with full_disk(64):

@@ -5,11 +5,11 @@ import logging
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -58,40 +58,67 @@ class Finding:
 ok, note, bad = (partial(Finding, level) for level in STYLES)
 
 
+@dataclass(frozen=True)
+class CheckedModel:
+    """A model's config, and why each of its layers is always dense."""
+
+    path: Path
+    """A folder, or a config.json."""
+    config: dict[str, Any]
+    reasons: list[Fallback | None]
+
+    @staticmethod
+    def read(path: Path) -> "CheckedModel":
+        config = model_check.read_config_file(path) if path.is_file() else model_check.read_config(path)
+        return CheckedModel(path, config, model_check.layer_reasons(config))
+
+    @property
+    def has_mla(self) -> bool:
+        return set(self.reasons) == {Fallback.MLA}
+
+    @property
+    def max_positions(self) -> int | None:
+        positions = self.config.get("max_position_embeddings")
+        return int(positions) if positions else None
+
+
 def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
     """Check this installation and a model's layers.
 
     Exit code 1 if sparse prefill cannot work here.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    checks: list[Callable[[], Iterator[Finding]]] = [packages]
-    if model is not None:
-        checks.append(lambda: layer_findings(model))
-    # Checks that need neither torch nor vLLM come first: importing these takes most of the time.
-    checks += [device, registration, lambda: attention(model), lambda: selection(model)]
-    findings = []
     console = Console()
-    for check in checks:
-        for finding in check():
+    findings = []
+
+    def show(checked: Iterable[Finding]) -> None:
+        for finding in checked:
             findings.append(finding)
             mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
             console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
-        if check is packages:
-            Console(stderr=True).print(
-                "Importing transformers, torch and vLLM: up to half a minute ...", highlight=False
-            )
+
+    # Checks that need neither torch nor vLLM come first: importing these takes most of the time.
+    show(packages())
+    Console(stderr=True).print("Importing transformers, torch and vLLM: up to half a minute ...", highlight=False)
+    checked_model = None
+    if model is not None:
+        try:
+            checked_model = CheckedModel.read(model)
+            show(layer_findings(checked_model))
+        except ConfigurationError as error:
+            show([bad("model", str(error))])
+    show(device())
+    show(registration())
+    show(engines(checked_model))
     if json_path is not None:
         with failures():
             write_json(json_path, [asdict(finding) for finding in findings])
-    bad = next((finding for finding in findings if finding.level == "bad"), None)
-    if bad is not None:
-        console.print(
-            f"[red]Cannot work here.[/] {bad.subject}: {escape(bad.text)}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    wrong = next((finding for finding in findings if finding.level == "bad"), None)
+    if wrong is not None:
+        text = f"[red]Cannot work here.[/] {wrong.subject}: {escape(wrong.text)}"
+        console.print(text, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
-    flag = MLA_FLAG if model is not None and has_mla(model) else FLAG
+    flag = MLA_FLAG if checked_model is not None and checked_model.has_mla else FLAG
     folder = "MODEL" if model is None else shlex.quote(str(model.parent if model.is_file() else model))
     console.print(f"Works here: vllm serve {folder} {flag}", highlight=False, soft_wrap=True)
 
@@ -146,41 +173,27 @@ def registration() -> Iterator[Finding]:
     if entry_point.level == "bad":
         yield entry_point
         return
-    warnings: list[str] = []
+    # vLLM's logging does not show our plugin's warnings here.
+    warnings, logger = BufferingHandler(capacity=1000), logging.getLogger(LOGGER)
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(warnings)
     try:
         from vllm_sparse_backend.serving.registration import load_plugins, look_up_backend, why_displaced
 
-        with _warnings_of_plugin(warnings):
-            load_plugins()
+        load_plugins()
         if (why := why_displaced()) is not None:
             yield bad("backend", f"not available: {why}")
             return
         backend = look_up_backend("SPARSE-PREFILL")
     except Exception as error:  # an exception of vLLM or of a plugin is the finding
-        yield bad("backend", " ".join(warnings) or f"does not register: {type(error).__name__}: {error}")
+        said = " ".join(record.getMessage() for record in warnings.buffer)
+        yield bad("backend", said or f"does not register: {type(error).__name__}: {error}")
         return
+    finally:
+        logger.removeHandler(warnings)
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point
     yield from _dense_backend()
-
-
-@contextmanager
-def _warnings_of_plugin(lines: list[str]) -> Iterator[None]:
-    """Collect our plugin's warnings in ``lines``, because vLLM's logging does not show them here."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger(LOGGER), Handler(logging.WARNING)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
 
 
 def _entry_point() -> Finding:
@@ -216,65 +229,68 @@ def _dense_backend() -> Iterator[Finding]:
         yield note("decodes", difference)
 
 
-def attention(model: Path | None) -> Iterator[Finding]:
-    """Forecast the attention engine of a model's layers, for blocks and stripes in bfloat16 and vLLM's usual cache.
+def engines(model: CheckedModel | None) -> Iterator[Finding]:
+    """Forecast the engines of a model's layers, for blocks and stripes in bfloat16 and vLLM's usual cache.
 
-    A server tries the engine on its warm-up batch, and chooses the next engine if the trial fails.
+    A server tries an engine on its warm-up batch, and chooses the next engine if the trial fails.
     """
-
     if without_vllm():
         yield note("attention", "not checked, because vLLM is not installed")
         return
     try:
         from vllm_sparse_backend.serving import compat
-        from vllm_sparse_backend.serving.worker import engine_picker
 
-        shape = None if model is None else ModelShape.from_folder(model)
-    except ConfigurationError:
-        return  # reported with the model's layers
+        if model is not None and model.has_mla and not compat.IS_CPU:
+            yield mla_kernels()
+            return
+        shape = None
+        if model is not None and not all(model.reasons):
+            shape = ModelShape.from_config(model.config, str(config_file(model.path)))
+        if compat.IS_CPU:
+            yield ok("attention and selection", "torch; the engines hopper, flash and portable need a GPU")
+            engine: str | None = "portable"
+        else:
+            engine = yield from _forecast(shape)
+        if model is not None and shape is not None and engine is not None:
+            yield first_sparse_length(shape, model.max_positions, compat.device_name(), engine)
     except Exception as error:  # any exception of vLLM
         yield bad("attention", f"{type(error).__name__}: {error}")
-        return
-    if compat.IS_CPU:
-        yield ok("attention", "torch; the engines hopper, flash and portable need a GPU")
-        yield from first_sparse_length(model, compat.device_name(), "portable")
-        return
-    if model is not None and has_mla(model):
-        yield mla_kernels()
-        return
+
+
+def _forecast(shape: ModelShape | None) -> Generator[Finding, None, str | None]:
+    """Report the engines of attention and of the default method's selection, and return attention's."""
+    from vllm_sparse_backend.config.method_parameters import make_method
+    from vllm_sparse_backend.serving.worker import engine_picker
+
     spec = engine_picker.usual_attention(shape)
     if spec is None:
         yield bad("attention", "no block of keys fits into this device's shared memory")
-        return
+        return None
     taken, refusals = engine_picker.forecast(spec)
+    choice = engine_picker.forecast_selection(make_method("default", {}), 128 if shape is None else shape.head_dim)
     for name, why in refusals.items():
         yield note(f"engine {name}", f"not usable: {why}")
-    forecast = f"the engine {taken}, if it passes its trial at start-up"
-    if taken is None:
-        yield bad("attention", "no engine can run it")
-        return
-    yield ok("attention", forecast)
-    yield from first_sparse_length(model, compat.device_name(), taken)
+    for name, why in choice.passed_over.items():
+        yield note(f"selection engine {name}", f"not usable: {why}")
+    trial = "if it passes its trial at start-up"
+    yield ok("selection", f"the engine {choice.engine.name}, {trial}")
+    yield bad("attention", "no engine can run it") if taken is None else ok("attention", f"the engine {taken}, {trial}")
+    return taken
 
 
-def first_sparse_length(model: Path | None, device: str, engine: str) -> Iterator[Finding]:
+def first_sparse_length(shape: ModelShape, max_positions: int | None, device: str, engine: str) -> Finding:
     """Report the shortest prompt that runs sparse by default, and whether the model supports such prompts."""
     from vllm_sparse_backend.config.profile import ON
     from vllm_sparse_backend.config.resolved import Resolved
 
-    if model is None or has_mla(model) or all(model_check.layer_reasons(config_of(model))):
-        return
-    resolved = Resolved.from_additional_config(None, ModelShape.from_folder(model), device)
-    thresholds = resolved.thresholds(ON, [engine])
-    positions = max_positions(config_of(model))
-    longest = positions or max(attention_share.LENGTHS_TOKENS)
-    shortest = next((n for n in range(0, longest + 1, 1024) if _runs_sparse(thresholds, n)), None)
+    thresholds = Resolved.from_additional_config(None, shape, device).thresholds(ON, [engine])
+    longest = max_positions or max(attention_share.LENGTHS_TOKENS)
     why = "".join(f"; {text}" for text in thresholds.notes)
-    if shortest is not None:
-        yield ok("sparse prefill", f"for prompts of at least {shortest:,} tokens without a cached prefix{why}")
-    else:
-        limit = "" if positions is None else f", and the model supports {positions:,} tokens"
-        yield note("sparse prefill", f"nothing will run sparse: the default is for {thresholds}{limit}{why}")
+    for shortest in range(0, longest + 1, 1024):
+        if _runs_sparse(thresholds, shortest):
+            return ok("sparse prefill", f"for prompts of at least {shortest:,} tokens without a cached prefix{why}")
+    limit = "" if max_positions is None else f", and the model supports {max_positions:,} tokens"
+    return note("sparse prefill", f"nothing will run sparse: the default is for {thresholds}{limit}{why}")
 
 
 def _runs_sparse(thresholds: "Thresholds", num_tokens: int) -> bool:
@@ -283,44 +299,12 @@ def _runs_sparse(thresholds: "Thresholds", num_tokens: int) -> bool:
     return any(thresholds.dense_reason(min(end, CHUNK_TOKENS), end) is None for end in ends)
 
 
-def selection(model: Path | None) -> Iterator[Finding]:
-    """Forecast the selection engine of the default method."""
-    if without_vllm():
+def layer_findings(model: CheckedModel) -> Iterator[Finding]:
+    reasons = model.reasons
+    if model.has_mla:
+        yield from mla_findings(model.config, len(reasons))
         return
-    try:
-        from vllm_sparse_backend.config.method_parameters import make_method
-        from vllm_sparse_backend.serving import compat
-        from vllm_sparse_backend.serving.worker import engine_picker
-
-        head_dim = 128 if model is None else ModelShape.from_folder(model).head_dim
-        if compat.IS_CPU:
-            yield ok("selection", "torch; engines need a GPU")
-            return
-        if model is not None and has_mla(model):
-            return  # reported with its attention
-        choice = engine_picker.forecast_selection(make_method("default", {}), head_dim)
-    except ConfigurationError:
-        return  # reported with the model's layers
-    except Exception as error:  # any exception of vLLM
-        yield bad("selection", f"{type(error).__name__}: {error}")
-        return
-    for name, reason in choice.passed_over.items():
-        yield note(f"selection engine {name}", f"not usable: {reason}")
-    yield ok("selection", f"the engine {choice.engine.name}, if it passes its trial at start-up")
-
-
-def layer_findings(model: Path) -> Iterator[Finding]:
-
-    try:
-        config = config_of(model)
-        reasons = model_check.layer_reasons(config)
-    except ConfigurationError as error:
-        yield bad("model", str(error))
-        return
-    if set(reasons) == {Fallback.MLA}:
-        yield from mla_findings(config, len(reasons))
-        return
-    kinds = layer_kinds(config) or [""] * len(reasons)
+    kinds = layer_kinds(model.config) or [""] * len(reasons)
     layers: dict[tuple[Fallback | None, str], list[int]] = defaultdict(list)
     for layer, (reason, kind) in enumerate(zip(reasons, kinds)):
         layers[reason, KINDS.get(kind, "") if reason is Fallback.NOT_DECODER else ""].append(layer)
@@ -333,16 +317,9 @@ def layer_findings(model: Path) -> Iterator[Finding]:
         else:
             yield note(f"always dense ({reason})", f"{where}: {reason.explain}")
     if all(reasons):
-        yield bad("model", f"no layer of {model} can run sparse; serve it without this backend")
+        yield bad("model", f"no layer of {model.path} can run sparse; serve it without this backend")
     else:
         yield from best_speedups(model)
-
-
-def has_mla(model: Path) -> bool:
-    try:
-        return set(model_check.layer_reasons(config_of(model))) == {Fallback.MLA}
-    except ConfigurationError:
-        return False  # reported with the model's layers
 
 
 def mla_findings(config: dict[str, Any], num_layers: int) -> Iterator[Finding]:
@@ -372,11 +349,10 @@ def mla_kernels() -> Finding:
     return ok("attention", "the kernels for multi-head latent attention")
 
 
-def best_speedups(model: Path) -> Iterator[Finding]:
+def best_speedups(model: CheckedModel) -> Iterator[Finding]:
     """Estimate the best possible speed-up: no method reduces the time of linear layers."""
-
-    config, source = config_of(model), str(config_file(model))
-    longest = max_positions(config) or max(attention_share.MEASURED_8B)
+    config, source = model.config, str(config_file(model.path))
+    longest = model.max_positions or max(attention_share.MEASURED_8B)
     lengths = sorted({longest, *(n for n in attention_share.LENGTHS_TOKENS if n < longest)})
     try:
         shares = {n: attention_share.prefill_share(config, n, source) for n in lengths}
@@ -406,14 +382,3 @@ def best_speedups(model: Path) -> Iterator[Finding]:
             f"{num_unknown} layers have a recurrence that the config describes in unknown fields; it is left out, so "
             "the speed-ups above are too large",
         )
-
-
-def max_positions(config: dict[str, Any]) -> int | None:
-    positions = config.get("max_position_embeddings")
-    return int(positions) if positions else None
-
-
-def config_of(model: Path) -> dict[str, Any]:
-    """Read the config of a model folder, or a config.json."""
-
-    return model_check.read_config_file(model) if model.is_file() else model_check.read_config(model)
