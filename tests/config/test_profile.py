@@ -125,7 +125,7 @@ provenance: {recall: 2, prompts_sha256: abc}
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("root:x:0:0\nnobody", "given a text, expected a mapping"),
+        ("root:x:0:0\nnobody", "given no mapping, expected a mapping"),
         ("{a: 1\n", "line 2, column 1: "),
         (HEADER + "layers:\n  1: {}\n  1: {}\n", "line 6, column 3: key 1 is given twice"),
         (HEADER + "? [1, 2]\n: 3", "unhashable key"),
@@ -309,8 +309,6 @@ def test_levels() -> None:
         ("  high:", "  1:", "given 1, expected a name of at most 40 lower-case letters"),
         ("dense_layers: 0-1", "dense_layers: 0-6", "levels.high.dense_layers: given 6, expected at most 5"),
         ("dense_layers: 0-1", "min_tokens: 3", "levels.high.min_tokens: unknown field"),
-        (", 0.25]", "]", "provenance.figures.density.1: given 7 numbers, expected one for each of the 8 heads"),
-        ("error: {1:", "error: {6:", "provenance.figures.error.6: given 6, expected at most 5"),
     ],
 )
 def test_wrong_level_or_figures(old: str, new: str, expected: str) -> None:
@@ -339,9 +337,11 @@ def test_what_is_no_file_is_called_what_it_is(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "broken").symlink_to(tmp_path / "nothing")
     os.mkfifo(tmp_path / "pipe")
-    kinds = {"": "a folder", "pipe": "a fifo", "loop": "a loop of links", "broken": "a link to nothing"}
-    for name, kind in kinds.items():
-        path = str(tmp_path / name) if name else str(tmp_path)
+    problems = {
+        ".": "cannot be read: Is a directory", "pipe": "given a fifo, expected a file",
+        "loop": "cannot be read: Too many levels", "broken": "cannot be read: No such file",
+    }  # fmt: skip
+    for name, problem in problems.items():
         for load in (load_profile, load_crossover):
-            with pytest.raises(ConfigurationError, match=f"{re.escape(path)} is {kind}, expected a file"):
-                load(path)
+            with pytest.raises(ConfigurationError, match=f"{re.escape(str(tmp_path / name))}: {problem}"):
+                load(str(tmp_path / name))

@@ -19,7 +19,7 @@ from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema
 from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.input_files import file_at, read_text, why_no_file
+from vllm_sparse_backend.config.input_files import existing_path, read_text
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods import name_of
@@ -284,10 +284,9 @@ def timed_tokens(min_tokens: int, chunk_tokens: int) -> int:
 
 def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
     """Find a table's file."""
-    file = file_at(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
+    file = existing_path(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
     if file is None:
-        problem = why_no_file(str(path))
-        raise ConfigurationError(f"{option}: given {path!r}: {problem}; expected a file that `{COMMAND}` wrote")
+        raise ConfigurationError(f"{option}: given {path!r}: no such file; expected a file that `{COMMAND}` wrote")
     return file
 
 

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, StrictFloat
 
-from vllm_sparse_backend.config.errors import Section, unexpected
+from vllm_sparse_backend.config.errors import Section
 from vllm_sparse_backend.config.model_shape import ModelShape
 
 PerHead = Sequence[Sequence[float] | None]
@@ -54,15 +54,3 @@ class HeadFigures(Section):
     def rows(self, name: str, shape: ModelShape) -> list[tuple[float, ...] | None]:
         """Return the numbers of one figure as a list by layer."""
         return [getattr(self, name).get(layer) for layer in range(shape.num_layers)]
-
-    def out_of_range(self, shape: ModelShape) -> list[str]:
-        """Find numbers that do not fit a model."""
-        problems = []
-        for name, layers in self:
-            for layer, numbers in layers.items():
-                if layer >= shape.num_layers:
-                    problems.append(f"{name}.{layer}: {unexpected(layer, f'at most {shape.num_layers - 1}')}")
-                if len(numbers) != shape.num_heads:
-                    expected = f"one for each of the {shape.num_heads} heads"
-                    problems.append(f"{name}.{layer}: given {len(numbers)} numbers, expected {expected}")
-        return problems

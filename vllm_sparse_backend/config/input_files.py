@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads files that users name: regular files only, up to a size. A fifo or a device could block or never end."""
 
-import errno
 import os
 import stat
 from pathlib import Path
@@ -15,33 +14,21 @@ MAX_DATA_BYTES = 256 << 20
 """For prompts, and for results that a command continues."""
 
 
-def file_at(path: str) -> Path | None:
-    """Find the file at a path."""
+def existing_path(path: str) -> Path | None:
+    """Return a path that a user gave, if something exists there."""
     try:
-        file = Path(path).expanduser()
-        return file if file.is_file() else None
+        target = Path(path).expanduser()
+        return target if os.path.lexists(target) else None
     except (OSError, RuntimeError, ValueError):
         return None
-
-
-def why_no_file(path: str) -> str:
-    """Explain why ``file_at`` finds no file at a path."""
-    try:
-        file = Path(path).expanduser()
-        exists = os.path.lexists(file)
-    except (OSError, RuntimeError, ValueError):
-        exists = False
-    return f"{path} is {kind_of_file(file)}, expected a file" if exists else "no such file"
 
 
 def kind_of_file(path: Path) -> str:
     """Name the kind of an existing path."""
     try:
-        mode = path.stat().st_mode
+        return _kind(path.stat().st_mode)
     except OSError as error:
-        broken = {errno.ELOOP: "a loop of links", errno.ENOENT: "a link to nothing"}
-        return broken.get(error.errno or 0, f"not readable ({error.strerror})")
-    return _kind(mode)
+        return f"not readable ({error.strerror})"
 
 
 def _kind(mode: int) -> str:

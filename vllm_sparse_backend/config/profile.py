@@ -166,15 +166,11 @@ class Level(Section):
             place = f"layers.{format_ranges(layers)}"
             places.append((place, layers, shape.num_layers))
             places += [(f"{place}.heads.{format_ranges(heads)}", heads, shape.num_heads) for heads in profile.heads]
-        problems = [
+        return [
             f"{place}: {unexpected(max(numbers), f'at most {limit - 1}')}"
             for place, numbers, limit in places
             if numbers and max(numbers) >= limit
         ]
-        figures = self.provenance.figures
-        if figures is not None:
-            problems += [f"provenance.figures.{problem}" for problem in figures.out_of_range(shape)]
-        return problems
 
     def _objections(self, shape: ModelShape) -> list[str]:
         methods: dict[type[Method], list[Method]] = defaultdict(list)
@@ -273,10 +269,9 @@ class Profile(Level):
 def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
     """Find a profile's file."""
     bundled = bundled_profiles()
-    path = bundled.get(str(name_or_path)) or input_files.file_at(str(name_or_path))
+    path = bundled.get(str(name_or_path)) or input_files.existing_path(str(name_or_path))
     if path is None:
-        problem = input_files.why_no_file(str(name_or_path))
-        raise ConfigurationError(f"{option}: {problem}; {not_one_of(str(name_or_path), bundled)}, or a file's path")
+        raise ConfigurationError(f"{option}: no such file; {not_one_of(str(name_or_path), bundled)}, or a file's path")
     return path
 
 

@@ -2,7 +2,7 @@
 """A YAML reader for users' files: JSON's kinds of values only, no tags, aliases or duplicate keys."""
 
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import yaml
@@ -21,7 +21,6 @@ _NUMBERS = (
     ("tag:yaml.org,2002:float", r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?"),
     ("tag:yaml.org,2002:float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
 )
-_KINDS = {str: "a text", list: "a list", type(None): "nothing"}
 
 
 class _Loader(_SafeLoader):
@@ -31,13 +30,13 @@ class _Loader(_SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = {}
-        for key_node, value_node in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable) or key in mapping:
-                problem = f"key {key!r} is given twice" if isinstance(key, Hashable) else "found unhashable key"
-                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
-            mapping[key] = self.construct_object(value_node, deep=deep)
+        mapping = dict(super().construct_mapping(node, deep))  # refuses keys that are not hashable
+        keys = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in keys:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            keys.add(key)
         return mapping
 
 
@@ -46,15 +45,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Readers fold line breaks, including Unicode's, into blanks unless they are escaped in double quotes.
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
-
-
 for _tag, _pattern in _NUMBERS:
     _Loader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
     _Dumper.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))  # quotes such texts
-_Dumper.add_representer(str, _represent_text)
 
 
 def parse(text: str, source: str) -> dict[Any, Any]:
@@ -69,17 +62,14 @@ def parse(text: str, source: str) -> dict[Any, Any]:
     except (yaml.YAMLError, ValueError) as error:  # a ValueError comes from an integer of thousands of digits
         raise ConfigurationError(f"{source}: not YAML: {error}") from None
     if not isinstance(data, dict):
-        kind = _KINDS.get(type(data), "a value")
-        raise ConfigurationError(f"{source}: given {kind}, expected a mapping of fields to values")
+        raise ConfigurationError(f"{source}: given no mapping, expected a mapping of fields to values")
     return data
 
 
 def dump(data: dict[str, Any]) -> str:
     """Format a mapping as YAML."""
     innermost_inline: Any = None  # PyYAML accepts None here, but its type stubs do not
-    return yaml.dump(
-        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=innermost_inline
-    )
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=innermost_inline)
 
 
 def _refuse_unsupported(text: str) -> None:
