@@ -18,7 +18,6 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.top_p import TopP
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -107,13 +106,6 @@ def test_reasons_of_dense_rows() -> None:
 )
 def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected: int) -> None:
     assert resolved(table(*entries)).min_tokens == expected
-
-
-@pytest.mark.parametrize(("narrower", "wider"), [(16, 36), (18, 32), (9, 64), (8, 72)])
-def test_narrower_and_wider_heads_with_equal_ratios_are_equally_close(narrower: int, wider: int) -> None:
-    measured = table(entry(2, num_heads=narrower), entry(1, num_heads=wider))
-    closest = measured.find(CARD, "flash", AShape(), (24, 8, 128))
-    assert {measurement.min_tokens for measurement in closest} == {1, 2}
 
 
 @pytest.mark.parametrize(

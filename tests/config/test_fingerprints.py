@@ -5,7 +5,7 @@ them."""
 import itertools
 import typing
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import pytest
@@ -24,23 +24,20 @@ SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=3, num_heads=4, n
 CANDIDATES = (True, False, -8.0, 0.03, 0.3, 0.7, 0.999, 2.0, 1, 2, 3, 16, 32, 64, 128, 256, 320, 1024, 4096, None)
 """Values that various fields may have."""
 
-FIELDS = [
-    (name, parameter.name) for name, spec in METHODS.items() for parameter in fields(spec.parameters) if parameter.init
-]  # fmt: skip
 
-
-def changed(method: Method, name: str, field: str) -> Iterator[Method]:
-    """Yield the method with other values that the field accepts."""
+def changed(method: Method, name: str, field: str) -> Method:
+    """Return the method with another value that the field accepts."""
     hint = typing.get_type_hints(type(method))[field]
     texts = [value for part in (hint, *typing.get_args(hint)) for value in typing.get_args(part)]
+    params = {key: old for key, old in parameters_of(method).items() if key != "method"}
     for value in (*CANDIDATES, *(text for text in texts if isinstance(text, str))):
-        params = {key: old for key, old in parameters_of(method).items() if key != "method"}
         try:
             other = make_method(name, {**params, field: value})
         except ValueError:
             continue
         if other != method:
-            yield other
+            return other
+    raise AssertionError(f"{name}.{field}: no other value is taken; add one to CANDIDATES")
 
 
 def plan_of(heads: Sequence[Sequence[Method]]) -> Plan:
@@ -50,22 +47,18 @@ def plan_of(heads: Sequence[Sequence[Method]]) -> Plan:
     return replace(plan, layers=tuple(LayerPlan.of(layer, counts) for layer in heads))
 
 
-@pytest.mark.parametrize(("name", "field"), FIELDS)
-def test_any_field_of_any_head_makes_another(name: str, field: str) -> None:
-    """For a single head, and for a head that is selected together with others and has different numbers."""
+@pytest.mark.parametrize("name", METHODS)
+def test_any_field_of_any_head_makes_another(name: str) -> None:
     default = make_method(name, {})
-    others = [next(changed(default, name, parameter.name), default) for parameter in fields(default) if parameter.init]
-    variants = list(itertools.islice(changed(default, name, field), 3))
-    assert variants, f"{name}.{field}: no other value is taken; add one to CANDIDATES"
-    alike = [[(default, *others)[(layer + head) % (1 + len(others))] for head in range(4)] for layer in range(3)]
-    plans = [plan_of(alike)]
-    for variant, layer, head in itertools.product(variants, range(3), range(4)):
-        heads = [list(methods) for methods in alike]
-        heads[layer][head] = variant
-        plans.append(plan_of(heads))
+    plans = [plan_of([[default] * 4] * 3)]
+    for field in [parameter.name for parameter in fields(default) if parameter.init]:
+        for layer, head in (0, 0), (2, 3):
+            heads = [[default] * 4 for _ in range(3)]
+            heads[layer][head] = changed(default, name, field)
+            plans.append(plan_of(heads))
     # The number of a cluster with a single member does not matter.
     computed = {plan.layers for plan in plans}
-    assert len({fingerprint(plan) for plan in plans}) == len(computed) > 4
+    assert len({fingerprint(plan) for plan in plans}) == len(computed)
 
 
 def test_heads_in_another_order_make_another() -> None:
@@ -78,35 +71,6 @@ def test_what_auto_stands_for_makes_another() -> None:
     plan = Plan.build(SparsePrefillConfig(), SHAPE)
     numbers = [{"hopper": [tokens, 1024]} for tokens in (8192, 16384)]
     assert len({fingerprint(plan), *(fingerprint(plan, auto_numbers) for auto_numbers in numbers)}) == 3
-
-
-def scaled(method: Method, name: str) -> Method:
-    """Return the method with every number changed that may differ between heads selected together; otherwise all
-    numbers."""
-    names = getattr(method, "differing", None) or [parameter.name for parameter in fields(method) if parameter.init]
-    for field in names:
-        method = next(changed(method, name, field), method)
-    return method
-
-
-@pytest.mark.parametrize("name", sorted(bundled_profiles()))
-def test_a_bundled_profile_with_all_numbers_changed_has_another(name: str) -> None:
-    profile = load_profile(name)
-    if profile.model is None:
-        pytest.skip("is of no model")
-    plan = Plan.build(SparsePrefillConfig(profile=name), profile.model)
-    heads = range(profile.model.num_layers), range(profile.model.num_heads)
-    methods = [profile.methods_of(layer, len(heads[1])) for layer in heads[0]]
-    known: dict[Method, Method] = {}
-    for method in itertools.chain.from_iterable(methods):
-        if method not in known:
-            known[method] = scaled(method, parameters_of(method)["method"])
-    counts = Counter(known[method].sharing for method in itertools.chain.from_iterable(methods))
-    layers = [
-        None if layer is None else LayerPlan.of([known[method] for method in layer_methods], counts)
-        for layer, layer_methods in zip(plan.layers, methods, strict=True)
-    ]
-    assert fingerprint(replace(plan, layers=tuple(layers))) != fingerprint(plan)
 
 
 def test_bundled_profiles_of_one_model_have_different_ones() -> None:

@@ -12,7 +12,6 @@ import pytest
 from tests.helpers.folders import model_folder
 from tests.helpers.foreign_files import CONFIG
 from vllm_sparse_backend.calibration import prompts
-from vllm_sparse_backend.calibration.external import read_json
 from vllm_sparse_backend.calibration.imports import import_profile
 from vllm_sparse_backend.config import input_files
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -24,7 +23,6 @@ from vllm_sparse_backend.evaluation.report import BenchError
 READERS: dict[str, Callable[[Path, Path], Any]] = {
     "profile import": import_profile,
     "a model's config": lambda path, model: ModelShape.from_folder(path),
-    "a result that calibration continues": lambda path, model: read_json(path, list[int]),
     "calibration prompts": lambda path, model: prompts.read_prompts(model, [path], 10),
     "a text": lambda path, model: read_prompt_text(path),
     "answers that eval continues": lambda path, model: answer_run.resume(SimpleNamespace(bench=""), path, "", ()),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from vllm_sparse_backend.config import input_files, strict_yaml
+from vllm_sparse_backend.config import input_files
 from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.head_figures import HeadFigures
@@ -238,14 +238,6 @@ ODD = Profile.model_validate({
     "provenance": {"bounds": {"": -1e300, "a\nb": 1e-9}, "device": "~", "prompts_sha256": f"{'1' * 20}e{'1' * 43}"},
 })  # fmt: skip
 """A profile with values that no bundled profile has."""
-
-
-@pytest.mark.full
-def test_every_character_of_a_text_is_kept() -> None:
-    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]  # all except halves of pairs
-    texts = ["".join(c for c in characters if c.isprintable() == printable) for printable in (True, False)]
-    for given_text in (*texts, *(f"a{c} {c}" for c in "\n\r\t\x85\u2028\u2029\ufeff\x00\x7f")):
-        assert strict_yaml.parse(strict_yaml.dump({"text": given_text}), "") == {"text": given_text}
 
 
 # Levels

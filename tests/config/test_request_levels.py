@@ -148,30 +148,6 @@ class TestPolicy:
             with pytest.raises(ValueError, match=r"requests\.allow"):
                 level(only, value)
 
-    @pytest.mark.parametrize("allow", [None, [], ["on"], ["exact", "p"], ["fast"], ["p"]])
-    @pytest.mark.parametrize("default", ["on", "exact", "fast"])
-    @pytest.mark.parametrize("refusal", [None, "it has a store"])
-    def test_a_refusal_lists_only_levels_that_are_permitted(
-        self, refusal: str | None, default: str, allow: Any
-    ) -> None:
-        requests = {"default": default} | ({} if allow is None else {"allow": allow})
-        values = {
-            "0 (exact)": 0,
-            "1 (this": 1,
-            "'exact'": "exact",
-            "'high'": "high",
-            "'fast'": "fast",
-            "a number": 0.25,
-        }
-        for known, refused in product((POLICY, WITH_SHARES), ("zzz", 0.5, 0, "fast", "high")):
-            policy = self.under(replace(known, refusal=refusal), **requests)
-            try:
-                level(policy, refused)
-            except ValueError as error:
-                said = str(error).partition("but" if refusal is None else "expected")[2]
-                for text in [text for text in values if text in said]:
-                    level(policy, values[text])
-
     @pytest.mark.parametrize(
         ("requests", "said"),
         [

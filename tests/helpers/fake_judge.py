@@ -32,7 +32,7 @@ class FakeJudge:
 def figures(error: float, density: float, p99: float | None = None) -> HeadResult:
     """Return figures. By default p99 equals the mean, and the default method loses 0.1."""
     p99 = error if p99 is None else p99
-    return HeadResult(error=error, p99=p99, p999=p99, of_default=error / 0.1, absolute=4 * error, density=density)
+    return HeadResult(error=error, p99=p99, of_default=error / 0.1, absolute=4 * error, density=density)
 
 
 def of(setting: Callable[[Method], float], error: Callable[[float], float], density: Callable[[float], float]) -> Curve:

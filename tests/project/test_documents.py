@@ -12,11 +12,9 @@ import pytest
 import typer
 
 from benchmarks import settings_tables
-from tests.helpers import promql
 from tests.helpers.external_tools import ROOT
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.metrics import METRICS, PREFIX, WORKER_METHOD
-from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.request_levels import FIELD
 
 DOCUMENTS = [
@@ -110,32 +108,6 @@ def test_the_map_names_every_module_once() -> None:
     assert sorted(re.findall(r"^### `(\S+)/`: \S", text, re.MULTILINE)) == sorted(folders)
 
 
-def paths_in_the_picture(text: str) -> list[str]:
-    """Return the path, from the repository, of each folder and module in a page's Mermaid picture."""
-    picture = text.partition("```mermaid\n")[2].partition("```")[0]
-    paths, folder = [], ""
-    for line in picture.splitlines():
-        if group := re.match(r' *subgraph \w+\["[^:]+: (\S+/)"\]', line):
-            folder = group[1]
-            paths.append(folder)
-        elif line.strip() == "end":
-            folder = ""
-        elif box := re.match(r' *\w+\["([\w/]+(?:\.py|/))<br/>', line):
-            paths.append(folder + box[1])
-    return paths
-
-
-def test_the_picture_of_the_architecture_names_what_exists() -> None:
-    """Each folder under ``serving/`` is in a group for its process, and each box is a module or folder of its group."""
-    paths = paths_in_the_picture((ROOT / "docs/how_it_works.md").read_text())
-    missing = [path for path in paths if not ((ROOT / path).is_dir() if path[-1] == "/" else (ROOT / path).is_file())]
-    assert missing == []
-    serving = ROOT / "vllm_sparse_backend/serving"
-    processes = {f"{path.relative_to(ROOT)}/" for path in serving.iterdir() if (path / "__init__.py").is_file()}
-    assert processes <= set(paths)
-    assert sum(path.endswith(".py") for path in paths) >= 9
-
-
 FOR_REQUESTS = {FIELD}
 """Names with the same prefix that are not metrics: keys of requests."""
 METHODS_OF_WORKERS = {WORKER_METHOD}
@@ -183,28 +155,6 @@ def test_metrics_and_their_labels(path: Path) -> None:
     else:
         code = "\n".join(str(line) for line in code_matches(str(path.relative_to(ROOT)), r"(.+)"))
         assert unknown_labels(code) == set()
-
-
-def test_what_operators_are_told_to_watch_are_metrics() -> None:
-    rows = (ROOT / "docs/operations.md").read_text().partition("## Watch\n")[2].partition("\nQueries")[0].splitlines()
-    watched = [row.split("|")[1] for row in rows if row.startswith("| ")][2:]
-    assert len(watched) >= 5
-    for row in watched:
-        names = re.findall(r"`(\w+|vllm:\w+)(?:\{[^}]*\})?`", row)
-        assert names, row
-        assert [name for name in names if name not in SAMPLES and not name.startswith("vllm:")] == [], row
-
-
-def test_the_dashboards_panels() -> None:
-    text = re.sub(r"\s+", " ", (ROOT / "deploy/README.md").read_text()).partition("Its panels: ")[2].partition(". `")[0]
-    assert re.findall(r"\*([^*]+)\*", text) == [panel["title"] for panel in promql.panels()]
-
-
-def test_levels_that_metrics_name_are_explained() -> None:
-    """Values of the label ``level`` that no profile defines."""
-    text = (ROOT / "docs/metrics.md").read_text()
-    paragraph = text.partition("`level` is the level of the requests")[2].partition("\n\n")[0]
-    assert [level for level in (ON, EXACT, SHARE) if f"`{level}`" not in paragraph] == []
 
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")

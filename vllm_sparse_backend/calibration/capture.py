@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
-from vllm_sparse_backend.calibration.external import read_json, readable, require_module, safetensors, writable
+from vllm_sparse_backend.calibration.external import readable, require_module, safetensors, writable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_bytes
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.output_files import whole_file
@@ -51,10 +53,6 @@ class Capture:
 
     def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
         """Load one captured layer."""
-        if not self._path(layer).is_file():
-            raise ConfigurationError(
-                f"{self._path(layer)}: the file is missing; delete its folder, and run the command again"
-            )
         with readable(self._path(layer), "tensors"):
             tensors = safetensors().load_file(self._path(layer), device=str(device))
             return LayerTensors(tensors["q"], tensors["k"], tensors["v"])
@@ -74,7 +72,8 @@ class Capture:
         path = folder / "capture.json"
         if not path.is_file():
             raise ConfigurationError(f"{folder}: given a folder without capture.json, expected a finished capture")
-        capture: Capture = read_json(path, Capture, "delete its folder, and run the command again")
+        with readable(path, "contents", "delete its folder, and run the command again"):
+            capture = TypeAdapter(Capture).validate_json(read_bytes(path, MAX_DATA_BYTES), strict=True)
         return dataclasses.replace(capture, folder=folder)
 
 

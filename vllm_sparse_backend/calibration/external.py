@@ -7,10 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_bytes
 
 
 def require_module(module: str, why: str) -> Any:
@@ -49,9 +46,3 @@ def writable(path: Path) -> Iterator[None]:
     except Exception as error:
         why = next(iter(str(error).splitlines()), "") or repr(error)
         raise ConfigurationError(f"{path}: cannot be written: {why}") from error
-
-
-def read_json(path: Path, form: Any, remedy: str = "delete it") -> Any:
-    """Read a JSON file as a value of a type."""
-    with readable(path, "contents", remedy):
-        return TypeAdapter(form).validate_json(read_bytes(path, MAX_DATA_BYTES), strict=True)

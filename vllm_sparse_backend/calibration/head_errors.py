@@ -15,12 +15,13 @@ from vllm_sparse_kernels.methods.base import Method
 BEYOND_P99 = 0.01
 """Share of queries above ``HeadResult.p99``: only few queries retrieve, and a mean hides them."""
 BEYOND_P999 = 0.001
-"""Share of queries above ``HeadResult.p999``: fewer than a hundredth of a prompt's queries may look up an answer."""
+"""Share of queries that ``HeadResult.of_default`` leaves out: fewer than a hundredth of a prompt's queries may look up
+an answer."""
 
 LEAST_ERROR = 0.02
 """Lower limit of the default's error in ratios. A smaller denominator would make heads dense needlessly."""
 
-ERRORS = ("error", "p99", "p999")
+ERRORS = ("error", "p99")
 """Fields of ``Bound`` that are relative errors."""
 
 
@@ -29,7 +30,6 @@ class Errors(NamedTuple):
 
     error: float
     p99: float
-    p999: float
     of_default: float
     absolute: float
 
@@ -46,8 +46,6 @@ class HeadResult:
     """Mean over queries."""
     p99: float
     """Error that a hundredth of queries (``BEYOND_P99``) exceeds."""
-    p999: float
-    """Error that a thousandth of queries (``BEYOND_P999``) exceeds."""
     of_default: float
     """Error relative to the server's default: the smallest k for which the mean error is at most k times the default's
     (or ``LEAST_ERROR``), and at most a thousandth of queries exceed their own error under the default by k − 1.
@@ -73,8 +71,6 @@ class Bound:
     """Limit of ``HeadResult.error``."""
     p99: float = math.inf
     """Limit of ``HeadResult.p99``."""
-    p999: float = math.inf
-    """Limit of ``HeadResult.p999``."""
     of_default: float = math.inf
     """Limit of ``HeadResult.of_default``."""
     absolute: float = math.inf

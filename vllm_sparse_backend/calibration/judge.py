@@ -140,16 +140,14 @@ def streaming_heads_of(tensors: LayerTensors, scale: float) -> frozenset[int]:
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
     """Reduce queries' errors to the figures of ``Errors``, except the last, ``absolute``."""
     mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
-    (more,) = error_quantiles(errors - of_default, BEYOND_P999)
-    return torch.stack(
-        (mean, *error_quantiles(errors, BEYOND_P99, BEYOND_P999), torch.maximum(mean / default, 1 + more))
-    )
+    more = error_quantile(errors - of_default, BEYOND_P999)
+    return torch.stack((mean, error_quantile(errors, BEYOND_P99), torch.maximum(mean / default, 1 + more)))
 
 
-def error_quantiles(of_queries: torch.Tensor, *shares: float) -> list[torch.Tensor]:
-    """Return upper quantiles of queries' errors."""
+def error_quantile(of_queries: torch.Tensor, share: float) -> torch.Tensor:
+    """Return the error that a share of queries exceeds, for each head."""
     ordered = of_queries.sort(0).values
-    return [ordered[len(ordered) - 1 - int(share * len(ordered))].double() for share in shares]
+    return ordered[len(ordered) - 1 - int(share * len(ordered))].double()
 
 
 @dataclass

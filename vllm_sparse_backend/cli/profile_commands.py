@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 32768
 """Length in tokens of generated prompts, for models with at least as many positions."""
 
+LIMITS = (("x", ("of_default",)), ("abs", ("absolute",)), ("", ("error", "p99")))
+"""Suffixes of bounds, with the limits that their numbers set."""
+
 Level = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=BOUND",
-        help="Error bound of a level (high or fast), as NAME=MEAN[:P99[:P999]]: the largest mean, p99 and p99.9 over "
+        help="Error bound of a level (high or fast), as NAME=MEAN[:P99]: the largest mean and p99 over "
         "a head's queries; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: |o - dense| summed over channels, "
         "mean over tokens. Repeatable. Default: high=0.1:0.4.",
     ),
@@ -239,24 +242,18 @@ def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
 
     bounds: dict[str, Bound] = {}
     for text in levels or ("high=0.1:0.4",):
-        name, _, numbers = text.partition("=")
-        is_factor, is_absolute = numbers.endswith("x"), numbers.endswith("abs")
+        name, _, limits = text.partition("=")
+        suffix, fields = next((known for known in LIMITS if limits.endswith(known[0])), LIMITS[-1])
         try:
-            limits = [float(number) for number in numbers.removesuffix("x").removesuffix("abs").split(":")]
+            numbers = [float(number) for number in limits.removesuffix(suffix).split(":")]
         except ValueError:
-            raise ConfigurationError(f"--level: {unexpected(text, 'NAME=MEAN:P99, such as high=0.1:0.4')}") from None
+            numbers = []
+        if not 0 < len(numbers) <= len(fields) or not all(number > 0 for number in numbers) or name in bounds:
+            expected = "NAME=MEAN:P99, NAME=1.5x or NAME=0.4abs, with numbers above 0, and each level only once"
+            raise ConfigurationError(f"--level: {unexpected(text, expected)}")
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
-        if not all(limit > 0 for limit in limits) or len(limits) > 3 or name in bounds:
-            raise ConfigurationError(f"--level: {unexpected(text, 'errors above 0, and each level only once')}")
-        if is_factor and (len(limits) > 1 or limits[0] < 1):
-            raise ConfigurationError(f"--level: {unexpected(text, 'one number of at least 1 before the x')}")
-        if is_absolute and len(limits) > 1:
-            raise ConfigurationError(f"--level: {unexpected(text, 'one number before abs, such as high=0.4abs')}")
-        if is_factor:
-            bounds[name] = Bound(of_default=limits[0])
-        elif is_absolute:
-            bounds[name] = Bound(absolute=limits[0])
-        else:
-            bounds[name] = Bound(*limits)
+        if suffix == "x" and numbers[0] < 1:
+            raise ConfigurationError(f"--level: {unexpected(text, 'a number of at least 1 before the x')}")
+        bounds[name] = Bound(**dict(zip(fields, numbers)))
     return bounds

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.profile import Profile, bundled_profiles, load_profile
+from vllm_sparse_backend.config.profile import bundled_profiles, load_profile
 
 AUTO = "auto"
 
@@ -22,7 +22,6 @@ class ProfileChoice:
     """The result of ``choose_profile``."""
 
     name: str | None
-    profile: Profile | None
     why: str
 
 
@@ -36,7 +35,7 @@ def choose_profile(shape: ModelShape, bundled: Mapping[str, Path] | None = None)
         name: profile for name, profile in loaded.items() if profile.model and not profile.model.differences(shape)
     }
     if not fitting:
-        return ProfileChoice(None, None, f"no bundled profile is for {shape}")
+        return ProfileChoice(None, f"no bundled profile is for {shape}")
     named = {
         name: profile for name, profile in fitting.items() if profile.model and _called(profile.model) & _called(shape)
     }
@@ -50,14 +49,14 @@ def choose_profile(shape: ModelShape, bundled: Mapping[str, Path] | None = None)
     called = ", ".join(shape.names) or "a model without a name"
     if not named and len(models) > 1:
         return ProfileChoice(
-            None, None, f"{called} has the shape of {' and of '.join(models)}: set profile to the name of a profile"
+            None, f"{called} has the shape of {' and of '.join(models)}: set profile to the name of a profile"
         )
     name = min(candidates, key=lambda name: (candidates[name].provenance.tool_version is None, name))
     others = f"; others that fit: {', '.join(sorted(set(fitting) - {name}))}" if len(fitting) > 1 else ""
     if named:
-        return ProfileChoice(name, loaded[name], f"it was made for {called}{others}")
+        return ProfileChoice(name, f"it was made for {called}{others}")
     why = f"it was made for {models[0] or 'a model of this shape'}, and {called} has its shape: check its answers"
-    return ProfileChoice(name, loaded[name], why + others)
+    return ProfileChoice(name, why + others)
 
 
 def _called(shape: ModelShape) -> set[str]:

@@ -2,7 +2,7 @@
 """``Resolved``: all settings of a process, resolved once at its start and then passed on as a value."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -40,7 +40,7 @@ def with_carried(additional_config: Mapping[str, Any] | None, documents: Documen
 
     A process that gets the result reads no file and does not query the device.
     """
-    return {**(additional_config or {}), DOCUMENTS: documents.data(), DEVICE: device}
+    return {**(additional_config or {}), DOCUMENTS: asdict(documents), DEVICE: device}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Resolved:
         """Resolve the settings for a rank of a model."""
         config = load_config(additional_config)
         device = carried_device(additional_config) or device
-        read = Documents.carried(additional_config or {}, config) or Documents.read(config, shape)
+        read = Documents.carried(additional_config) or Documents.read(config, shape)
         plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
         if plans[ON].has_shares:
             plans[SHARE] = plans[ON]  # except for p, which each row sets

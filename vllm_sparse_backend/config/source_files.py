@@ -6,7 +6,8 @@ that is missing on another node, therefore has no effect.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.config import auto_profile
@@ -22,43 +23,38 @@ from vllm_sparse_backend.config.settings import DOCUMENTS, OPTION, SparsePrefill
 class Documents:
     """Texts of the profile and of the crossover table, with their names for errors and logs."""
 
-    settings: tuple[str | None, str | None]
     source: str
     profile: str | None = None
     profile_path: str = ""
     crossover: str | None = None
+    crossover_path: str = ""
 
     @staticmethod
     def read(config: SparsePrefillConfig, shape: ModelShape) -> "Documents":
         """Read the files that a configuration names."""
-        settings = (config.profile, config.crossover)
-        crossover = None
+        documents = Documents(f"method {config.method}")
         if config.crossover is not None:
-            crossover = read_text(crossover_file(config.crossover, f"{OPTION} sparse_prefill.crossover"))
+            path = crossover_file(config.crossover, f"{OPTION} sparse_prefill.crossover")
+            documents = replace(documents, crossover=read_text(path), crossover_path=config.crossover)
         if config.profile is None:
-            return Documents(settings, f"method {config.method}", crossover=crossover)
+            return documents
         if config.profile != auto_profile.AUTO:
             path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
-            return Documents(settings, f"profile {config.profile}", read_text(path), str(path), crossover)
+            return documents.with_profile(path, f"profile {config.profile}")
         choice = auto_profile.choose_profile(shape)
         if choice.name is None:
-            source = f"method {config.method} (profile auto: {choice.why})"
-            return Documents(settings, source, crossover=crossover)
-        path = bundled_profiles()[choice.name]
-        source = f"profile {choice.name} (auto: {choice.why})"
-        return Documents(settings, source, read_text(path), str(path), crossover)
+            return replace(documents, source=f"method {config.method} (profile auto: {choice.why})")
+        return documents.with_profile(bundled_profiles()[choice.name], f"profile {choice.name} (auto: {choice.why})")
+
+    def with_profile(self, path: Path, source: str) -> "Documents":
+        """Add a profile's text."""
+        return replace(self, source=source, profile=read_text(path), profile_path=str(path))
 
     @staticmethod
-    def carried(additional_config: Mapping[str, Any], config: SparsePrefillConfig) -> "Documents | None":
+    def carried(additional_config: Mapping[str, Any] | None) -> "Documents | None":
         """Return the texts that another process of the server put into ``additional_config``."""
-        data = additional_config.get(DOCUMENTS)
-        if data is None or tuple(data["settings"]) != (config.profile, config.crossover):
-            return None
-        return Documents(**{**data, "settings": tuple(data["settings"])})
-
-    def data(self) -> dict[str, Any]:
-        """Convert the texts to plain values, which vLLM can pass to any process."""
-        return {**asdict(self), "settings": list(self.settings)}
+        data = (additional_config or {}).get(DOCUMENTS)
+        return None if data is None else Documents(**data)
 
     def parse_profile(self, config: SparsePrefillConfig) -> Profile:
         """Parse the profile, or build one from ``method`` and ``params``."""
@@ -74,5 +70,4 @@ class Documents:
         """Parse the crossover table."""
         if self.crossover is None:
             return load_crossover()
-        _, crossover_path = self.settings
-        return parse_crossover(self.crossover, str(crossover_path))
+        return parse_crossover(self.crossover, self.crossover_path)

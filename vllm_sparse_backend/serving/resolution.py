@@ -46,7 +46,7 @@ def carry_settings(vllm_config: VllmConfig) -> None:
     """
     values = vllm_config.additional_config
     config = settings_of(vllm_config)
-    documents = Documents.carried(values or {}, config) or Documents.read(config, compat.model_shape(vllm_config))
+    documents = Documents.carried(values) or Documents.read(config, compat.model_shape(vllm_config))
     vllm_config.additional_config = with_carried(values, documents, carried_device(values) or compat.device_name())
 
 
