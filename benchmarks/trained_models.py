@@ -13,12 +13,10 @@ last two thirds, without facts and questions; its standard error is computed fro
 read from /metrics, and covers sparse rows. TTFT is the time of a request for one token. Settings are measured in turn.
 """
 
-import http.client
 import json
 import math
 import random
 import re
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -26,13 +24,13 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import typer
 
-from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
-from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
+from vllm_sparse_backend.evaluation.answers import Templates, TokenScores, build_prompt
+from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
+from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
+from vllm_sparse_backend.evaluation.report import BenchError
 
 FACTS = 24
 LINE_TOKENS = 40
@@ -48,39 +46,14 @@ TEMPLATES = (
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
 
-@dataclass(frozen=True)
-class Setting:
-    name: str
-    url: str
-    level: str | float | None
-
-    @staticmethod
-    def parse(text: str) -> "Setting":
-        name, equals, where = text.partition("=")
-        url, _, level = where.partition("@")
-        if not equals or not url.startswith("http"):
-            raise typer.BadParameter(f"given {text!r}, expected NAME=http://HOST:PORT or NAME=http://HOST:PORT@LEVEL")
-        return Setting(name, url, float(level) if re.fullmatch(r"[\d.]+", level) else level or None)
-
-    @property
-    def more(self) -> dict[str, Any]:
-        """Return the fields of a request's body for its level. 0 is also a level."""
-        return {} if self.level is None else {"vllm_xargs": {"sparse_prefill": self.level}}
-
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[http.client.HTTPConnection, Any]:
-        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=600)
-        if body is None:
-            connection.request("GET", path)
-        else:
-            text = json.dumps({"model": "m", "temperature": 0, "max_tokens": 1, **self.more, **body})
-            connection.request("POST", path, text, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            raise SystemExit(f"{self.name}: {path} answers {answer.status}: {answer.read()[:300]!r}")
-        return connection, answer
-
-    def counted(self) -> MetricsReport:
-        return parse_metrics(self.ask(FRESH_METRICS_PATH)[1].read().decode())
+def endpoint_of(text: str) -> Endpoint:
+    """Connect to the server of a setting, at its level."""
+    name, equals, where = text.partition("=")
+    url, _, level = where.partition("@")
+    if not equals:
+        raise BenchError(f"given {text!r}, expected NAME=http://HOST:PORT or NAME=http://HOST:PORT@LEVEL")
+    endpoint = Endpoint.connect(name, url)
+    return endpoint.at_level(float(level) if re.fullmatch(r"[\d.]+", level) else level) if level else endpoint
 
 
 @dataclass
@@ -137,43 +110,32 @@ def prompts(
     out.write_text(json.dumps(written))
 
 
-def _score(setting: Setting, prompt: dict[str, Any]) -> tuple[int, int, float]:
+def _score(endpoint: Endpoint, prompt: dict[str, Any]) -> tuple[int, int, float]:
     """Return (right answers, questions, mean nats of the text's last two thirds)."""
-    ids = prompt["ids"]
-    connection, answer = setting.ask(
-        "/v1/completions", {"prompt": ids, "prompt_logprobs": 0, "add_special_tokens": False}
-    )
-    returned = json.loads(answer.read())["choices"][0]["prompt_logprobs"]
-    connection.close()
-    returned_ranks = [returned[i][str(ids[i])] if i else {"rank": 0, "logprob": 0.0} for i in range(len(ids))]
-    right = sum(all(returned_ranks[i]["rank"] == 1 for i in range(*span)) for span in prompt["spans"])
-    of_values = [*prompt["spans"], *((at, at + 9) for at in prompt["facts"])]
+    ids, spans = prompt["ids"], prompt["spans"]
+    scores = TokenScores.of(ids, endpoint.prompt_logprobs(ids))
+    right = sum(all(rank == 1 for rank in scores.ranks[begin:end]) for begin, end in spans)
+    of_values = [*spans, *((at, at + 9) for at in prompt["facts"])]
     lines = {i for begin, end in of_values for i in range(begin - LINE_TOKENS, end + 3)}
-    plain = [-returned_ranks[i]["logprob"] for i in range(len(ids) // 3, len(ids)) if i not in lines]
-    return right, len(prompt["spans"]), fmean(plain)
+    plain = [-scores.logprobs[i] for i in range(len(ids) // 3, len(ids)) if i not in lines]
+    return right, len(spans), fmean(plain)
 
 
-def _qualities(setting: Setting, prompts: Sequence[dict[str, Any]], jobs: int) -> Iterator[tuple[str, Quality]]:
+def _qualities(endpoint: Endpoint, prompts: Sequence[dict[str, Any]], jobs: int) -> Iterator[tuple[str, Quality]]:
     for length in sorted({prompt["length"] for prompt in prompts}):
         of_length = [prompt for prompt in prompts if prompt["length"] == length]
-        before, quality = setting.counted(), Quality()
+        before, quality = parse_metrics(endpoint.metrics()), Quality()
         with ThreadPoolExecutor(jobs) as pool:
-            for right, num_answers, nats in pool.map(partial(_score, setting), of_length):
+            for right, num_answers, nats in pool.map(partial(_score, endpoint), of_length):
                 quality.right.append(right)
                 quality.questions.append(num_answers)
                 quality.nats.append(nats)
-        after = setting.counted()
+        after = parse_metrics(endpoint.metrics())
         quality.density = (after.pairs - before.pairs).density
         sparse, dense = (after.rows_of(path) - before.rows_of(path) for path in ("sparse", "dense"))
         quality.sparse_rows = sparse / (sparse + dense) if sparse + dense else None
-        print(
-            setting.name,
-            length,
-            sum(quality.right),
-            sum(quality.questions),
-            f"{fmean(quality.nats):.5f}",
-            quality.density,
-        )
+        answers = f"{sum(quality.right)} of {sum(quality.questions)}"
+        print(f"{endpoint.name} {length}: {answers}, {fmean(quality.nats):.5f} nats, density {quality.density}")
         yield str(length), quality
 
 
@@ -189,18 +151,18 @@ def quality(
     every = json.loads(prompts.read_text())
     of_length = {prompt["length"]: [x for x in every if x["length"] == prompt["length"]][:most] for prompt in every}
     chosen = [prompt for group in of_length.values() for prompt in group]
-    parsed = [Setting.parse(text) for text in settings]
-    urls = list(dict.fromkeys(setting.url for setting in parsed))
+    endpoints = [endpoint_of(text) for text in settings]
+    urls = list(dict.fromkeys(endpoint.url for endpoint in endpoints))
     qualities: dict[str, dict[str, Quality]] = {}
 
     def ask(url: str) -> None:
-        for setting in parsed:
-            if setting.url == url:
-                qualities[setting.name] = dict(_qualities(setting, chosen, jobs))
+        for endpoint in endpoints:
+            if endpoint.url == url:
+                qualities[endpoint.name] = dict(_qualities(endpoint, chosen, jobs))
 
     with ThreadPoolExecutor(len(urls)) as pool:
         list(pool.map(ask, urls))
-    first = qualities[parsed[0].name]
+    first = qualities[endpoints[0].name]
     table = {
         name: {
             length: {**measured.against(first[length]), "prompts": asdict(measured)}
@@ -237,16 +199,6 @@ def _line(name: str, length: str, figures: dict[str, Any]) -> str:
     return f"{name:12} {length:>7}: answers {answers}, perplexity {perplexity}, {sparse}"
 
 
-def _timed(setting: Setting, ids: Sequence[int], tokens: int) -> tuple[float, float]:
-    """Return (seconds to the first token, seconds per token after it)."""
-    begin = time.perf_counter()
-    body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True, "stream": True, "add_special_tokens": False}
-    connection, answer = setting.ask("/v1/completions", body)
-    at = [time.perf_counter() for line in answer if line.startswith(b"data: {")]
-    connection.close()
-    return at[0] - begin, (at[-1] - at[0]) / max(tokens - 1, 1)
-
-
 @app.command()
 def speed(
     prompts: Path,
@@ -260,8 +212,8 @@ def speed(
 ) -> None:
     """Measure median TTFT by length, and TPOT. Every request has its own text, and settings take turns."""
     ids = [token for prompt in json.loads(prompts.read_text()) for token in prompt["ids"]]
-    parsed = [Setting.parse(text) for text in settings]
-    medians: dict[str, dict[str, list[float]]] = {}
+    endpoints = [endpoint_of(text) for text in settings]
+    medians: dict[str, dict[str, float]] = {}
     place = 0
 
     def piece(length: int) -> list[int]:
@@ -270,17 +222,17 @@ def speed(
         return ids[place : place + length]
 
     def measure(name: str, texts: Sequence[Sequence[int]], tokens: int = 1, jobs: int = 1) -> None:
-        seen: dict[str, list[tuple[float, float]]] = {setting.name: [] for setting in parsed}
+        answers: dict[str, list[TimedAnswer]] = {endpoint.name: [] for endpoint in endpoints}
         with ThreadPoolExecutor(jobs) as pool:
             for i in range(0, len(texts), jobs):
-                for setting in parsed:
-                    seen[setting.name] += pool.map(partial(_timed, setting, tokens=tokens), texts[i : i + jobs])
-        medians[name] = {key: [median(pair[i] for pair in pairs[jobs:]) for i in (0, 1)] for key, pairs in seen.items()}
-        first = medians[name][parsed[0].name]
-        which = 1 if tokens > 1 else 0
-        # Two tokens may arrive together, and a TPOT of 0 has no ratio.
-        ratio = {key: round(first[which] / x[which], 3) if x[which] else None for key, x in medians[name].items()}
-        print(name, {key: (round(x[which], 5), ratio[key]) for key, x in medians[name].items()})
+                for endpoint in endpoints:
+                    answers[endpoint.name] += pool.map(partial(endpoint.ask, max_tokens=tokens), texts[i : i + jobs])
+        for key, timed in answers.items():
+            # Tokens that arrive together have no time of their own.
+            seconds = [answer.first_token_s if tokens == 1 else answer.token_s or math.nan for answer in timed[jobs:]]
+            medians.setdefault(name, {})[key] = median(seconds)
+        first_s = medians[name][endpoints[0].name]
+        print(name, {key: (round(s, 5), round(first_s / s, 3)) for key, s in medians[name].items()})
 
     for length in map(int, lengths.split(",")):
         measure(f"TTFT {length}", [piece(length) for _ in range(times + 1)])

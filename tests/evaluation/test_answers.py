@@ -5,8 +5,6 @@ import itertools
 import json
 import math
 import re
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,9 +39,6 @@ class Stub(Api):
         self.root: Path | None = None
         self.prompts: list[list[int]] = []
         self.levels: list[object] = []
-        self.busy, self.most_busy, self.changed = 0, 0, threading.Condition()
-        self.awaited = 1
-        """Number of concurrent requests that the first requests wait for."""
 
     def at(self, folder: Path) -> "Stub":
         self.root = folder
@@ -75,18 +70,6 @@ class Stub(Api):
         return f"# TYPE sparse_prefill_rows counter\n{dense}{pairs}"
 
     def complete(self, body: dict) -> tuple[int, dict]:
-        """Count concurrent requests, and answer them one at a time."""
-        with self.changed:
-            self.busy += 1
-            self.most_busy = max(self.most_busy, self.busy)
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.most_busy >= self.awaited, timeout=60)
-        time.sleep(0.05)  # a client that sends too many requests sends another
-        with self.changed:
-            self.busy -= 1
-            return self.answer(body)
-
-    def answer(self, body: dict) -> tuple[int, dict]:
         assert (body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == (1, 1, 0)
         fault = self.fault(len(self.prompts))
         if fault == "away":
@@ -187,16 +170,6 @@ def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path
         other = run(*command[:-4], "--facts", 11, "--json", out)
         assert other.exit_code == 1
         assert "holds answers to other prompts" in other.stderr
-
-
-def test_no_more_requests_at_a_time_than_asked_for(tmp_path: Path) -> None:
-    stub, out, concurrency = Stub(lambda distance: 1), tmp_path / "all.json", 3
-    stub.awaited = concurrency
-    with running(stub) as url:
-        command = ("--url", url, "--lengths", 1000, "--facts", 2, "--count", 8, "--concurrency", concurrency)
-        assert run(*command, "--json", out).exit_code == 0
-    assert stub.most_busy == concurrency
-    assert [case["prompt"] for case in json.loads(out.read_text())["cases"]] == list(range(8))
 
 
 def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:

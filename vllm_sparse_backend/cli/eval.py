@@ -33,9 +33,6 @@ class Answers(common.ServerOptions):
     facts: Annotated[
         int, typer.Option(metavar="N", help="Facts in a prompt, with one question each.", min=1, max=1000)
     ] = 24
-    concurrency: Annotated[
-        int, typer.Option(metavar="N", help="Concurrent requests; more than one may change chunks.", min=1)
-    ] = 1
 
     def run(self) -> None:
         """Send the questions to all servers, and print a table."""
@@ -61,7 +58,7 @@ class Answers(common.ServerOptions):
 
             report.announce = progress.print
             report.on_case = show_progress
-            evaluation.ask_all(servers, workload, key, report, self.concurrency)
+            evaluation.ask_all(servers, workload, key, report)
             rows = evaluation.summaries(report.cases, [server.label for server in servers], workload.lengths)
             report.write(summary=rows)
         _show(rows, report.cases)

@@ -7,7 +7,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -163,9 +162,7 @@ def missing_requests(
     return {label: [key for key in workload.wanted if (label, *key) not in answered] for label in labels}
 
 
-def ask_all(
-    contestants: Sequence[Contestant], workload: AnswerWorkload, key: str, report: Report, concurrency: int = 1
-) -> None:
+def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, key: str, report: Report) -> None:
     """Add a case for each server and prompt that the report lacks. Raises BenchError or ServerError."""
     todo = missing_requests(contestants, workload, report)
     prompts: dict[PromptKey, Prompt] = {}
@@ -182,21 +179,15 @@ def ask_all(
                     )
                 about = {"key": key, "label": contestant.label, "what": contestant.what, "model": contestant.model}
                 wanted = {prompt_key: prompts[prompt_key] for prompt_key in todo[contestant.label]}
-                for case in _ask_server(endpoint, wanted, concurrency):
+                for case in _ask_server(endpoint, wanted):
                     report.add_case(about | {"level": contestant.level} | case)
 
 
-def _ask_server(endpoint: Endpoint, prompts: Mapping[PromptKey, Prompt], concurrency: int) -> Iterator[Case]:
+def _ask_server(endpoint: Endpoint, prompts: Mapping[PromptKey, Prompt]) -> Iterator[Case]:
     """Yield a case for each prompt, then a case with the density over all prompts and the reasons for dense rows."""
     before = endpoint.metrics()
-    pool = ThreadPoolExecutor(concurrency)
-    try:
-        cases = pool.map(lambda prompt: ask(endpoint, prompt), prompts.values())
-        for (tokens, i), case in zip(prompts, cases):
-            yield {"part": "prompt", "tokens": tokens, "prompt": i, **case}
-    finally:
-        # After an interruption, do not wait for prompts that take minutes. They end with the server.
-        pool.shutdown(wait=False, cancel_futures=True)
+    for (tokens, i), prompt in prompts.items():
+        yield {"part": "prompt", "tokens": tokens, "prompt": i, **ask(endpoint, prompt)}
     after = endpoint.metrics()
     if PREFIX in before and PREFIX in after:  # the server counts pairs
         now, then = parse_metrics(after), parse_metrics(before)

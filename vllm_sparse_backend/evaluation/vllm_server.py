@@ -34,6 +34,7 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 # vLLM's default share of memory fails on a CPU. A small cache leaves memory free on a test machine.
 CPU_ENV = {CPU_CACHE: "1"}
 CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
+READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 FILES = ("profile", "crossover")
 """Settings that may be paths."""
@@ -139,7 +140,7 @@ class Server:
     ``args`` follow the model on the command line, before the arguments that a CPU needs. ``env`` overrides this
     process's environment. The server's files are deleted when it stops, except a log at ``log_path``.
 
-    Raises ``ServerError`` on entry if the server exits, or does not answer /health within ``ready_timeout_s`` seconds.
+    Raises ``ServerError`` on entry if the server exits, or does not answer /health within ``READY_TIMEOUT_S``.
     """
 
     def __init__(
@@ -149,10 +150,8 @@ class Server:
         *,
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
-        ready_timeout_s: float = 600.0,
     ) -> None:
         self.model = str(Path(model).resolve()) if Path(model).exists() else str(model)
-        self.ready_timeout_s = ready_timeout_s
         self._port = reserve_port()
         self.port: int = self._port.getsockname()[1]
         on_cpu = not has_cuda()
@@ -199,18 +198,16 @@ class Server:
             )
 
     def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + self.ready_timeout_s
+        deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
             if (code := self.exit_code()) is not None:
                 raise ServerError(f"{self}\nexited with code {code} before it was ready. {self._end_of_log()}")
-            if self._process is None:
-                raise ServerError(f"{self}\nwas stopped before it was ready.")
             try:
                 self.get("/health", timeout_s=5)
                 return
             except RequestError:
                 time.sleep(0.25)
-        raise ServerError(f"{self}\nwas not ready after {self.ready_timeout_s:.0f} s. {self._end_of_log()}")
+        raise ServerError(f"{self}\nwas not ready after {READY_TIMEOUT_S:.0f} s. {self._end_of_log()}")
 
     @property
     def pid(self) -> int:
