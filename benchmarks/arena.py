@@ -7,9 +7,9 @@ Sizes are for one worker with the heads of an 8B model, on an H100 or H200, with
 ``min_query_tokens`` of unmeasured devices. A server of another shape logs its own size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -19,7 +19,9 @@ from vllm_sparse_backend.config.crossover_table import UNMEASURED_MIN_QUERY_TOKE
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_backend.serving.worker.arena import ArenaSize, LayerNeed
+from vllm_sparse_backend.serving.worker.arena import LayerMemory, StepLimits
+from vllm_sparse_kernels.layer import Layer
+from vllm_sparse_kernels.memory import META
 
 RESULTS = Path("docs/results/arena.jsonl")
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -31,25 +33,33 @@ SIZES = ((32_768, 8_192), (131_072, 2_048), (131_072, 8_192), (131_072, 32_768),
 MAX_ROWS = 256
 """vLLM's max_num_seqs."""
 
+UNLIMITED = 1 << 62
+"""Bytes of a device that does not limit the arena."""
+
 THRESHOLDS = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
 
 
-def arena_bytes(method: str, max_len: int, step_tokens: int) -> int:
-    """Return the arena's size for a server whose heads all run ``method``, on a device with enough memory."""
-    (layer,) = Plan.build(SparsePrefillConfig(method=method), SHAPE).layers
-    assert layer is not None
-    need = LayerNeed.of(layer, SHAPE.num_kv_heads, SHAPE.head_dim, 2, torch.device("cpu"))
-    size = ArenaSize.of([need], step_tokens, MAX_ROWS, max_len, THRESHOLDS)
-    assert size is not None
-    return size.num_bytes
+def layer_memory(method: str, shape: ModelShape = SHAPE, params: Mapping[str, Any] | None = None) -> LayerMemory:
+    """Return the memory of a layer whose heads all run ``method``, on an H100."""
+    (plan,) = Plan.build(SparsePrefillConfig(method=method, params=params or {}), shape).layers
+    assert plan is not None
+    return LayerMemory([Layer.of(plan, shape.head_dim, META)], shape.num_kv_heads, shape.head_dim, torch.bfloat16)
+
+
+def step_limits(max_len: int, step_tokens: int) -> StepLimits:
+    """Return the limits of a server's steps."""
+    limits = StepLimits.of(step_tokens, MAX_ROWS, max_len, THRESHOLDS)
+    assert limits is not None
+    return limits
 
 
 def figures() -> Iterator[Figure]:
     for method in METHODS:
+        memory = layer_memory(method)
         for max_len, step_tokens in SIZES:
             name = f"arena, {method}, requests of {max_len:,} tokens, steps of {step_tokens:,}"
-            size = arena_bytes(method, max_len, step_tokens) >> 20
-            yield Figure(name, size, "MiB", None, "lower", "none: computed", "python -m benchmarks.arena")
+            num_bytes, _ = memory.arena(step_limits(max_len, step_tokens), UNLIMITED)
+            yield Figure(name, num_bytes >> 20, "MiB", None, "lower", "none: computed", "python -m benchmarks.arena")
 
 
 def main(results: Annotated[Path, typer.Option(help="File of figures to merge the sizes into.")] = RESULTS) -> None:

@@ -7,7 +7,7 @@ in plain float32 torch) → ``SparseIndex`` → ``attend`` (one contract, severa
 
 from vllm_sparse_kernels.attention import shared_bytes, widest_block
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.index import IndexLayout, LayerShape, SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
 from vllm_sparse_kernels.workspace import Workspace
@@ -16,7 +16,6 @@ __all__ = [
     "TILE_TOKENS",
     "AttendOptions",
     "IndexLayout",
-    "LayerShape",
     "PagedCache",
     "Rows",
     "SparseIndex",

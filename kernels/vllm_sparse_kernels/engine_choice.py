@@ -75,10 +75,15 @@ def choose_engine(
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a device."""
-    if device.type != "cuda":
-        return 0, 0
-    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+    """Return the compute capability of a device.
+
+    The meta device, on which memory is counted, stands for this process's GPU, or for a Hopper GPU without one.
+    """
+    if device.type == "cuda":
+        return _capability(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "meta":
+        return _capability(torch.cuda.current_device()) if torch.cuda.is_available() else HOPPER_CAPABILITY
+    return 0, 0
 
 
 @lru_cache(maxsize=64)

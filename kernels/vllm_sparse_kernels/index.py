@@ -20,26 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, to_device
-from vllm_sparse_kernels.workspace import Workspace, padded_bytes
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes of a layer on which the memory for its selection and attention depends, in addition to the rows.
-
-    Attributes:
-        num_heads: Query heads of this rank.
-        num_kv_heads: Key-value heads of this rank.
-        head_dim: Elements of a head's query or key.
-        block_tokens: Keys of an index block.
-        element_bytes: Bytes of an element of queries, keys and values.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_tokens: int
-    element_bytes: int
+from vllm_sparse_kernels.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -212,21 +193,6 @@ class SparseIndex:
             workspace: Memory of the index; None for a separate workspace without a buffer.
         """
         return IndexLayout.build(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
-
-    @staticmethod
-    def bytes_for(rows: Rows, num_heads: int, block_tokens: int, stripe_capacity: int) -> int:
-        """Return the workspace memory that ``allocate`` needs.
-
-        Args:
-            rows: The rows of a step.
-            num_heads: Query heads of this rank.
-            block_tokens: Keys of a block.
-            stripe_capacity: Positions of all lists of all heads.
-        """
-        int32_bytes = partial(padded_bytes, dtype=torch.int32)
-        block_capacity = padded_capacity(sum(rows.block_capacities(block_tokens)))
-        counts = (2 if stripe_capacity else 1) * int32_bytes(num_heads, rows.num_tiles)
-        return counts + int32_bytes(num_heads, block_capacity) + int32_bytes(stripe_capacity)
 
     @property
     def args(self) -> IndexArgs:

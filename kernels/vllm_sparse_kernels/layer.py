@@ -131,7 +131,7 @@ class Layer:
             plan,
             attend_options(plan.methods, device),
             block_tokens or index_block_tokens(plan.methods, head_dim, device, engine),
-            by_kernels=device.type == "cuda",
+            by_kernels=device.type != "cpu",
             select_engines=tuple(choose_select_engine(spec).engine for spec in specs),
         )
 

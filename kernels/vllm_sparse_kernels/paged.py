@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.workspace import Workspace, padded_bytes
+from vllm_sparse_kernels.workspace import Workspace
 
 SPLIT_TOKENS = 1024
 """Keys per program in ``key_means``."""
@@ -215,11 +215,6 @@ def key_means(
         )  # fmt: skip
         torch.sum(sums, 0, out=means)
     means /= seq_len
-
-
-def key_sums_bytes(seq_len: int, num_kv_heads: int, head_dim: int) -> int:
-    """Return the workspace memory that ``key_means`` needs."""
-    return padded_bytes(ceil_div(seq_len, SPLIT_TOKENS), num_kv_heads, padded_dim(head_dim))
 
 
 @triton.jit(do_not_specialize=("i_row", "seq_len"))

@@ -9,15 +9,14 @@ from types import TracebackType
 
 import torch
 
+from vllm_sparse_kernels.rows import ceil_div
+
 ALIGN_BYTES = 256
 """Alignment of every tensor: bulk copies and wide loads need 16 bytes, cache lines have 128."""
 
 MAX_VIEWS = 4096
 """Maximum number of cached tensors of a buffer. All layers of a step request the same tensors, and the host looks a
 tensor up faster than it creates a view."""
-
-SPARE_BYTES = 16 << 10
-"""Padding of a few dozen tensors to ``ALIGN_BYTES``, which upper bounds of memory include."""
 
 
 class Workspace:
@@ -59,7 +58,7 @@ class Workspace:
         return tensor
 
     def _create(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
-        num_bytes = padded_bytes(*shape, dtype=dtype)
+        num_bytes = ceil_div(torch.Size(shape).numel() * dtype.itemsize, ALIGN_BYTES) * ALIGN_BYTES
         if self.buffer is None:
             return begin + num_bytes, torch.empty(shape, dtype=dtype, device=self.device)
         if begin + num_bytes > len(self.buffer):
@@ -74,6 +73,13 @@ class Workspace:
             view = self.buffer[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
         self._views[begin, dtype, shape] = begin + num_bytes, view
         return self._views[begin, dtype, shape]
+
+    def expect(self, num_bytes: int) -> None:
+        """Count at least this much memory on top of what is in use.
+
+        Work is divided into parts up to a size, and a part of these rows may be smaller than a part of shorter rows.
+        """
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + num_bytes)
 
     def frame(self) -> "Frame":
         """At the end of the ``with`` block, release all tensors allocated inside it; they become invalid."""
@@ -97,8 +103,3 @@ class Frame:
     ) -> None:
         """Release the memory."""
         self._workspace.used_bytes = self._used_bytes
-
-
-def padded_bytes(*shape: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the memory that ``Workspace.empty`` needs for a tensor."""
-    return -(-torch.Size(shape).numel() * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES

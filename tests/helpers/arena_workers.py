@@ -1,32 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random steps of workers of many shapes: tensors that do not fit the arena, and rows whose cuts depend on other rows.
-
-The host's part of selection and attention runs with each engine, kernels do nothing, and tensors have no memory
-(torch's meta device).
-"""
+"""Workers of many shapes with the arena that serving gives them, and random steps."""
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from benchmarks.arena import MAX_ROWS, THRESHOLDS
-from tests.helpers.offline_compiler import without_launches
+from benchmarks.arena import UNLIMITED, layer_memory, step_limits
 from vllm_sparse_backend.config.crossover_table import UNMEASURED_MIN_TOKENS
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
-from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_backend.serving.worker.arena import Arena, ArenaSize, LayerNeed, Room, SparseRow
-from vllm_sparse_kernels import PagedCache, Rows
-from vllm_sparse_kernels.attention import PORTABLE
-from vllm_sparse_kernels.layer import Layer
-from vllm_sparse_kernels.methods.top_p import hopper, portable
-from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED
-from vllm_sparse_kernels.selection.slabs import TileBytes, slabs_of
-
-META, CPU = torch.device("meta"), torch.device("cpu")
+from vllm_sparse_backend.serving.worker.arena import LayerMemory, Room, SparseRow
 
 WORKERS: tuple[tuple[int, int, int], ...] = (
     (32, 8, 128), (16, 4, 128), (8, 2, 128), (64, 8, 128), (16, 2, 128), (8, 1, 128), (40, 8, 128), (20, 4, 128),
@@ -57,110 +41,43 @@ def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LE
     return rows
 
 
-def table_of(rows: Sequence[SparseRow], device: torch.device = META) -> torch.Tensor:
-    """Return a block table. If it has memory, its entries are the rows' numbers."""
-    return torch.arange(len(rows), dtype=torch.int32, device=device)[:, None]
+def slabs_of(room: Room, rows: Sequence[SparseRow]) -> list[list[SparseRow]]:
+    """Return the rows of each slab as they were cut, identified by the block table."""
+    slabs = room.slabs(rows, torch.arange(len(rows), dtype=torch.int32)[:, None])
+    parts = [
+        (slab.rows.block_table[:, 0].tolist(), slab.rows.query_starts, slab.rows.query_lens, slab.rows.context_lens)
+        for slab in slabs
+    ]
+    return [[SparseRow(*fields) for fields in zip(*part, strict=True)] for part in parts]
 
 
-@dataclass
-class Worker:
-    """A worker's layer, its arena in the size that serving gives it, and counts of misses."""
+@dataclass(frozen=True)
+class ArenaSize:
+    """A worker's layers and the size of its arena."""
 
-    heads: tuple[int, int, int]
-    max_tokens: int
-    method: str = "default"
-    share: float = 1.0
-    """Fraction of that size; below 1 as on a device whose memory limits the arena."""
+    memory: LayerMemory
+    num_bytes: int
+    room: Room
 
-    num_misses: int = field(default=0, init=False)
-    peak_bytes: int = field(default=0, init=False)
+    @staticmethod
+    def of(
+        heads: tuple[int, int, int], max_tokens: int, method: str = "default", max_bytes: int = UNLIMITED
+    ) -> "ArenaSize":
+        memory = layer_memory(method, ModelShape("LlamaForCausalLM", 1, *heads))
+        return ArenaSize(memory, *memory.arena(step_limits(MAX_LEN, max_tokens), max_bytes))
 
-    def __post_init__(self) -> None:
-        num_heads, num_kv_heads, self.head_dim = self.heads
-        shape = ModelShape("LlamaForCausalLM", 1, num_heads, num_kv_heads, self.head_dim)
-        (plan,) = Plan.build(SparsePrefillConfig(method=self.method), shape).layers
-        assert plan is not None
-        need, layer = LayerNeed.of(plan, num_kv_heads, self.head_dim, 2, CPU), Layer.of(plan, self.head_dim, CPU)
-        size = ArenaSize.of([need], self.max_tokens, MAX_ROWS, MAX_LEN, THRESHOLDS)
-        assert size is not None
-        self.room = Room([need], int(size.num_bytes * self.share))
-        self.layer = layer
-        page = torch.empty(1, 128, num_kv_heads, 2 * self.head_dim, dtype=torch.float16, device=META)
-        self.cache = PagedCache(*page.split(self.head_dim, dim=-1))
-        self.engines = [group.method.select_engines for group in layer.plan.groups]
-
-    def run(self, rows: Sequence[SparseRow]) -> None:
-        """Select with each engine and attend over the kept keys, on the host only; count tensors that do not fit."""
-        tokens = rows[-1].token + rows[-1].query_len
-        q = torch.empty(tokens, self.heads[0], self.head_dim, dtype=torch.float16, device=META)
-        for slab in self.room.slabs(rows, table_of(rows)):
-            for i_engine in range(max(map(len, self.engines))):
-                arena = Arena(META, torch.empty(self.room.num_bytes, dtype=torch.uint8, device=META))
-                call = self.layer.new_call(q, self.cache, slab.rows, 0.1, arena)
-                for group, engines in zip(self.layer.plan.groups, self.engines, strict=True):
-                    with arena.frame():
-                        engines[i_engine % len(engines)].select(replace(call, heads=group))
-                with arena.frame():
-                    PORTABLE.attend(call, torch.empty_like(q), options=self.layer.options)
-                self.num_misses += arena.overflows
-                self.peak_bytes = max(self.peak_bytes, arena.peak_bytes)
-
-    def cuts(self, rows: Sequence[SparseRow]) -> dict[int, list[Any]]:
-        """Return the cuts of each row: its chunks by first token, and their tiles by run."""
-        cuts: dict[int, list[Any]] = {row.number: [] for row in rows}
-        begins = {row.number: row.token for row in rows}
-        for slab in self.room.slabs(rows, table_of(rows, CPU)):
-            for i, number in enumerate(slab.rows.block_table[:, 0].tolist()):
-                chunk = slab.rows.query_starts[i] - begins[number], slab.rows.query_lens[i]
-                runs = [
-                    run_cuts(slab.rows, i, self.heads[0], tile_bytes)
-                    for tile_bytes in (hopper.tile_bytes(ALL_SCORED), portable.tile_bytes(ALL_SCORED))
-                ]
-                cuts[number].append((*chunk, *runs))
-        return cuts
-
-
-def run_cuts(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[tuple[int, int]]:
-    """Return the tiles (first, end) of each run of a row, counted from the row's first tile."""
-    begin, end = rows.tile_starts[row], rows.tile_starts[row + 1]
-    cuts = []
-    for slab in slabs_of(rows, num_selected, tile_bytes):
-        for run in slab.runs:
-            first, last = max(run.first_tile, begin), min(run.end_tile, end)
-            if first < last:
-                cuts.append((first - begin, last - begin))
-    return cuts
+    def count_misses(self, rows: Sequence[SparseRow]) -> int:
+        """Return the number of slabs that need more than the arena."""
+        return sum(self.memory.needed(slab) > self.num_bytes for slab in slabs_of(self.room, rows))
 
 
 def count_misses(number: int, method: str = "default", seed: int = 0) -> int:
-    """Return the number of tensors that did not fit into the arena, over random steps of all workers."""
+    """Return the number of slabs that need more than the arena, over random steps of all workers."""
     generator = random.Random(seed)
     misses = 0
-    with without_launches():
-        for i, heads in enumerate(WORKERS):
-            workers = [Worker(heads, max_tokens, method) for max_tokens in CHUNKS]
-            for step in range(number * i // len(WORKERS), number * (i + 1) // len(WORKERS)):
-                worker = workers[step % len(workers)]
-                worker.run(random_step(generator, worker.max_tokens))
-            misses += sum(worker.num_misses for worker in workers)
-    return misses
-
-
-def count_cut_differently(number: int, seed: int = 0) -> int:
-    """Return the number of rows that are cut differently in a batch than alone, over random batches of all workers.
-
-    Arenas have the size that a server gives them, or a share of this size.
-    """
-    generator = random.Random(seed)
-    differing = 0
     for i, heads in enumerate(WORKERS):
-        workers = [Worker(heads, chunk, share=share) for chunk in (4_096, 8_192, 32_768) for share in (1.0, 0.8, 0.5)]
-        for batch in range(number * i // len(WORKERS), number * (i + 1) // len(WORKERS)):
-            worker = workers[batch % len(workers)]
-            sparse = filter(worker.room.fits, random_step(generator, worker.max_tokens))
-            rows = [replace(row, number=i_row) for i_row, row in enumerate(sparse)]
-            together = worker.cuts(rows) if rows else {}
-            for row in rows:
-                alone = worker.cuts([SparseRow(0, 0, row.query_len, row.context_len)])
-                differing += together[row.number] != alone[0]
-    return differing
+        max_tokens = CHUNKS[(i + seed) % len(CHUNKS)]
+        arena = ArenaSize.of(heads, max_tokens, method)
+        for _ in range(number * i // len(WORKERS), number * (i + 1) // len(WORKERS)):
+            misses += arena.count_misses(random_step(generator, max_tokens))
+    return misses

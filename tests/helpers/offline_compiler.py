@@ -18,11 +18,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 from vllm_sparse_kernels.cards import CARDS
 from vllm_sparse_kernels.methods.sale import scores as sale_scores
-from vllm_sparse_kernels.methods.top_p import hopper as top_p_hopper
 
 HOPPER_TARGET = GPUTarget("cuda", 90, 32)
 
@@ -60,26 +58,6 @@ def compiling_for(target: GPUTarget = HOPPER_TARGET) -> Iterator[None]:
         yield
     finally:
         driver._active = before
-
-
-@contextmanager
-def without_launches() -> Iterator[None]:
-    """Turn kernels of Triton and Gluon into no-ops: the host's requests to a workspace do not depend on them.
-
-    Tensors may be on any device and of any type, including those for bulk copies.
-    """
-
-    from triton.runtime.interpreter import InterpretedFunction  # needs numpy; compiling does not
-
-    def nothing(*arguments: Any, **options: Any) -> None:
-        pass
-
-    with ExitStack() as stack:
-        for kind in (JITFunction, InterpretedFunction):
-            stack.enter_context(patch.object(kind, "run", nothing))
-        for module in (top_p_hopper, sale_scores):
-            stack.enter_context(patch.object(module, "bulk_steps", lambda rows: rows))
-        yield
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from vllm_sparse_kernels import SparseIndex, Workspace
 from vllm_sparse_kernels.attention import PORTABLE, AttendSpec
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
-from vllm_sparse_kernels.layer import Layer, LayerPlan, run, stripes_of
+from vllm_sparse_kernels.layer import Layer, LayerPlan, run
+from vllm_sparse_kernels.memory import META
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 
@@ -63,9 +64,11 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     """Layers of the same plan share a layout, the only data that a step keeps."""
     rows = batch().rows
     layers = [layer_of(DENSE, LINES), layer_of(DENSE, MORE_LINES), layer_of(MASS), layer_of(DENSE)]
-    capacities = [sum(stripes_of(method, rows).capacity for method in layer.plan.methods) for layer in layers]
-    needed = [SparseIndex.bytes_for(rows, NUM_HEADS, 64, capacity) for capacity in capacities]
-    arena = Workspace(CPU, torch.empty(max(needed), dtype=torch.uint8))
+    counted = Workspace(META)
+    for layer in layers:
+        with counted.frame():
+            layer.allocate_index(rows, counted)
+    arena = Workspace(CPU, torch.empty(counted.peak_bytes, dtype=torch.uint8))
     assert arena.buffer is not None
     offsets: dict[Layer, torch.Tensor] = {}
     for layer in [*layers, *layers]:
@@ -74,7 +77,7 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
             assert fits(index, arena.buffer)
             assert offsets.setdefault(layer, index.stripe_offsets) is index.stripe_offsets
             assert not index.stripe_counts.any()
-    assert arena.peak_bytes == max(needed)
+    assert arena.peak_bytes == counted.peak_bytes
     wider = dataclasses.replace(layers[0], block_tokens=128).allocate_index(rows)
     assert wider.block_ids.shape[1] < index.block_ids.shape[1]
 

@@ -85,8 +85,6 @@ class Fallback(StrEnum):
     UNNAMED = ("unnamed",
         "vLLM does not say which request the row belongs to, and some request of its step chose another level, or a "
         "method needs the prompt's length (dense_tail); report this with the server's options and vLLM's version")
-    NO_ROOM = ("no_room",
-        "not even one tile of the row fits into the arena (the log at start-up has its size); use another method")
     REQUESTED = ("requested",
         "the request chose exact attention (sparse_prefill 0 or exact), or gets it by the server's settings; change "
         "that to let it run sparse")

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, key_sums_bytes, load_keys
+from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
-from vllm_sparse_kernels.workspace import Workspace, padded_bytes
+from vllm_sparse_kernels.workspace import Workspace
 
 SCALE_TOKENS = Constant(64)
 """Keys that share a scale."""
@@ -67,18 +67,6 @@ def smooth_keys(
             **shape,
         )  # fmt: skip
     return smooth
-
-
-def smooth_bytes(rows: Rows, num_kv_heads: int, head_dim: int) -> int:
-    """Return the workspace memory that ``smooth_keys`` needs."""
-    block_d = triton.next_power_of_2(head_dim)
-    num_keys = sum(ceil_div(seq_len, ALIGN_TOKENS) * ALIGN_TOKENS for seq_len in rows.seq_lens)
-    return (
-        padded_bytes(num_kv_heads, num_keys, block_d, dtype=torch.int8)
-        + padded_bytes(num_kv_heads, num_keys // SCALE_TOKENS.value)
-        + padded_bytes(rows.num_rows, num_kv_heads, block_d)
-        + key_sums_bytes(max(rows.seq_lens), num_kv_heads, head_dim)
-    )
 
 
 @triton.jit

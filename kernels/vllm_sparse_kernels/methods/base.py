@@ -13,10 +13,9 @@ from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.index import LayerShape, StripeLayout
+from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.engine import PORTABLE, SelectEngine, portable_refusal
-from vllm_sparse_kernels.selection.footprint import most_bytes
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,6 @@ class Method(ABC):
         """Key of the heads that are selected together: the method with the defaults of the ``differing`` fields."""
         names = (item.name for item in fields(self) if item.init and item.name not in self.differing)
         return type(self)(**{name: getattr(self, name) for name in names})
-
-    @classmethod
-    def largest(cls, methods: Sequence[Self]) -> Self:
-        """Return a method that needs as much room as any of several methods with the same ``group_key``."""
-        return methods[0].group_key
 
     @property
     def skip_margin(self) -> float | None:
@@ -143,20 +137,6 @@ class Method(ABC):
             rows: The rows of a step.
         """
         return StripeLayout.none(rows)
-
-    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return an upper bound of the workspace memory that ``select`` uses at a time, with any engine.
-
-        The default is the largest bound in ``selection/footprint.py``. A method that needs more overrides it. The
-        arena is sized for the longest row: apart from rounding, the bound must not shrink as tiles or keys are added.
-
-        Args:
-            rows: The rows of a step.
-            shape: The layer.
-            num_selected: Number of heads that are selected together.
-            stripe_capacity: Capacity, in positions, of the method's ``stripe_layout`` for these rows.
-        """
-        return most_bytes(rows, shape, num_selected, stripe_capacity)
 
     @property
     def select_engines(self) -> Sequence[SelectEngine]:

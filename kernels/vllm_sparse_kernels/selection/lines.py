@@ -4,7 +4,7 @@
 A tile keeps the blocks that a kept diagonal crosses as blocks, and the kept columns outside of them as stripes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums, last_query_sums
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, rows_within
+from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
 
 KEY_BYTES = 24
 """Maximum workspace for sums and kept lines per key and head, with rows counted in multiples of 4,096 keys."""
@@ -34,16 +34,13 @@ class Lines(NamedTuple):
     bands_upto: Any  # [n, capacity / band] int32: number of kept bands up to and including each band
 
 
-def slabs_of_rows(rows: Rows, num_heads: int) -> Iterator[tuple[int, int]]:
-    """Return the rows to select together: as many as fit into SLAB_BYTES, at least 1."""
-    return rows_within([ceil_div(n, 4096) * 4096 * num_heads * KEY_BYTES for n in rows.seq_lens], SLAB_BYTES)
-
-
 def select_lines(
     call: Call, estimate: Estimate, keep: Callable[[Call, Sums], Lines], patterns: torch.Tensor | None = None
 ) -> None:
     """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of the call's heads."""
-    for row_range in slabs_of_rows(call.rows, len(call.heads)):
+    sizes = [ceil_div(n, 4096) * 4096 * len(call.heads) * KEY_BYTES for n in call.rows.seq_lens]
+    call.index.workspace.expect(most_at_once(sizes, SLAB_BYTES))
+    for row_range in rows_within(sizes, SLAB_BYTES):
         with call.index.workspace.frame():
             sums = last_query_sums(call, row_range, estimate, patterns)
             write_lines(call, sums, keep(call, sums))

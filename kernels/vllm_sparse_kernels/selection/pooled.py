@@ -20,7 +20,7 @@ from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.paged import key_args, load_block, load_queries, query_args
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
-from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, rows_within
+from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
 
 KEY_BLOCK_TOKENS = 64
 """Number of keys in a pooled key."""
@@ -48,7 +48,7 @@ class PooledSlab(NamedTuple):
 
     first_row: int
     end_row: int
-    num_blocks: int  # blocks of 64 keys in these rows
+    num_blocks: int  # blocks of 64 keys of the buffer, which all slabs of the step share
     max_blocks: int  # blocks in the longest row
     runs: list[tuple[int, int]]  # runs of tiles, [first, end)
 
@@ -79,7 +79,7 @@ def pooled_slabs(rows: Rows, num_selected: int, num_kv_heads: int, head_dim: int
 def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[PooledSlab]:
     blocks, slabs = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens], []
     for first, end in rows_within(blocks, most_blocks):
-        slab = PooledSlab(first, end, sum(blocks[first:end]), max(blocks[first:end]), [])
+        slab = PooledSlab(first, end, most_at_once(blocks, most_blocks), max(blocks[first:end]), [])
         num_tiles, end_tile = max(most_products // slab.width, 1), rows.tile_starts[end]
         for tile in range(rows.tile_starts[first], end_tile, num_tiles):
             slab.runs.append((tile, min(tile + num_tiles, end_tile)))
@@ -175,6 +175,8 @@ def pooled_products(
     for slab in pooled_slabs(rows, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
         with workspace.frame():
             keys = pool_keys(call, slab, with_similarity, centered)
+            tile_bytes = 4 * num_selected * per_tile * slab.width * ALIGNED.value
+            workspace.expect(most_at_once([tile_bytes] * rows.num_tiles, SLAB_BYTES))
             operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
             for first, end in slab.runs:
                 with workspace.frame():

@@ -55,8 +55,9 @@ class KeySlab(NamedTuple):
 
     first_row: int
     key_starts: torch.Tensor  # [rows of the slab] int32, where a row's keys begin in the buffer: multiples of 128
-    num_keys: int  # of the buffer
+    num_keys: int  # of the buffer, which all slabs of the step share
     longest: int  # keys of the longest row
+    run_bytes: int  # memory for a run of these rows, or of fewer tiles or keys
     runs: list[Run]
 
 
@@ -95,6 +96,11 @@ def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
             first, taken = row, 0
         taken += size
     yield first, len(sizes)
+
+
+def most_at_once(sizes: Sequence[int], most: int) -> int:
+    """Return a bound of the largest part that ``rows_within`` makes, which never falls as sizes grow or are added."""
+    return min(sum(sizes), max(most, *sizes))
 
 
 def padded(seq_len: int) -> int:
@@ -142,16 +148,6 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
     return [TileRange(first, min(first + size, end_tile), reach) for first in range(first_tile, end_tile, size)]
 
 
-def most_run_bytes(num_tiles: int, num_selected: int, reach: int, tile_bytes: TileBytes) -> int:
-    """Return an upper bound of the memory of a slab's runs.
-
-    The bound never falls as tiles or keys are added. The exact need may fall, because it depends on how evenly tiles
-    fill runs.
-    """
-    of_tile = tile_bytes(num_selected, reach)
-    return min(num_tiles * of_tile, max(RUN_BYTES, of_tile))
-
-
 def tile_sets_of(
     rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int], set_tiles: int
 ) -> list[int]:
@@ -168,10 +164,18 @@ def _slab(
     rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes, set_tiles: int
 ) -> KeySlab:
     seq_lens = rows.seq_lens[first_row:end_row]
-    *starts, num_keys = accumulate(map(padded, seq_lens), initial=0)
+    starts = [*accumulate(map(padded, seq_lens[:-1]), initial=0)]
     runs = []
     for first_tile, end_tile, reach in ranges_of_runs(rows, first_row, end_row, num_selected, tile_bytes):
         flat = tile_sets_of(rows, first_tile, end_tile, dict(enumerate(starts, first_row)), set_tiles)
         tile_sets = to_device(flat, torch.int32, rows.device).view(-1, SET_FIELDS)
         runs.append(Run(first_tile, end_tile, reach, tile_sets))
-    return KeySlab(first_row, to_device(starts, torch.int32, rows.device), num_keys, max(seq_lens), runs)
+    num_tiles, longest = rows.tile_starts[end_row] - rows.tile_starts[first_row], max(seq_lens)
+    return KeySlab(
+        first_row,
+        to_device(starts, torch.int32, rows.device),
+        most_at_once([*map(padded, rows.seq_lens)], SLAB_TOKENS),
+        longest,
+        most_at_once([tile_bytes(num_selected, longest)] * num_tiles, RUN_BYTES),
+        runs,
+    )

@@ -36,13 +36,14 @@ from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.worker import streaming_heads
 from vllm_sparse_backend.serving.worker.agreement import agree
-from vllm_sparse_backend.serving.worker.arena import LayerNeed, SparseRow, kernel_rows
+from vllm_sparse_backend.serving.worker.arena import LayerMemory, SparseRow
 from vllm_sparse_backend.serving.worker.model_layers import model_layers
 from vllm_sparse_backend.serving.worker.worker_samples import new_samples
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.layer import Layer, layer_plan
+from vllm_sparse_kernels.memory import META
 from vllm_sparse_kernels.methods import METHODS, name_of
 
 make_prompt = streaming_heads._prompt
@@ -376,12 +377,14 @@ class TestRunning:
     def test_the_plan_of_long_rows_needs_no_more_memory(self, params: dict[str, Any]) -> None:
         """The arena is sized before heads are known."""
         scored = METHODS["top_p"].parameters(**params)
-        plain = LayerNeed.of(layer_plan([scored] * 8), 2, 128, 2, torch.device("cpu"))
         for query_len, context_len in ((1, 50_000), (100, 60_001), (2048, 131_072), (8192, 49_152), (8192, 122_880)):
-            rows = kernel_rows([SparseRow(0, 0, query_len, context_len)])
-            for number in range(1, 9):
-                plan = layer_plan([STREAMING] * number + [scored] * (8 - number))
-                assert replace(plain, plan=plan).num_bytes(rows) <= plain.num_bytes(rows)
+            needed = [
+                LayerMemory([Layer.of(layer_plan(methods), 128, META)], 2, 128, torch.float16).needed(
+                    [SparseRow(0, 0, query_len, context_len)]
+                )
+                for methods in ([STREAMING] * number + [scored] * (8 - number) for number in range(9))
+            ]
+            assert max(needed) == needed[0]
 
     def test_layers_that_are_found_are_those_of_the_model(self, adopted: Any) -> None:
         layers, builder = adopted

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of selection and attention: one arena per worker, which its layers use one after the other.
 
-The arena is sized on the host, from the configuration, and allocated in vLLM's profile run, so that vLLM counts it
-before it sizes the KV cache. It holds any row that the scheduler can form, and several rows at once up to half a GiB.
-Steps with more rows run in several slabs, and each slab selects and attends separately. A row whose selection is larger
-than the arena is cut into chunks, as the scheduler would do with a smaller token budget. It runs dense only if a single
-tile of it does not fit. The parts of a row do not depend on other rows. The memory of every row is computed in every
-step, because it does not always grow with the row's length.
+The arena is sized and allocated in vLLM's profile run, so that vLLM counts it before it sizes the KV cache. Its size is
+what the layers allocate (``count_bytes``) for the largest steps that the scheduler can form. It holds any row, and
+several rows if half a GiB is enough for them. Steps with more rows run in several slabs, and each slab selects and
+attends separately. If the device is too small for a row, the row is cut into chunks, as the scheduler would do with a
+smaller token budget. The parts of a row do not depend on other rows.
 """
 
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,33 +18,36 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
-from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.batch_rows import BatchRow
 from vllm_sparse_backend.serving.worker.step import Slab
-from vllm_sparse_kernels import TILE_TOKENS, LayerShape, Rows, SparseIndex, Workspace
-from vllm_sparse_kernels.attention import workspace_bytes
-from vllm_sparse_kernels.block_width import index_block_tokens
-from vllm_sparse_kernels.layer import LayerPlan, fits_shared_memory, stripes_of
-from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels import TILE_TOKENS, Rows, Workspace
+from vllm_sparse_kernels.layer import Layer
+from vllm_sparse_kernels.memory import META, count_bytes
 from vllm_sparse_kernels.rows import ceil_div
 
 logger = logging.getLogger(LOGGER)
 
 SEVERAL_ROWS_BYTES = 512 << 20
-"""Maximum size in bytes to which the arena grows for steps of several rows, if the longest row needs less."""
+"""Size in bytes to which the arena grows for slabs of several rows, if the longest row needs less."""
+
+SEVERAL_ROWS_SHARE = 1.03
+"""Share of the longest row's memory to which the arena grows for slabs of several rows, if that is more."""
 
 SLACK = 1.01
 """Factor on the arena's size. A row that is shorter by a tile may need slightly more than the longest row, because
 methods distribute room for stripes among tiles."""
 
-KNOWN_LENGTHS = 1 << 14
-"""Number of row lengths for which the result of ``fits`` is cached."""
+GROUP_TOKENS = 16 * TILE_TOKENS
+"""Tokens of a group of tiles, which AnchorAttention divides by position: a row that begins before one has one more."""
 
 DEVICE_SHARE = 1 / 16
-"""Maximum size of the arena, as a share of the device's memory."""
+"""Maximum size of the arena, as a share of the device's memory, unless a single tile needs more."""
+
+LONGER_PROMPT = 1 << 30
+"""Length in tokens of the prompts that rows at start-up belong to. The rows end well before the prompts, so that
+methods with a dense tail (``dense_tail``) also select keys here."""
 
 
 class Arena(Workspace):
@@ -66,63 +67,6 @@ class Arena(Workspace):
                 )  # fmt: skip
             self.overflows += 1
             return begin, torch.empty(shape, dtype=dtype, device=self.device)
-
-
-@dataclass(frozen=True)
-class LayerNeed:
-    """The arena memory that one layer of the plan needs."""
-
-    plan: LayerPlan
-    shape: LayerShape
-
-    @staticmethod
-    def of(
-        plan: LayerPlan,
-        num_kv_heads: int,
-        head_dim: int,
-        element_bytes: int,
-        device: torch.device,
-        engine: str = AUTO,
-    ) -> "LayerNeed":
-        """Return the memory that a layer with this plan needs."""
-        block_tokens = index_block_tokens(plan.methods, head_dim, device, engine)
-        shape = LayerShape(len(plan.methods), num_kv_heads, head_dim, block_tokens, element_bytes)
-        return LayerNeed(plan, shape)
-
-    @cached_property
-    def heads_of_methods(self) -> tuple[tuple[Method, int], ...]:
-        """Methods that differ in the memory they need, each with the number of its heads."""
-        heads: dict[Method, int] = {}
-        for group in self.plan.groups:
-            largest = group.method.largest(group.methods)
-            heads[largest] = heads.get(largest, 0) + len(group)
-        return tuple(heads.items())
-
-    @cached_property
-    def int8_scores(self) -> bool:
-        """Whether the method of any head uses 8-bit scores."""
-        return any(method.int8_scores for method in self.plan.methods)
-
-    def num_bytes(self, rows: Rows) -> int:
-        """Return the memory that the layer needs for these rows.
-
-        The index is in memory during the entire step. The groups' selections and attention run one after the other.
-        """
-        shape = self.shape
-        stripes = [(stripes_of(method, rows), num_heads) for method, num_heads in self.heads_of_methods]
-        stripe_capacity = sum(layout.capacity * num_heads for layout, num_heads in stripes)
-        longest_stripes = max(layout.longest for layout, _ in stripes)
-        index = SparseIndex.bytes_for(rows, shape.num_heads, shape.block_tokens, stripe_capacity)
-        select = max(self._select_bytes(rows, method, num_heads) for method, num_heads in self.heads_of_methods)
-        attend = workspace_bytes(rows, shape, stripe_capacity, longest_stripes, self.int8_scores)
-        return index + max(select, attend)
-
-    def _select_bytes(self, rows: Rows, method: Method, num_heads: int) -> int:
-        """Return an upper bound, in bytes, of the workspace that selection for heads of one method needs."""
-        return rows.once(
-            (method, num_heads, self.shape),
-            lambda: method.workspace_bytes(rows, self.shape, num_heads, stripes_of(method, rows).capacity),
-        )
 
 
 @dataclass(frozen=True)
@@ -157,21 +101,21 @@ class SparseRow:
         ]
 
 
+class SlabLimit(NamedTuple):
+    """A number of tiles and of keys of all rows that the arena holds at once."""
+
+    num_tiles: int
+    num_keys: int
+
+
+@dataclass(frozen=True)
 class Room:
-    """Divides rows into slabs that fit into the arena."""
+    """How rows are divided into slabs, which the arena holds one at a time."""
 
-    def __init__(self, layers: Sequence[LayerNeed], num_bytes: int) -> None:
-        self.layers = tuple(dict.fromkeys(layers))
-        self.num_bytes = num_bytes
-        self._fits_alone = lru_cache(maxsize=KNOWN_LENGTHS)(self._row_fits_alone)
-
-    def needed(self, rows: Rows) -> int:
-        """Return the memory that the most demanding layer needs for these rows."""
-        return max(layer.num_bytes(rows) for layer in self.layers)
-
-    def fits(self, row: SparseRow) -> bool:
-        """Return whether the row fits into the arena, whole or in chunks."""
-        return all(self._fits_alone(chunk.query_len, chunk.context_len) for chunk in self.chunks(row))
+    max_tokens: int
+    """Queries of a slab. Longer rows are cut."""
+    limits: tuple[SlabLimit, ...]
+    """Slabs of several rows are within at least one of these."""
 
     def slabs(
         self,
@@ -180,111 +124,127 @@ class Room:
         request: RequestLevel = SERVER_LEVEL,
         is_long: bool = False,
     ) -> tuple[Slab, ...]:
-        """Divide rows into as few slabs as possible, each of which fits into the arena.
-
-        A row's chunks do not depend on other rows. The row therefore keeps the same keys in any batch.
-        """
-        chunks = [chunk for row in rows for chunk in self.chunks(row)]
-        if len(chunks) == len(rows):
-            whole = kernel_rows(rows, block_table)
-            if self.needed(whole) <= self.num_bytes:
-                return (Slab(whole, request, is_long),)
+        """Divide rows into as few slabs as possible. A row's chunks do not depend on other rows."""
         packed: list[list[SparseRow]] = []
-        for chunk in chunks:
+        for chunk in (chunk for row in rows for chunk in row.chunks(self.max_tokens)):
             # Two chunks of the same row would need its pages twice.
-            if packed and packed[-1][-1].number != chunk.number and self._fits([*packed[-1], chunk]):
+            if packed and packed[-1][-1].number != chunk.number and self._holds([*packed[-1], chunk]):
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
         return tuple(Slab(kernel_rows(part, block_table), request, is_long) for part in packed)
 
-    def chunks(self, row: SparseRow) -> list[SparseRow]:
-        """Cut a row into the fewest chunks of equal size that fit into the arena one at a time."""
-        num_tiles = ceil_div(row.query_len, TILE_TOKENS)
-        while True:
-            chunks = row.chunks(num_tiles * TILE_TOKENS)
-            if num_tiles == 1 or all(self._fits_alone(chunk.query_len, chunk.context_len) for chunk in chunks):
-                return chunks
-            num_tiles = ceil_div(num_tiles, 2)
-
-    def _row_fits_alone(self, query_len: int, context_len: int) -> bool:
-        return self._fits([SparseRow(0, 0, query_len, context_len)])
-
-    def _fits(self, rows: Sequence[SparseRow]) -> bool:
-        return self.needed(kernel_rows(rows)) <= self.num_bytes
+    def _holds(self, rows: Sequence[SparseRow]) -> bool:
+        num_tiles = sum(ceil_div(row.query_len, TILE_TOKENS) for row in rows)
+        num_keys = sum(row.context_len + row.query_len for row in rows)
+        return sum(row.query_len for row in rows) <= self.max_tokens and any(
+            num_tiles <= limit.num_tiles and num_keys <= limit.num_keys for limit in self.limits
+        )
 
 
-def kernel_rows(rows: Sequence[SparseRow], block_table: torch.Tensor | None = None) -> Rows:
+def kernel_rows(rows: Sequence[SparseRow], block_table: torch.Tensor) -> Rows:
     """Convert rows to the form that kernels accept."""
-    if block_table is None:
-        block_table = torch.empty(len(rows), 0, dtype=torch.int32)
-    else:
-        block_table = block_table[rows[0].number : rows[-1].number + 1]
     prompt_lens = tuple(row.prompt_len for row in rows if row.prompt_len is not None)
     return Rows(
         query_starts=tuple(row.token for row in rows),
         query_lens=tuple(row.query_len for row in rows),
         context_lens=tuple(row.context_len for row in rows),
-        block_table=block_table,
+        block_table=block_table[rows[0].number : rows[-1].number + 1],
         prompt_lens=prompt_lens if len(prompt_lens) == len(rows) else None,
     )
 
 
-def longest_rows(max_tokens: int, max_len: int, thresholds: Thresholds) -> list[SparseRow]:
-    """Return the two rows that need the most memory of all rows that the scheduler can form, up to ``SLACK``.
-
-    These are the row with the most new and cached tokens, and the row that begins a token earlier. A method that groups
-    tiles by absolute position (AnchorAttention) has one more group in the second row.
-    """
-    if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
-        return []
-    query_len = min(max_tokens, max_len - thresholds.min_tokens)
-    context_len = max_len - query_len
-    return [SparseRow(0, 0, query_len, context_len - earlier) for earlier in (0, 1) if context_len >= earlier]
+def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[SparseRow]:
+    """Return rows of (context_len, query_len) whose queries follow each other."""
+    rows: list[SparseRow] = []
+    for context_len, query_len in lengths:
+        token = rows[-1].token + rows[-1].query_len if rows else 0
+        rows.append(SparseRow(len(rows), token, query_len, context_len, prompt_len=LONGER_PROMPT))
+    return rows
 
 
-def largest_steps(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> Iterator[list[SparseRow]]:
-    """Yield the largest steps that the scheduler can form, with one row, two rows, four rows and so on."""
-    rows = longest_rows(max_tokens, max_len, thresholds)
-    if not rows:
-        return
-    longest = rows[0].query_len
-    most_rows = max(min(max_rows, max_tokens // max(thresholds.min_query_tokens, 1)), 1)
-    num_rows = 1
-    while True:
-        # Several rows that end within a tile have more tiles in total than a single row of the same number of tokens.
-        query_len = min(ceil_div(max_tokens // num_rows, TILE_TOKENS) * TILE_TOKENS, longest)
-        yield [SparseRow(i, i * query_len, query_len, max_len - query_len) for i in range(num_rows)]
-        if num_rows == most_rows:
-            return
-        num_rows = min(2 * num_rows, most_rows)
+@dataclass(frozen=True)
+class StepLimits:
+    """Limits of the rows that run sparse in a step."""
 
-
-class ArenaSize(NamedTuple):
-    """Bytes that an arena needs on a device that does not limit it."""
-
-    longest_row: int
-    largest_step: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Size for any single row, and for several rows at once up to ``SEVERAL_ROWS_BYTES``."""
-        return int(max(self.longest_row, min(self.largest_step, SEVERAL_ROWS_BYTES)) * SLACK)
+    max_tokens: int
+    max_rows: int
+    max_len: int
+    min_len: int
 
     @staticmethod
-    def of(
-        layers: Sequence[LayerNeed], max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds
-    ) -> "ArenaSize | None":
-        """Return the size for a server's layers and limits."""
-
-        def needed(rows: Sequence[SparseRow]) -> int:
-            return max(layer.num_bytes(kernel_rows(rows)) for layer in layers)
-
-        longest = [needed([row]) for row in longest_rows(max_tokens, max_len, thresholds) if layers]
-        if not longest:
+    def of(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> "StepLimits | None":
+        """Return the limits of a scheduler; None if no row can run sparse."""
+        if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
             return None
-        steps = [needed(step) for step in largest_steps(max_tokens, max_rows, max_len, thresholds)]
-        return ArenaSize(max(longest), max(steps))
+        most_rows = max(min(max_rows, max_tokens // max(thresholds.min_query_tokens, 1)), 1)
+        return StepLimits(
+            min(max_tokens, max_len - thresholds.min_tokens), most_rows, max_len, thresholds.min_tokens + 1
+        )
+
+    def largest_slabs(self, limit: SlabLimit) -> Iterator[list[SparseRow]]:
+        """Yield the slabs within a limit that may need most: of one row, two rows, four rows ..., alike or unlike."""
+        max_rows = min(self.max_rows, limit.num_tiles, max(limit.num_keys // self.min_len, 1))
+        for num_rows in sorted({*(1 << i for i in range(max_rows.bit_length())), max_rows}):
+            # Rows that end within a tile have more tiles than a single row of the same number of tokens.
+            num_tiles = min((self.max_tokens - num_rows) // TILE_TOKENS + num_rows, limit.num_tiles)
+            tiles, more = divmod(num_tiles, num_rows)
+            num_keys = min(self.max_len, limit.num_keys // num_rows)
+            yield from _rows_of([(tiles + (i < more), num_keys) for i in range(num_rows)])
+            if num_rows > 1:
+                short = max(self.min_len, min(self.max_len, (limit.num_keys - self.max_len) // (num_rows - 1)))
+                long = min(self.max_len, limit.num_keys - (num_rows - 1) * short)
+                yield from _rows_of([(num_tiles - num_rows + 1, long), *[(1, short)] * (num_rows - 1)])
+
+
+def _rows_of(sizes: Sequence[tuple[int, int]]) -> Iterator[list[SparseRow]]:
+    """Yield rows of (tiles, keys), and the same rows if each begins a token before a group of tiles."""
+    query_lens = [min(num_tiles * TILE_TOKENS, num_keys) for num_tiles, num_keys in sizes]
+    context_lens = [num_keys - query_len for query_len, (_, num_keys) in zip(query_lens, sizes, strict=True)]
+    before_groups = [max(context_len // GROUP_TOKENS * GROUP_TOKENS - 1, 0) for context_len in context_lens]
+    for of_rows in (context_lens, before_groups):
+        yield consecutive_rows([*zip(of_rows, query_lens, strict=True)])
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Counts the memory that the layers of a worker need, which run one after the other."""
+
+    layers: Sequence[Layer]
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def needed(self, rows: Sequence[SparseRow]) -> int:
+        """Return the memory that the most demanding layer needs for these rows."""
+        slab = kernel_rows(rows, torch.empty(rows[-1].number + 1, 0, dtype=torch.int32, device=META))
+        # A copy for each layer, because methods keep values for later layers in the rows.
+        return max(
+            count_bytes(layer, replace(slab), self.num_kv_heads, self.head_dim, self.dtype) for layer in self.layers
+        )
+
+    def most(self, limits: StepLimits, slab: SlabLimit) -> int:
+        """Return the memory that any slab within a limit needs."""
+        return int(max(map(self.needed, limits.largest_slabs(slab))) * SLACK)
+
+    def arena(self, limits: StepLimits, max_bytes: int) -> tuple[int, Room]:
+        """Return the size of the arena in bytes, up to ``max_bytes`` if a tile fits, and how it is used."""
+        one_row = replace(limits, max_rows=1)
+        longest = SlabLimit(ceil_div(limits.max_tokens, TILE_TOKENS), limits.max_len)
+        num_bytes = self.most(one_row, longest)
+        while num_bytes > max_bytes and longest.num_tiles > 1:
+            longest = longest._replace(num_tiles=ceil_div(longest.num_tiles, 2))
+            num_bytes = self.most(one_row, longest)
+        limits = replace(limits, max_tokens=min(limits.max_tokens, longest.num_tiles * TILE_TOKENS))
+        of_short_rows = longest._replace(num_tiles=longest.num_tiles + limits.max_rows)
+        of_any_rows = longest._replace(num_keys=limits.max_rows * limits.max_len)
+        held = []
+        for limit in (of_short_rows, of_any_rows):
+            of_several = self.most(limits, limit)
+            if of_several <= max(num_bytes * SEVERAL_ROWS_SHARE, min(SEVERAL_ROWS_BYTES, max_bytes)):
+                held.append(limit)
+                num_bytes = max(num_bytes, of_several)
+        return num_bytes, Room(limits.max_tokens, tuple(held))
 
 
 @dataclass(frozen=True)
@@ -295,41 +255,26 @@ class Memory:
     room: Room
 
     @staticmethod
-    def reserve(vllm_config: VllmConfig, resolved: Resolved, device: torch.device, rank: int = 0) -> "Memory | None":
-        """Allocate this worker's arena."""
+    def reserve(
+        vllm_config: VllmConfig, layers: LayerMemory, thresholds: Thresholds, device: torch.device, rank: int = 0
+    ) -> "Memory | None":
+        """Allocate a worker's arena."""
         scheduler = vllm_config.scheduler_config
-        layers = _layer_needs(vllm_config, resolved, device)
-        size = ArenaSize.of(
-            layers,
-            max_tokens=scheduler.max_num_batched_tokens,
-            max_rows=scheduler.max_num_seqs,
-            max_len=vllm_config.model_config.max_model_len,
-            thresholds=resolved.earliest_thresholds(),
+        limits = StepLimits.of(
+            scheduler.max_num_batched_tokens,
+            scheduler.max_num_seqs,
+            vllm_config.model_config.max_model_len,
+            thresholds,
         )
-        if size is None:
+        if limits is None or not layers.layers:
             return None
-        num_bytes = min(size.num_bytes, int(compat.device_memory_bytes() * DEVICE_SHARE))
-        # The profile run is in inference mode; a tensor created in it could not be written to outside of it.
-        with torch.inference_mode(False):
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            if device.type == "cpu":
-                buffer.zero_()  # otherwise the host would map its pages one by one while serving
+        num_bytes, room = layers.arena(limits, int(compat.device_memory_bytes() * DEVICE_SHARE))
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            buffer.zero_()  # otherwise the host would map its pages one by one while serving
         if rank == 0:
             logger.info(
-                "sparse-prefill: reserved an arena of %d MiB for temporary tensors of selection and attention; the "
-                "longest request needs %d MiB of it, and the largest step %d MiB",
-                num_bytes >> 20, size.longest_row >> 20, size.largest_step >> 20,
+                "sparse-prefill: reserved an arena of %d MiB for temporary tensors of selection and attention, of %d "
+                "new tokens at a time", num_bytes >> 20, room.max_tokens,
             )  # fmt: skip
-        return Memory(Arena(device, buffer), Room(layers, num_bytes))
-
-
-def _layer_needs(vllm_config: VllmConfig, resolved: Resolved, device: torch.device) -> tuple[LayerNeed, ...]:
-    """Return the memory that each distinct layer of this worker needs at any level."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    head_dim, engine = resolved.plan.shape.head_dim, resolved.config.engine
-    first, end = model.get_layers_start_end_indices(parallel)
-    plans = [resolved.layer(number) for number in range(first, end)]
-    fitting = [plan for plan in plans if all(fits_shared_memory(layer, head_dim, device) for layer in plan)]
-    layers = {layer for plan in fitting for layer in plan}
-    num_kv_heads, element_bytes = model.get_num_kv_heads(parallel), model.dtype.itemsize
-    return tuple(LayerNeed.of(layer, num_kv_heads, head_dim, element_bytes, device, engine) for layer in layers)
+        return Memory(Arena(device, buffer), room)

@@ -83,7 +83,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         self.sparse_layers = adopted.numbers
         self.room = None if adopted.memory is None else adopted.memory.room
         self.row_classifier = RowClassifier(
-            adopted.thresholds, self.room, worker.requests, worker.resolved.reads_prompt_length
+            adopted.thresholds, self.room is not None, worker.requests, worker.resolved.reads_prompt_length
         )
         self.row_counter = RowCounter(worker.recorder, counts_rows=adopted.is_first_group)
         streaming = worker.resolved.streaming_heads

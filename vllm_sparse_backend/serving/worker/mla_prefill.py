@@ -34,7 +34,7 @@ from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.counters import is_counting
 from vllm_sparse_backend.serving.worker.mla_step import Call, MlaBatch, MlaStep, SparseRows
-from vllm_sparse_backend.serving.worker.row_classifier import AnyRoom, RowClassifier
+from vllm_sparse_backend.serving.worker.row_classifier import RowClassifier
 from vllm_sparse_backend.serving.worker.row_counter import RowCounter
 from vllm_sparse_backend.serving.worker.shared_worker import Worker
 from vllm_sparse_backend.serving.worker.step_context import Step
@@ -173,8 +173,7 @@ class MlaWorker:
         self._served_layers = tuple(all_layers.values())
         self.worker.recorder.add_layers(numbers, resolved.plans)
         thresholds = self._thresholds(vllm_config)
-        room = AnyRoom() if numbers else None
-        self._row_classifier = RowClassifier(thresholds, room, self.worker.requests)
+        self._row_classifier = RowClassifier(thresholds, bool(numbers), self.worker.requests)
         self._row_counter = RowCounter(self.worker.recorder, counts_rows=True)
         hooks.install_in_worker(vllm_config)
         hooks.install_for_mla()

@@ -15,18 +15,9 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.arena import Room, SparseRow
 from vllm_sparse_backend.serving.worker.batch_rows import DECODE_ROW, PADDING_ROW, BatchRow, RowKind
 from vllm_sparse_backend.serving.worker.counters import DENSE, SPARSE
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
-
-
-class AnyRoom:
-    """Room of kernels whose memory holds any row that the scheduler can form."""
-
-    def fits(self, row: SparseRow) -> bool:
-        """Return True."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class RowClassifier:
     """Classifies the rows of batches by their lengths and the levels of their requests."""
 
     thresholds: Mapping[str, Thresholds]
-    room: Room | AnyRoom | None
+    has_sparse_layers: bool
     requests: RunnerRequests
     reads_prompt_length: bool = False
 
@@ -91,12 +82,7 @@ class RowClassifier:
         thresholds = self.thresholds[level]
         if reason := thresholds.dense_reason(query_len, seq_len):
             return reason
-        if self.room is None:
-            return Fallback.TOO_SHORT
-        sparse_len = min(query_len, seq_len - (thresholds.min_tokens or 0))
-        if not self.room.fits(SparseRow(0, 0, sparse_len, seq_len - sparse_len)):
-            return Fallback.NO_ROOM
-        return None
+        return None if self.has_sparse_layers else Fallback.TOO_SHORT
 
 
 def _dense_reason_of_batch(common: CommonAttentionMetadata, common_prefix_len: int) -> Fallback | None:

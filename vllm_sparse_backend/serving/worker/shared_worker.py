@@ -11,11 +11,11 @@ from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.settings import SCORING_METHOD
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import log_other_device, resolve
-from vllm_sparse_backend.serving.worker.arena import Memory
+from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
 from vllm_sparse_backend.serving.worker.step_context import RunnerRequests
-from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan
+from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, layer_plan
 from vllm_sparse_kernels.methods import name_of
 
 
@@ -56,8 +56,28 @@ class Worker:
     def reserve_memory(self) -> Memory | None:
         """Return the arena. The first call allocates it."""
         if self.memory is None and not self.resolved.is_dense:
-            self.memory = Memory.reserve(self.vllm_config, self.resolved, self.device, self.rank)
+            # The profile run is in inference mode; tensors created in it could not be written to outside of it.
+            with torch.inference_mode(False):
+                self.memory = Memory.reserve(
+                    self.vllm_config,
+                    self._layer_memory(),
+                    self.resolved.earliest_thresholds(),
+                    self.device,
+                    self.rank,
+                )
         return self.memory
+
+    def _layer_memory(self) -> LayerMemory:
+        """Return the layers of this worker at any level, each distinct plan once."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        head_dim = self.resolved.plan.shape.head_dim
+        plans: dict[LayerPlan, None] = {}
+        for number in range(*model.get_layers_start_end_indices(parallel)):
+            levels = self.resolved.layer(number)
+            if all(fits_shared_memory(plan, head_dim, self.device) for plan in levels):
+                plans |= dict.fromkeys(levels)
+        layers = [self.layer(plan, head_dim) for plan in plans]
+        return LayerMemory(layers, model.get_num_kv_heads(parallel), head_dim, model.dtype)
 
     def layer(self, plan: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
         """Return the methods and engines of layers with this plan."""

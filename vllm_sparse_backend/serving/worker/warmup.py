@@ -19,12 +19,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.arena import SparseRow, kernel_rows
+from vllm_sparse_backend.serving.worker.arena import consecutive_rows, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
-from vllm_sparse_kernels import PagedCache, Rows, Workspace
+from vllm_sparse_kernels import PagedCache, Workspace
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
@@ -41,10 +41,6 @@ BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
 """Batches of rows as (context_len, query_len). They cover one and several rows, cached keys or none, full and partial
 tiles, and lengths that are 1, a multiple of 16, or any other.
 """
-
-LONGER_PROMPT = 1 << 30
-"""Length in tokens of the prompts that these rows belong to. The rows end well before the prompts, so that methods
-with a dense tail (``dense_tail``) also select keys here."""
 
 
 def warm_up(
@@ -140,7 +136,7 @@ class WarmUp:
     def __init__(self, impl: SparsePrefillImpl, layer: Layer, cache: PagedCache, table: torch.Tensor) -> None:
         assert impl.worker is not None
         assert impl.worker.memory is not None
-        self.impl, self.layer, self.memory = impl, layer, impl.worker.memory
+        self.impl, self.layer, self.arena = impl, layer, impl.worker.memory.arena
         self.cache, self.table = cache, table
         # Large enough for some sinks to outweigh all keys, as they do in models.
         self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
@@ -151,16 +147,11 @@ class WarmUp:
         dtype = self.cache.keys.dtype
         return Batch(query.to(dtype), self.cache, rows, self.impl.scale, self.impl.out_dtype, self.sinks)
 
-    def _workspace(self, rows: Rows) -> Workspace:
-        """Return the arena, or a new workspace if the arena is too small (as on a server of short requests)."""
-        room, arena = self.memory.room, self.memory.arena
-        return arena if room.needed(rows) <= room.num_bytes else Workspace(arena.device)
-
     def choose(self, picker: EnginePicker) -> None:
         """Choose the engines of the plan."""
         batch = self._batch(BATCHES[0])
         layer = replace(self.layer, select_engines=picker.pick_selection(self.layer, batch))
-        workspace = self._workspace(batch.rows)
+        workspace = Workspace(self.arena.device)
         with workspace.frame():
             call = layer.new_call(batch.q, batch.cache, batch.rows, batch.scale, workspace)
             layer.select(call)
@@ -169,19 +160,10 @@ class WarmUp:
     def run(self) -> None:
         """Select and attend on every batch, with the engines that were chosen."""
         for batch in map(self._batch, BATCHES):
-            workspace = self._workspace(batch.rows)
+            workspace = Workspace(self.arena.device)
             with workspace.frame():
                 call = self.layer.new_call(batch.q, batch.cache, batch.rows, batch.scale, workspace)
                 run(self.layer, call, batch.empty_out(), batch.sinks)
                 if not compat.IS_CPU:
                     pairs = torch.zeros(1, dtype=torch.int64, device=batch.q.device)
                     add_listed_pairs(call.index, pairs, 0)
-
-
-def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[SparseRow]:
-    """Return rows whose queries follow each other."""
-    rows: list[SparseRow] = []
-    for context_len, query_len in lengths:
-        token = rows[-1].token + rows[-1].query_len if rows else 0
-        rows.append(SparseRow(len(rows), token, query_len, context_len, prompt_len=LONGER_PROMPT))
-    return rows

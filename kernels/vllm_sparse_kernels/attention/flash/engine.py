@@ -39,10 +39,9 @@ from vllm_sparse_kernels.attention.flash.kernels import SliceShape, UnitShape, f
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import compile_time
-from vllm_sparse_kernels.index import LayerShape, SparseIndex
+from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import FP8, PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 PART_BYTES = 512 << 20
 """Workspace limit of the sequences that run at a time. Larger steps run in parts. 8,192 queries of 32 heads of 128
@@ -181,20 +180,6 @@ class Part(NamedTuple):
     num_tokens: int
 
 
-def workspace_bytes(rows: Rows, shape: LayerShape, longest_stripes: int) -> int:
-    """Return an upper bound of the workspace memory that attention over these rows needs.
-
-    Args:
-        rows: The rows of a step.
-        shape: Sizes of the layer.
-        longest_stripes: Capacity of the longest list of stripes, in positions.
-    """
-    num_sequences = rows.num_tiles * shape.num_heads
-    width = ceil_div(max(rows.seq_lens, default=0), SMALLEST_UNIT) + longest_stripes
-    bytes_each = (3 * TILE_TOKENS * shape.head_dim * shape.element_bytes) + 4 * width
-    return max(min(PART_BYTES, num_sequences * bytes_each), bytes_each) + 16 * num_sequences + SPARE_BYTES
-
-
 def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: Part) -> None:
     """Prepare a part, call FlashAttention for its blocks and, if there are any, its stripes, and merge the results."""
     cache, index, rows, group = call.cache, call.index, call.rows, call.group
@@ -249,6 +234,7 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
     bytes_each += 4 * sum(_widths(index, cache))
     num_sequences = rows.num_tiles * heads
     at_once = max(1, min(PART_SEQUENCES, PART_BYTES // bytes_each))
+    index.workspace.expect(min(num_sequences, at_once) * bytes_each)
     count = ceil_div(num_sequences, ceil_div(num_sequences, at_once))
 
     def first_token(sequence: int) -> int:

@@ -17,10 +17,9 @@ from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, matrix_arg
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.engine_choice import gluon_refusal
-from vllm_sparse_kernels.index import LayerShape, SparseIndex, padded_capacity
+from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args
-from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, ceil_div
-from vllm_sparse_kernels.workspace import padded_bytes
+from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 
 try:
     from vllm_sparse_kernels.attention.hopper.item import COLUMNS, HALF, SIZES
@@ -74,21 +73,6 @@ def refusal(spec: AttendSpec) -> str | None:
     if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
         return f"the cache's strides {spec.strides} do not form a matrix of tokens with rows of multiples of 16 bytes"
     return None
-
-
-def workspace_bytes(rows: Rows, shape: LayerShape, stripe_capacity: int) -> int:
-    """Return an upper bound of the workspace memory that ``attend`` needs.
-
-    The memory holds places of blocks and stripes, and the order of the work.
-
-    Args:
-        rows: The rows of the step.
-        shape: Heads and block size of the layer.
-        stripe_capacity: Positions that the index has room for, of all lists of stripes together.
-    """
-    num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
-    sizes = (shape.num_heads * num_blocks, stripe_capacity, rows.num_tiles * shape.num_heads, 1)
-    return sum(padded_bytes(size, dtype=torch.int32) for size in sizes)
 
 
 def attend(

@@ -26,15 +26,14 @@ from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, Atten
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.portable.sage import approximate_kernel
-from vllm_sparse_kernels.attention.smooth_keys import smooth_bytes, smooth_keys
+from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.engine_choice import capability_of
-from vllm_sparse_kernels.index import IndexArgs, LayerShape, SparseIndex, padded_capacity
+from vllm_sparse_kernels.index import IndexArgs, SparseIndex
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows
-from vllm_sparse_kernels.workspace import padded_bytes
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS
 
 STRIPE_STEP = 64
 """Stripes that are gathered per step."""
@@ -117,22 +116,6 @@ def attend(
     else:
         option_args = _option_args(options, cache, index, bulk)
         approximate_kernel[grid](*args, *option_args, shape, num_warps=num_warps, num_stages=num_stages)
-
-
-def workspace_bytes(rows: Rows, shape: LayerShape, int8_scores: bool) -> int:
-    """Return an upper bound of the workspace memory that ``attend`` needs: places of blocks, and 8-bit keys.
-
-    Args:
-        rows: The rows of a step.
-        shape: Sizes of the layer.
-        int8_scores: Whether any head has 8-bit scores.
-
-    Returns:
-        An upper bound, in bytes.
-    """
-    num_blocks = padded_capacity(sum(rows.block_capacities(shape.block_tokens)))
-    places = padded_bytes(shape.num_heads, num_blocks, dtype=torch.int32)
-    return places + (smooth_bytes(rows, shape.num_kv_heads, shape.head_dim) if int8_scores else 0)
 
 
 def refusal(spec: AttendSpec) -> str | None:

@@ -93,7 +93,7 @@ from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, descriptor
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
-from vllm_sparse_kernels.index import LayerShape, StripeLayout
+from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     GROUP_FIELDS,
     TILE_FIELDS,
@@ -111,10 +111,8 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache, key_args, query_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.selection.footprint import voted_bytes
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.selection.parameters import require
-from vllm_sparse_kernels.workspace import SPARE_BYTES
 
 INITIAL_TOKENS = TILE_TOKENS
 """Keys of the paper's initial block, which every query attends to."""
@@ -295,24 +293,15 @@ class AnchorAttention(Method):
         group_start = ceil_div(first_voting_start, self.span_tokens) * self.span_tokens
         return group_start + self.span_tokens - 1 if self.dense_tail else group_start
 
-    def _bound_groups(self, rows: Rows) -> list[Group]:
-        """Return groups whose lists have room for any prompt length, because memory must not depend on it."""
-        without_tail = self.grouping._replace(dense_tail=False)
-        return [group for of_row in without_tail.groups_of(rows) for group in of_row]
-
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         if self.whole_blocks:
             return StripeLayout.none(rows)
-        groups = self._bound_groups(rows)
+        # Lists have room for any prompt length, because memory must not depend on it.
+        without_tail = self.grouping._replace(dense_tail=False)
+        groups = [group for of_row in without_tail.groups_of(rows) for group in of_row]
         offsets = tuple(group.offset for group in groups for _ in range(group.num_tiles))
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
-
-    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``."""
-        num_candidates = sum(group.num_candidates for group in self._bound_groups(rows))
-        voted = voted_bytes(rows, shape, num_candidates, self.tile_voters) + SPARE_BYTES
-        return max(voted, super().workspace_bytes(rows, shape, num_selected, stripe_capacity))
 
     def least_shared_bytes(self, head_dim: int) -> int:
         """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""

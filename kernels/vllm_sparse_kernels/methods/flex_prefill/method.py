@@ -48,10 +48,9 @@ import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import compile_time
-from vllm_sparse_kernels.index import LayerShape, StripeLayout
+from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
-from vllm_sparse_kernels.selection.footprint import most_bytes
 from vllm_sparse_kernels.selection.last_queries import MOST_QUERIES, Estimate, Sums, least_shared_bytes
 from vllm_sparse_kernels.selection.lines import Lines, select_lines
 from vllm_sparse_kernels.selection.lists import append
@@ -115,11 +114,6 @@ class FlexVerticalSlash(Method):
             offsets.append(total)
             total += min(self.stripes_of_row(rows, tile.row), tile.position)
         return StripeLayout(tuple(offsets), total)
-
-    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``."""
-        num_columns = max(self.stripes_of_row(rows, row) for row in range(rows.num_rows))
-        return most_bytes(rows, shape, num_selected, stripe_capacity, num_columns)
 
     def least_shared_bytes(self, head_dim: int) -> int:
         """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""

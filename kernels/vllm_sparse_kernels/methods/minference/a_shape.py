@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.parameters import require
 
@@ -37,17 +35,6 @@ class AShape(Method):
     def leaves_width_to_others(self) -> bool:
         """True: narrow blocks save less than one block of 128 keys at each end of the window."""
         return True
-
-    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the workspace memory that ``select`` uses: none, because it writes the lists directly.
-
-        Args:
-            rows: The rows of a step.
-            shape: The layer.
-            num_selected: Number of heads that are selected together.
-            stripe_capacity: Capacity of the stripes, which this method does not have.
-        """
-        return 0
 
     def select(self, call: Call) -> None:
         """Fill the lists of the call's heads: see ``Method.select``."""

@@ -25,19 +25,16 @@ Deviations from the paper:
 * Sums are equal if ten bits of their mantissas agree (radix.py). Ties go to the earliest key and the nearest diagonal.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.index import LayerShape, StripeLayout
+from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
-from vllm_sparse_kernels.selection.footprint import most_bytes
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums
 from vllm_sparse_kernels.selection.lines import Lines, select_lines
 from vllm_sparse_kernels.selection.parameters import require
@@ -76,11 +73,6 @@ class VerticalSlash(Method):
             require(getattr(self, field) >= 0, field, getattr(self, field), ">= 0")
         require(1 <= self.last_queries <= 64, "last_queries", self.last_queries, "1 to 64")
 
-    @classmethod
-    def largest(cls, methods: Sequence[Self]) -> Self:
-        """Return a method with the most verticals of any head: see ``Method.largest``."""
-        return cls(vertical_tokens=max(method.vertical_tokens for method in methods))
-
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Return the room for one head's stripes: see ``Method.stripe_layout``.
 
@@ -88,20 +80,6 @@ class VerticalSlash(Method):
             rows: The rows of a step.
         """
         return StripeLayout.per_tile(rows, self.vertical_tokens)
-
-    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
-
-        Args:
-            rows: The rows of a step.
-            shape: Sizes of the layer.
-            num_selected: Number of query heads to select.
-            stripe_capacity: Positions of all lists of stripes of one head.
-
-        Returns:
-            An upper bound, in bytes.
-        """
-        return most_bytes(rows, shape, num_selected, stripe_capacity, self.vertical_tokens)
 
     def select(self, call: Call) -> None:
         """Fill the lists of the call's heads: see ``Method.select``."""

@@ -75,7 +75,7 @@ import torch
 import triton
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.index import LayerShape, SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
@@ -87,7 +87,6 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
     low_weights_kernel,
 )
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
-from vllm_sparse_kernels.selection.footprint import averaged_bytes
 from vllm_sparse_kernels.selection.last_queries import least_shared_bytes
 from vllm_sparse_kernels.selection.parameters import on_device, require
 from vllm_sparse_kernels.selection.radix import DIGITS
@@ -182,21 +181,6 @@ class SharePrefill(Method):
             rows: The rows of a step.
         """
         return self.fallback.stripe_layout(rows)
-
-    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the memory that ``select`` needs; see ``Method.workspace_bytes``.
-
-        Args:
-            rows: The rows of a step.
-            shape: Sizes of the layer.
-            num_selected: Number of query heads to select.
-            stripe_capacity: Positions of all lists of stripes of one head.
-
-        Returns:
-            An upper bound, in bytes.
-        """
-        lines = super().workspace_bytes(rows, shape, num_selected, stripe_capacity)
-        return max(lines, averaged_bytes(rows, shape, num_selected))
 
     def shares(self, heads: Sequence["SharePrefill"]) -> bool:
         """Return whether any of these heads could reuse a pattern; otherwise no pivot is worth its dense attention.

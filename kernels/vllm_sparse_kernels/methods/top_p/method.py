@@ -43,7 +43,6 @@ import torch
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_choice import capability_of, gluon_refusal
-from vllm_sparse_kernels.index import LayerShape
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import (
@@ -51,7 +50,6 @@ from vllm_sparse_kernels.methods.top_p.choice import (
     mass_width,
     write_block_lists,
 )
-from vllm_sparse_kernels.methods.top_p.footprint import most_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
     Rounded,
@@ -64,7 +62,6 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
 )
 from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
 from vllm_sparse_kernels.paged import padded_dim
-from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
@@ -190,19 +187,6 @@ class TopP(Method):
         """Minimum share of a peak; 2 if ``peak_share`` is 1, because an 8-bit share may slightly exceed 1."""
         return self.peak_share if self.peak_share < 1 else 2.0
 
-    def workspace_bytes(self, rows: Rows, shape: LayerShape, num_selected: int, stripe_capacity: int) -> int:
-        """Return the larger bound of the two engines; see ``Method.workspace_bytes``.
-
-        Args:
-            rows: The rows of a step.
-            shape: Sizes of the layer.
-            num_selected: Number of heads that are selected together.
-            stripe_capacity: Unused: the method keeps no stripes.
-        """
-        tile_bytes = [kernels.tile_bytes(self.num_scored) for kernels in (hopper, portable) if kernels is not None]
-        storage = self.storage(shape.head_dim, torch.float16)  # the wider of the two types
-        return most_bytes(rows, shape, num_selected, storage, tile_bytes)
-
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper, then the portable engine."""
@@ -265,6 +249,7 @@ def _select(kernels: _MassKernels, call: Call) -> None:
         for slab in slabs_of(call.rows, len(call.heads), tile_bytes, set_tiles):
             with workspace.frame():
                 keys, key_scales = round_keys(call, slab, moments, storage, kernels.PERMUTED)
+                workspace.expect(slab.run_bytes)
                 rounded = Rounded(queries, query_scales, queries.shape[1], keys, key_scales, keys.shape[1])
                 for run in slab.runs:
                     with workspace.frame():
