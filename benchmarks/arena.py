@@ -7,7 +7,7 @@ Sizes are for one worker with the heads of an 8B model, on an H100 or H200, with
 ``min_query_tokens`` of unmeasured devices. A server of another shape logs its own size.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,7 @@ UNLIMITED = 1 << 62
 THRESHOLDS = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
 
 
-def layer_memory(method: str, shape: ModelShape = SHAPE, params: Mapping[str, Any] | None = None) -> LayerMemory:
+def layer_memory(method: str, shape: ModelShape = SHAPE, params: dict[str, Any] | None = None) -> LayerMemory:
     """Return the memory of a layer whose heads all run ``method``, on an H100."""
     (plan,) = Plan.build(SparsePrefillConfig(method=method, params=params or {}), shape).layers
     assert plan is not None
