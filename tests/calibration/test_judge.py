@@ -2,16 +2,16 @@
 """A layer's figures against dense masks worked out by hand."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.calibration_cases import HEADS, make_job
+from tests.helpers.calibration_cases import HEAD_DIM, HEADS, KV_HEADS, StructuredCapturer, make_job
 from tests.helpers.masks import mask_of
-from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, finish_capture
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.calibration.head_errors import Bound, Errors, HeadResult
 from vllm_sparse_backend.calibration.judge import (
     CapturedLayer,
@@ -24,7 +24,6 @@ from vllm_sparse_backend.calibration.judge import (
 )
 from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -155,30 +154,19 @@ def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
     assert extrapolate_unseen(prompts[:1]).tolist() == prompts[0].tolist()
 
 
-class NearAndFarCapturer:
+class NearAndFarCapturer(StructuredCapturer):
     """A capture in which even heads attend to the nearest keys only, and odd heads to one far key as well."""
 
-    def __call__(
-        self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path], *_: object
-    ) -> Iterator[Capture]:
-        for i, (token_ids, folder) in enumerate(zip(prompts, folders, strict=True)):
-            capture = begin_capture(model, token_ids, folder)
-            for layer in range(capture.shape.num_layers):
-                capture.add(layer, self.tensors(len(token_ids), capture.shape, i), 1.0)
-            finish_capture(capture)
-            yield capture
-
-    @staticmethod
-    def tensors(num_tokens: int, shape: ModelShape, seed: int) -> LayerTensors:
+    def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
         generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.zeros(num_tokens, n, shape.head_dim) for n in (HEADS, shape.num_kv_heads, shape.num_kv_heads))
+        q, k, v = (torch.zeros(num_tokens, n, HEAD_DIM) for n in (HEADS, KV_HEADS, KV_HEADS))
         v += torch.randn(v.shape, generator=generator)
         angles = torch.arange(num_tokens) * (torch.pi / num_tokens)
         k[..., 0], k[..., 1] = angles.cos()[:, None], angles.sin()[:, None]
         q[..., 0], q[..., 1] = 4e4 * angles.cos()[:, None], 4e4 * angles.sin()[:, None]
         k[200, :, :3] = torch.tensor([0.0, 0.0, 1.0])
         q[2500:, 1::2, 2] = 4e4 + 4  # more than the nearest key has
-        return LayerTensors(q, k, v)
+        return LayerTensors(q, k, v), 1.0
 
 
 def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> None:

@@ -105,8 +105,6 @@ def test_attention_maps_average_blocks(monkeypatch, score_bytes):
         scores = (q[:64, head] @ k[:64, head // 2].T * 0.7).masked_fill(future, -torch.inf)
         expected = scores.softmax(-1).view(16, 4, 16, 4).mean((1, 3))
         torch.testing.assert_close(maps[head].float(), expected / expected.max(), rtol=1e-3, atol=1e-6)
-    with pytest.raises(ValueError, match="given 70 tokens, expected at least side = 80"):
-        attention_maps(q, k, 0.7, 80)
 
 
 @pytest.mark.gpu

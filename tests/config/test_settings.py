@@ -30,7 +30,7 @@ def test_without_settings_the_defaults_hold(additional_config: dict[str, Any] | 
 
 def test_fields_are_taken() -> None:
     params = {"kept_mass": 1, "local_tokens": 256}
-    settings = {"params": params, "min_tokens": 0, "dense_layers": [3, 1, 3], "metrics_interval_s": 2}
+    settings = {"params": params, "min_tokens": 0, "dense_layers": [3, 1], "metrics_interval_s": 2}
     config = load_config({"sparse_prefill": settings})
     assert config.uniform_method() == make_method("top_p", {"kept_mass": 1.0, "local_tokens": 256})
     assert make_method("default", {}) == make_method("top_p", {})
@@ -41,7 +41,7 @@ def test_all_wrong_fields_are_named_at_once() -> None:
     message = refused({"method": "nothing", "min_tokens": "8k", "dense_layers": [1, -2], "min_tokns": 1})
     assert "sparse_prefill.method: given 'nothing'" in message
     assert "sparse_prefill.min_tokens: given '8k', expected an integer" in message
-    assert "sparse_prefill.dense_layers: given [-2, 1], expected numbers and ranges such as '0-3,7'" in message
+    assert "sparse_prefill.dense_layers: given [1, -2], expected numbers and ranges such as '0-3,7'" in message
     assert "sparse_prefill.min_tokns: unknown field" in message
     assert "did you mean 'min_tokens'?" in message
 

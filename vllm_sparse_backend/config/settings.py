@@ -46,13 +46,6 @@ def _to_level(value: object) -> object:
     return {0: EXACT, 1: ON}.get(value, value) if isinstance(value, (bool, int)) else value
 
 
-def _without_duplicates(layers: object) -> object:
-    """Remove duplicates from a list of layers."""
-    if isinstance(layers, list | tuple) and all(type(layer) is int for layer in layers):
-        return sorted(set(layers))
-    return layers
-
-
 LevelChoice = Annotated[StrictStr, BeforeValidator(_to_level)]
 """``exact``, ``on`` for the server's own method or profile, or the name of one of its profile's levels."""
 
@@ -94,7 +87,7 @@ class SparsePrefillConfig(Section):
     """Path of a table of measured crossovers, as written by `sparse-prefill bench crossover`, instead of the bundled
     table."""
 
-    dense_layers: Annotated[Ranges, BeforeValidator(_without_duplicates)] = ()
+    dense_layers: Ranges = ()
     """Layers that always run dense, in addition to the profile's: numbers, or ranges such as `"0-3,7"`."""
 
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
