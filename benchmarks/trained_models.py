@@ -228,9 +228,9 @@ def speed(
                 for endpoint in endpoints:
                     answers[endpoint.name] += pool.map(partial(endpoint.ask, max_tokens=tokens), texts[i : i + jobs])
         for key, timed in answers.items():
-            # Tokens that arrive together have no time of their own.
-            seconds = [answer.first_token_s if tokens == 1 else answer.token_s or math.nan for answer in timed[jobs:]]
-            medians.setdefault(name, {})[key] = median(seconds)
+            seconds = [answer.first_token_s if tokens == 1 else answer.token_s for answer in timed[jobs:]]
+            known = [s for s in seconds if s is not None]  # tokens that arrive together have no time of their own
+            medians.setdefault(name, {})[key] = median(known) if known else math.nan
         first_s = medians[name][endpoints[0].name]
         print(name, {key: (round(s, 5), round(first_s / s, 3)) for key, s in medians[name].items()})
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +16,13 @@ from typer.testing import CliRunner, Result
 
 from tests.helpers.command_line import COMMANDS
 from tests.helpers.external_tools import ROOT
-from tests.helpers.stub_server import MODEL, Api, running
+from tests.helpers.stub_server import Api, running
 from vllm_sparse_backend.cli import app, common, doctor, profile_commands, progress
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import answer_run, crossover_bench, serve_bench
-from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.report import line_of, table_of
-from vllm_sparse_backend.evaluation.vllm_server import Server
+from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
 NAME = "sparse-prefill/needle"
@@ -63,11 +60,6 @@ def test_tables_have_few_columns_and_paste_as_markdown() -> None:
     row = {"share": 0.987, "standard_error": 0.012, "perplexity_change": -0.7, "perplexity_change_error": None}
     assert answer_run.cells_of(row)["share"] == "0.99 ± 0.01"
     assert answer_run.cells_of(row)["perplexity_change"] == "-0.70"
-
-
-def test_a_line_of_serve_names_its_quantities() -> None:
-    case = {"case": "900 tokens", "ours_first_s": 0.02, "stock_first_s": 0.08, "stock_token_ms": None, "density": 0.25}
-    assert line_of(serve_bench.COLUMNS, case) == "prompt 900 tokens, TTFT, s 0.02, baseline 0.08, density 0.25"
 
 
 def test_json_goes_to_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,19 +191,6 @@ def test_a_log_has_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monke
             shown.step()
     lines = ["layers: 0 of 5", "layers: 2 of 5 after 40 s", "layers: 4 of 5 after 80 s", "layers: 5 of 5 after 100 s"]
     assert capsys.readouterr().err.splitlines() == lines
-
-
-def test_proxies_of_the_environment_are_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands connect to servers on loopback, which a proxy cannot reach."""
-    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    with running(Api()) as url:
-        endpoint = Endpoint.connect("stub", url)
-        assert endpoint.tokenize("ab") == [97, 98]
-        assert endpoint.metrics() == ""
-        assert MODEL in Server.get(SimpleNamespace(url=url), "/v1/models")  # type: ignore[arg-type]
 
 
 def test_a_missing_folder_is_no_model_to_download(tmp_path: Path) -> None:

@@ -75,14 +75,6 @@ def test_hybrids_whose_config_names_the_kinds_of_layers_in_other_ways(kinds: dic
     assert [layer for layer, reason in enumerate(reasons) if reason is None] == [2, 5]
 
 
-def test_nemotron_h_as_transformers_writes_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    transformers.NemotronHConfig(architectures=["NemotronHForCausalLM"]).save_pretrained(tmp_path)
-    config = read_config(tmp_path)
-    assert config["num_hidden_layers"] == ModelShape.from_folder(tmp_path).num_layers == 4
-    assert [reason is None for reason in layer_reasons(config)] == [False, False, True, False]
-
-
 @pytest.mark.parametrize(
     "fields", [{"per_layer_config": {"5": {"head_dim": 512}}}, {"global_head_dim": 512}], ids=["by layer", "by kind"]
 )
@@ -92,13 +84,6 @@ def test_layers_with_a_head_dim_of_their_own(fields: dict[str, Any]) -> None:
     config = LLAMA | {"layer_types": kinds, "sliding_window": 512, "head_dim": 256, **fields}
     assert layer_reasons(config) == [Fallback.SLIDING_WINDOW] * 5 + [Fallback.HEAD_SIZE]
     assert layer_reasons(config | {"global_head_dim": 256, "per_layer_config": None})[-1] is None
-
-
-def test_gemma_4s_own_config_is_refused(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Gemma4TextConfig(num_hidden_layers=6, architectures=["Gemma4ForCausalLM"])
-    reasons = layer_reasons(read_config(model_folder(tmp_path, config.to_dict())))
-    assert reasons == [Fallback.SLIDING_WINDOW] * 5 + [Fallback.HEAD_SIZE]
 
 
 def test_what_an_architecture_fixes_without_saying_so(tmp_path: Path) -> None:

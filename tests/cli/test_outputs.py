@@ -7,15 +7,12 @@ needed.
 """
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from tests.helpers.command_line import COMMANDS
-from tests.helpers.external_tools import ROOT
 from tests.helpers.folders import LLAMA_8B, model_folder
 from tests.helpers.full_disk import full_disk
 from tests.helpers.profile_cases import PATTERNS, SHAPE
@@ -126,14 +123,3 @@ def test_other_errors_of_storage_are_one_line(capsys: pytest.CaptureFixture[str]
     with pytest.raises(common.typer.Exit), common.failures():
         raise OSError(28, "No space left on device", "/tmp/server.log")
     assert capsys.readouterr().err == "/tmp/server.log: cannot be written: No space left on device\n"
-
-
-def test_there_is_one_way_to_write_a_file() -> None:
-    """All outputs go through ``evaluation/output_files.py``; a server's log is not an output."""
-    writes = re.compile(r"\.write_(text|bytes)\(|open\([^)]*\"w|save_file\(")
-    allowed = {"evaluation/output_files.py", "evaluation/vllm_server.py", "calibration/capture.py"}
-    package = ROOT / "vllm_sparse_backend"
-    writing: dict[str, Any] = {
-        str(path.relative_to(package)): path for path in package.rglob("*.py") if writes.search(path.read_text())
-    }
-    assert {name for name in writing if not name.startswith("serving/")} <= allowed
