@@ -83,9 +83,10 @@ def test_the_next_engine_is_taken_and_the_log_says_why(lines: list[str]) -> None
     assert [engine.name for engine in chosen] == ["flash", "flash", "hopper"]
     others = EnginePicker(table=table(flash_engine(STAND_IN), PORTABLE))
     assert others.pick(BATCH, BLOCKS, options).name == "portable"
-    picker.report({0: chosen[0], 1: chosen[0], 5: chosen[1], 3: chosen[2]})
-    *reasons, last = lines
-    assert last == "sparse-prefill: attention: layers 3 on hopper; layers 0-1,5 on flash"
+    engines = {0: chosen[0], 1: chosen[0], 5: chosen[1], 3: chosen[2]}
+    picker.report({number: replace(LAYER, engine=engine) for number, engine in engines.items()})
+    *reasons, attention, _ = lines
+    assert attention == "sparse-prefill: attention: layers 3 on hopper; layers 0-1,5 on flash"
     assert reasons
     for line in reasons:
         assert line.startswith("sparse-prefill: engine hopper not used: its result in a trial is off by")
@@ -149,7 +150,7 @@ def test_selection_is_tried_at_start_up(change, says: str | None, monkeypatch, l
     picker = EnginePicker(table=table(PORTABLE))
     (engine,) = picker.pick_selection(LAYER, SELECTED)
     assert engine.name == ("hopper" if says is None else "portable")
-    picker.report_selection({0: replace(LAYER, select_engines=(engine,))})
+    picker.report({0: replace(LAYER, select_engines=(engine,))})
     assert lines[-1] == f"sparse-prefill: selection by top_p: layers 0 on {engine.name}"
     if says is not None:
         assert lines[0].startswith(f"sparse-prefill: selection engine hopper not used: {says}")

@@ -8,7 +8,7 @@ exception that an engine raises in a later step is not caught.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
 from vllm_sparse_kernels.attention import PORTABLE, AttendEngine, AttendSpec, EngineChoice, choose_engine, engines
 from vllm_sparse_kernels.call import HeadGroup
+from vllm_sparse_kernels.engine_choice import EngineT
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention, failure, selection_failure, sharpened
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods import name_of
@@ -44,28 +45,22 @@ class EnginePicker:
     def __init__(self, wanted: str = AUTO, table: Mapping[str, AttendEngine] | None = None) -> None:
         self.wanted = wanted
         self.table = engines(compat.flash_attention()) if table is None else table
-        self._attention: dict[AttendSpec, EngineChoice[AttendEngine]] = {}
-        self._selection: dict[SelectSpec, EngineChoice[SelectEngine]] = {}
+        self._choices: dict[AttendSpec | SelectSpec, EngineChoice[Any]] = {}
         self._excluded: Report = {}
 
     def pick(self, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> AttendEngine:
         """Return the attention engine for a kind of layer. The first call for a kind runs the trials."""
         spec = AttendSpec.of(batch.cache, index, options, batch.sinks)
-        if spec not in self._attention:
+        if spec not in self._choices:
             # Skipped products and 8-bit scores are approximations: the trial can only check them for NaN.
             exact = expected_attention(batch, index, options) if options is None else None
-            excluded = self._excluded.get(_subject(spec), {})
-
-            def trial(engine: AttendEngine) -> str | None:
-                return excluded.get(engine.name) or failure(engine, batch, index, options, exact)
-
+            forced = None if self.wanted == AUTO else self.wanted
             try:
-                self._attention[spec] = choose_engine(
-                    self.table, spec, None if self.wanted == AUTO else self.wanted, trial
-                )
+                self._choose(spec, self.table, lambda engine: failure(engine, batch, index, options, exact), forced)
             except ValueError as error:
                 raise ConfigurationError(f"{FIELD}: given {self.wanted!r}, but {error}") from None
-        return self._attention[spec].engine
+        engine: AttendEngine = self._choices[spec].engine
+        return engine
 
     def pick_selection(self, layer: Layer, batch: Batch) -> tuple[SelectEngine, ...]:
         """Return the selection engine of each group of a layer. The first call for a method runs the trials.
@@ -81,9 +76,8 @@ class EnginePicker:
     def _pick_selection_of(self, group: HeadGroup[Method], layer: Layer, batch: Batch) -> SelectEngine:
         # Methods with the same key run the same kernels, so a single trial is enough.
         spec = SelectSpec(group.method.group_key, batch.q.device, batch.cache.head_dim)
-        if spec not in self._selection:
-            excluded = self._excluded.get(_subject(spec), {})
-            sharp = sharpened(batch)
+        if spec not in self._choices:
+            sharp, candidates = sharpened(batch), {engine.name: engine for engine in group.method.select_engines}
             portable = group.method.select_engines[-1]
             by_portable = layer.allocate_index(batch.rows)
             is_right = selection_failure(portable, sharp, by_portable, group, None) is None
@@ -91,19 +85,32 @@ class EnginePicker:
 
             def trial(engine: SelectEngine) -> str | None:
                 index, reference = layer.allocate_index(batch.rows), None if engine.name == portable.name else expected
-                return excluded.get(engine.name) or selection_failure(engine, sharp, index, group, reference)
+                return selection_failure(engine, sharp, index, group, reference)
 
             try:
-                self._selection[spec] = choose_select_engine(spec, trial)
+                self._choose(spec, candidates, trial, work="selection")
             except ValueError as error:
                 raise ConfigurationError(f"{_subject(spec)}: {error}") from None
-        return self._selection[spec].engine
+        engine: SelectEngine = self._choices[spec].engine
+        return engine
+
+    def _choose(
+        self,
+        spec: AttendSpec | SelectSpec,
+        candidates: Mapping[str, EngineT],
+        trial: Callable[[EngineT], str | None],
+        forced: str | None = None,
+        work: str = "attention",
+    ) -> None:
+        excluded = self._excluded.get(_subject(spec), {})
+        self._choices[spec] = choose_engine(
+            candidates, spec, forced, lambda engine: excluded.get(engine.name) or trial(engine), work
+        )
 
     @property
     def passed_over(self) -> Report:
         """The engines that this rank passed over, for ``settle``."""
-        attention = {_subject(spec): choice.passed_over for spec, choice in self._attention.items()}
-        return attention | {_subject(spec): choice.passed_over for spec, choice in self._selection.items()}
+        return {_subject(spec): choice.passed_over for spec, choice in self._choices.items()}
 
     def settle(self, reports: Sequence[Report]) -> bool:
         """Make all tensor-parallel ranks choose the same engine for the same subject.
@@ -119,56 +126,55 @@ class EnginePicker:
         decided = [(subject, passed_over) for report in reports for subject, passed_over in report.items()]
         if all(passed_over.keys() == merged.get(subject, {}).keys() for subject, passed_over in decided):
             return True
-        for subject, passed_over in self.passed_over.items():
-            new_reasons = {name: why for name, why in merged.get(subject, {}).items() if name not in passed_over}
-            for name, why in new_reasons.items():
+        for spec, choice in list(self._choices.items()):
+            excluded = merged.get(_subject(spec), {})
+            for name in excluded.keys() - choice.passed_over.keys():
                 logger.warning(
                     "sparse-prefill: engine %s is not used for %s, as all tensor-parallel ranks must use the same: %s",
-                    name, subject, why,
+                    name, _subject(spec), excluded[name],
                 )  # fmt: skip
-            self._excluded.setdefault(subject, {}).update(new_reasons)
-        self._attention = {k: v for k, v in self._attention.items() if not self._changes(k, v)}
-        self._selection = {k: v for k, v in self._selection.items() if not self._changes(k, v)}
+                self._excluded.setdefault(_subject(spec), {})[name] = excluded[name]
+                self._choices.pop(spec, None)
         return False
 
-    def _changes(
-        self, spec: AttendSpec | SelectSpec, choice: EngineChoice[AttendEngine] | EngineChoice[SelectEngine]
-    ) -> bool:
-        """Return whether the choice is out of date, because another engine has been excluded since."""
-        return not self._excluded.get(_subject(spec), {}).keys() <= choice.passed_over.keys()
+    def report(self, layers: Mapping[int, Layer]) -> None:
+        """Log which layers attend and select on which engine, and why faster engines were not chosen.
 
-    def report(self, layers: Mapping[int, AttendEngine]) -> None:
-        """Log which layers attend on which engine, and why faster engines were not chosen."""
-        self._report_passed_over(self._attention.values(), "engine")
-        logger.info("sparse-prefill: attention: %s", _by_engine(layers, self.table))
-        narrow = [s.block_tokens for s, c in self._attention.items() if c.engine.name == PORTABLE.name]
+        Methods with a single selection engine are left out.
+        """
+        reasons = {
+            (what, *item)
+            for kind, what in ((AttendSpec, "engine"), (SelectSpec, "selection engine"))
+            for spec, choice in self._choices.items() if isinstance(spec, kind)
+            for item in choice.passed_over.items()
+        }  # fmt: skip
+        for reason in sorted(reasons):
+            logger.info("sparse-prefill: %s %s not used: %s", *reason)
+        engines_of = {number: layer.engine.name for number, layer in layers.items()}
+        logger.info("sparse-prefill: attention: %s", _by_engine(engines_of, self.table))
+        for method, (names, of_layers) in _selection_engines(layers).items():
+            logger.info("sparse-prefill: selection by %s: %s", method, _by_engine(of_layers, names))
+        narrow = [
+            spec.block_tokens
+            for spec, choice in self._choices.items()
+            if isinstance(spec, AttendSpec) and choice.engine.name == PORTABLE.name
+        ]
         if self.wanted == AUTO and min(narrow, default=64) < 64:
             logger.warning(
                 "sparse-prefill: engine portable runs with index blocks of %d keys, which are meant for engines that "
                 "are not used here; set %s to 'portable' for blocks of 64 keys, which are faster", min(narrow), FIELD,
             )  # fmt: skip
 
-    def report_selection(self, layers: Mapping[int, Layer]) -> None:
-        """Log which layers select on which engine, and why faster engines were not chosen.
 
-        Methods with a single engine are left out.
-        """
-        self._report_passed_over(self._selection.values(), "selection engine")
-        numbers: dict[str, dict[int, SelectEngine]] = {}
-        names: dict[str, None] = {}
-        for number, layer in layers.items():
-            for group, engine in zip(layer.plan.groups, layer.select_engines, strict=True):
-                if len(group.method.select_engines) > 1:
-                    numbers.setdefault(name_of(group.method), {})[number] = engine
-                    names |= dict.fromkeys(known.name for known in group.method.select_engines)
-        for method, engines_of_layers in numbers.items():
-            logger.info("sparse-prefill: selection by %s: %s", method, _by_engine(engines_of_layers, names))
-
-    @staticmethod
-    def _report_passed_over(choices: Iterable[EngineChoice[Any]], what: str) -> None:
-        reasons = (item for choice in choices for item in choice.passed_over.items())
-        for name, reason in dict.fromkeys(reasons):
-            logger.info("sparse-prefill: %s %s not used: %s", what, name, reason)
+def _selection_engines(layers: Mapping[int, Layer]) -> dict[str, tuple[list[str], dict[int, str]]]:
+    """Return, by method with several engines, the names of these and the engine of each layer."""
+    by_method: dict[str, tuple[list[str], dict[int, str]]] = {}
+    for number, layer in layers.items():
+        for group, engine in zip(layer.plan.groups, layer.select_engines, strict=True):
+            names = [known.name for known in group.method.select_engines]
+            if len(names) > 1:
+                by_method.setdefault(name_of(group.method), (names, {}))[1][number] = engine.name
+    return by_method
 
 
 def _subject(spec: AttendSpec | SelectSpec) -> str:
@@ -178,14 +184,10 @@ def _subject(spec: AttendSpec | SelectSpec) -> str:
     return f"attention ({replace(spec, device=torch.device(spec.device.type))})"
 
 
-def _by_engine(layers: Mapping[int, AttendEngine] | Mapping[int, SelectEngine], order: Iterable[str]) -> str:
+def _by_engine(layers: Mapping[int, str], order: Iterable[str]) -> str:
     """Return for example "layers 0-3 on hopper; layers 4-7 on portable", with the engines in that order."""
-    parts = []
-    for name in order:
-        numbers = sorted(number for number, engine in layers.items() if engine.name == name)
-        if numbers:
-            parts.append(f"layers {format_ranges(numbers)} on {name}")
-    return "; ".join(parts)
+    numbers = {name: sorted(number for number, engine in layers.items() if engine == name) for name in order}
+    return "; ".join(f"layers {format_ranges(of_engine)} on {name}" for name, of_engine in numbers.items() if of_engine)
 
 
 def refuse_on_cpu(wanted: str) -> None:

@@ -8,9 +8,8 @@ variants compile here rather than during a request. Layers also get their engine
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import torch
@@ -24,7 +23,6 @@ from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
-from vllm_sparse_kernels import PagedCache, Workspace
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
@@ -53,76 +51,38 @@ def warm_up(
 ) -> None:
     """Choose the engines of each distinct plan, and run all plans over a small cache with vLLM's layout."""
     start = time.monotonic()
-    cache, table = _cache_for_batches(spec, device, order)
+    batches = _Batches(spec, device, order)
     picker = EnginePicker(engine)
+    first_impls: dict[LayerKey, SparsePrefillImpl] = {}
+    for impl in impls:
+        for layer in chain.from_iterable(level.layers for level in impl.levels.values()):
+            first_impls.setdefault(_key(impl, layer), impl)
     with warming_up():
-        warm_ups = _warm_ups_by_key(impls, cache, table)
-        _choose_engines(warm_ups.values(), picker, gather)
-        for distinct in warm_ups.values():
-            distinct.run()
-        _set_engines(impls, warm_ups)
+        agreed = False
+        while not agreed:
+            chosen = {key: _choose(key[0], batches.of(impl, BATCHES[0]), picker) for key, impl in first_impls.items()}
+            agreed = picker.settle(gather(picker.passed_over))
+        for key, impl in first_impls.items():
+            for lengths in BATCHES:
+                _run(chosen[key], batches.of(impl, lengths))
+        for impl in impls:
+            impl.levels = {
+                name: level.map_layers(lambda layer: chosen[_key(impl, layer)])  # noqa: B023 — called at once
+                for name, level in impl.levels.items()
+            }
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to allocate the free memory for the KV cache
-    layers = {impl.number: _first_sparse_layer(impl) for impl in impls}
-    picker.report({number: layer.engine for number, layer in layers.items()})
-    picker.report_selection(layers)
-    logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(warm_ups), time.monotonic() - start)
+    picker.report({impl.number: _first_sparse_layer(impl) for impl in impls})
+    logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(chosen), time.monotonic() - start)
 
 
-def _cache_for_batches(
-    spec: AttentionSpec, device: torch.device, order: Sequence[int]
-) -> tuple[PagedCache, torch.Tensor]:
-    """Return a cache of random keys and values for the longest row of ``BATCHES``, and a block table for most rows."""
-    longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
-    num_pages = ceil_div(longest, spec.block_size)
-    cache = compat.random_cache(spec, num_pages, device, order)
-    table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
-    return cache, table
-
-
-EngineKey = tuple[Layer, bool]
+LayerKey = tuple[Layer, bool]
 """The plan of a layer at a level, and whether the layer has learnt sinks. Equal keys get the same engines."""
 
 
-def _engine_key(impl: SparsePrefillImpl, layer: Layer) -> EngineKey:
+def _key(impl: SparsePrefillImpl, layer: Layer) -> LayerKey:
     return layer, impl.sinks is not None
-
-
-def _warm_ups_by_key(
-    impls: Sequence[SparsePrefillImpl], cache: PagedCache, table: torch.Tensor
-) -> dict[EngineKey, "WarmUp"]:
-    """Return a warm-up for each key among all levels of the layers, on the first layer with that key."""
-    warm_ups: dict[EngineKey, WarmUp] = {}
-    for impl in impls:
-        for layer in chain.from_iterable(level.layers for level in impl.levels.values()):
-            key = _engine_key(impl, layer)
-            if key not in warm_ups:
-                warm_ups[key] = WarmUp(impl, layer, cache, table)
-    return warm_ups
-
-
-def _choose_engines(
-    warm_ups: Collection["WarmUp"], picker: EnginePicker, gather: Callable[[Report], Sequence[Report]]
-) -> None:
-    """Choose engines, and choose again until all ranks pass over the same engines."""
-    agreed = False
-    while not agreed:
-        for distinct in warm_ups:
-            distinct.choose(picker)
-        agreed = picker.settle(gather(picker.passed_over))
-
-
-def _set_engines(impls: Sequence[SparsePrefillImpl], warm_ups: Mapping[EngineKey, "WarmUp"]) -> None:
-    """Give all levels of the layers the engines that were chosen for their keys."""
-    for impl in impls:
-        with_engines = partial(_with_engines, impl, warm_ups)
-        impl.levels = {name: level.map_layers(with_engines) for name, level in impl.levels.items()}
-
-
-def _with_engines(impl: SparsePrefillImpl, warm_ups: Mapping[EngineKey, "WarmUp"], layer: Layer) -> Layer:
-    """Return a layer with the engines that were chosen for its key."""
-    return warm_ups[_engine_key(impl, layer)].layer
 
 
 def _first_sparse_layer(impl: SparsePrefillImpl) -> Layer:
@@ -130,40 +90,35 @@ def _first_sparse_layer(impl: SparsePrefillImpl) -> Layer:
     return next(level.layer for level in impl.levels.values() if not level.stays_dense)
 
 
-class WarmUp:
-    """Runs a plan over ``BATCHES``. Its engines are chosen on the first batch."""
+class _Batches:
+    """Random batches over a small cache with vLLM's layout."""
 
-    def __init__(self, impl: SparsePrefillImpl, layer: Layer, cache: PagedCache, table: torch.Tensor) -> None:
-        assert impl.worker is not None
-        assert impl.worker.memory is not None
-        self.impl, self.layer, self.arena = impl, layer, impl.worker.memory.arena
-        self.cache, self.table = cache, table
-        # Large enough for some sinks to outweigh all keys, as they do in models.
-        self.sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
+    def __init__(self, spec: AttentionSpec, device: torch.device, order: Sequence[int]) -> None:
+        longest = max(context_len + query_len for batch in BATCHES for context_len, query_len in batch)
+        num_pages = ceil_div(longest, spec.block_size)
+        self.cache = compat.random_cache(spec, num_pages, device, order)
+        self.table = torch.arange(num_pages, dtype=torch.int32, device=device).repeat(max(map(len, BATCHES)), 1)
 
-    def _batch(self, lengths: Sequence[tuple[int, int]]) -> Batch:
+    def of(self, impl: SparsePrefillImpl, lengths: Sequence[tuple[int, int]]) -> Batch:
+        """Return a batch of rows of (context_len, query_len) for a layer."""
         rows = kernel_rows(consecutive_rows(lengths), copy_block_table_rows(self.table, list(range(len(lengths)))))
-        query = torch.randn(sum(rows.query_lens), self.impl.num_heads, self.cache.head_dim, device=self.table.device)
-        dtype = self.cache.keys.dtype
-        return Batch(query.to(dtype), self.cache, rows, self.impl.scale, self.impl.out_dtype, self.sinks)
+        query = torch.randn(sum(rows.query_lens), impl.num_heads, self.cache.head_dim, device=self.table.device)
+        # Large enough for some sinks to outweigh all keys, as they do in models.
+        sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
+        return Batch(query.to(self.cache.keys.dtype), self.cache, rows, impl.scale, impl.out_dtype, sinks)
 
-    def choose(self, picker: EnginePicker) -> None:
-        """Choose the engines of the plan."""
-        batch = self._batch(BATCHES[0])
-        layer = replace(self.layer, select_engines=picker.pick_selection(self.layer, batch))
-        workspace = Workspace(self.arena.device)
-        with workspace.frame():
-            call = layer.new_call(batch.q, batch.cache, batch.rows, batch.scale, workspace)
-            layer.select(call)
-            self.layer = replace(layer, engine=picker.pick(batch, call.index, layer.options))
 
-    def run(self) -> None:
-        """Select and attend on every batch, with the engines that were chosen."""
-        for batch in map(self._batch, BATCHES):
-            workspace = Workspace(self.arena.device)
-            with workspace.frame():
-                call = self.layer.new_call(batch.q, batch.cache, batch.rows, batch.scale, workspace)
-                run(self.layer, call, batch.empty_out(), batch.sinks)
-                if not compat.IS_CPU:
-                    pairs = torch.zeros(1, dtype=torch.int64, device=batch.q.device)
-                    add_listed_pairs(call.index, pairs, 0)
+def _choose(layer: Layer, batch: Batch, picker: EnginePicker) -> Layer:
+    """Return the layer with its engines."""
+    selecting = replace(layer, select_engines=picker.pick_selection(layer, batch))
+    call = selecting.new_call(batch.q, batch.cache, batch.rows, batch.scale)
+    selecting.select(call)
+    return replace(selecting, engine=picker.pick(batch, call.index, layer.options))
+
+
+def _run(layer: Layer, batch: Batch) -> None:
+    """Select, attend and count pairs."""
+    call = layer.new_call(batch.q, batch.cache, batch.rows, batch.scale)
+    run(layer, call, batch.empty_out(), batch.sinks)
+    if not compat.IS_CPU:
+        add_listed_pairs(call.index, torch.zeros(1, dtype=torch.int64, device=batch.q.device), 0)
