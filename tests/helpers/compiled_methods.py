@@ -9,8 +9,6 @@ compiler refuses, such as a name that changes its type in a loop. Nothing is run
 """
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -23,7 +21,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.helpers.batches import random_batch
-from tests.helpers.offline_compiler import SHARED_KIB, card, resource_usage
+from tests.helpers.offline_compiler import SHARED_KIB, card, report_of, resource_usage
 from vllm_sparse_kernels.attention import FlashAttention, flash_engine, widest_block
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
@@ -44,21 +42,10 @@ HEAD_DIMS = (64, 128, 256, 512)
 MAX_REGISTERS, MAX_PROGRAM_REGISTERS = 255, 1 << 16
 """Registers that a thread and a program can have, on every card (CUDA C++ Programming Guide)."""
 
-"""Settings of a method that launch kernels which neither its defaults nor its ladder launch."""
-
 
 def compiled(target: int, head_dim: int, *methods: str) -> dict[str, dict[str, Usage]]:
-    """Return ``compiled_kernels`` from a separate process, in which kernels are not interpreted.
-
-    Raises:
-        RuntimeError: The process failed. The message is the end of its output.
-    """
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.compiled_methods", str(target), str(head_dim), *methods]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}: ended with {done.returncode}: {done.stderr[-3000:]}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    """Return ``compiled_kernels`` from a separate process, in which kernels are not interpreted."""
+    return dict(report_of("-m", "tests.helpers.compiled_methods", str(target), str(head_dim), *methods))
 
 
 def problems(table: dict[str, dict[str, Usage]], limit_bytes: int) -> dict[str, str]:

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the Hopper engine's machine code, compiled without a GPU."""
+"""Figures of the Hopper engine's machine code, compiled without a GPU.
+
+    python -m tests.helpers.hopper_code 128-128-blocks-bf16
+
+A case is a head dim, a block size in tokens, the lists and sinks, and a dtype.
+"""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
 
-ROOT = Path(__file__).parents[2]
 STEPS = [[(300, 200)], [(0, 1), (77, 333), (1000, 129)], [(128, 1024)]]
 """Batches for which one compiled variant of each of the two kernels must be enough."""
 
@@ -118,12 +119,5 @@ def barriers_in_data(sass: Sequence[str]) -> int:
     return len(made & data)
 
 
-def figures_with(cases: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Return ``figures_of`` from a separate process, without Triton's interpreter."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    code = "import json, sys; from tests.helpers import hopper_code as m; print(json.dumps(m.figures_of(sys.argv[1:])))"
-    done = subprocess.run([sys.executable, "-c", code, *cases], env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return dict(json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{"))))
+if __name__ == "__main__":
+    print(json.dumps(figures_of(sys.argv[1:])))

@@ -5,8 +5,11 @@ Triton needs a driver to know its target. A stand-in reports Hopper here; nothin
 ``Recorder`` compiles instead of launching. The tools that Triton includes disassemble the code.
 """
 
+import json
+import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -116,6 +119,15 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
 def _has_bulk(capability: int, cache: Any) -> bool:
     """Return the result of ``portable.supports_bulk`` on such a card."""
     return capability >= 90 and cache.head_dim & (cache.head_dim - 1) == 0
+
+
+def report_of(*arguments: str) -> Any:
+    """Return the JSON that a Python process prints last. Unlike this process, it compiles kernels."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(arguments)}: ended with {done.returncode}: {done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 class Recorder:

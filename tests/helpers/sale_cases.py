@@ -10,7 +10,7 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
-from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, Regions, RoundedKeys, RoundedQueries, Selected
+from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.methods.sale.scores import half_refusal, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.channels import kept_channels
@@ -146,14 +146,8 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     """Round all rows, whose keys fit a single slab."""
     index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
     call = batch.call(index, every_head(method, batch.num_heads))
-    selected = Selected(call.head_ids, call.parameters("log_tau"), batch.num_heads)
-    regions = Regions(method.sink_tokens, method.local_tokens)
     kept_d = kept_channels(batch.cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
     means = sale_means.row_means(call, kept_d)
     integers = IntegerFormat(kept_d, module.integer_dtype(batch.q.device))
-    queries = sale_rounding.round_queries(call, means, selected, regions, integers)
-    (slab,) = slabs_of(batch.rows, selected.num_selected, marks_bytes)
-    num_kv_heads = batch.cache.num_kv_heads
-    keys = sale_rounding.allocate_keys(selected.num_selected, num_kv_heads, slab.num_keys, integers, index.workspace)
-    sale_rounding.round_keys(call, means, selected, slab, keys)
-    return queries, keys
+    (slab,) = slabs_of(batch.rows, batch.num_heads, marks_bytes)
+    return sale_rounding.round_queries(call, means, integers), sale_rounding.round_keys(call, means, slab, integers)

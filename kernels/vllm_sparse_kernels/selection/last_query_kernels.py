@@ -87,6 +87,15 @@ class Work(NamedTuple):
     table: Any  # pointer to the row's pages
 
 
+class SumTarget(NamedTuple):
+    """Rows of Â, and where their sums are stored."""
+
+    columns: Any  # [MEMBERS] pointers to a head's column sums
+    others: Any  # pointers to its sums of diagonals [MEMBERS], or to each query's weights of blocks
+    b_position: Any  # [MEMBERS · QUERIES] positions of the queries
+    b_lse: Any  # [MEMBERS · QUERIES] log-sum-exps of the queries, in base 2
+
+
 @triton.jit
 def _query_offsets(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPREAD: tl.constexpr):
     """Return the offsets in the chunk of the queries from which Â is computed.
@@ -332,15 +341,6 @@ def sums_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE, 
     b_before = _sums_of_tiles(b_q, args, work, unmasked, masked, True, target, b_before, SHAPE)
     if SHAPE.BAND == 1:
         _sums_of_tiles(b_q, args, work, masked, stop, False, target, b_before, SHAPE)
-
-
-class SumTarget(NamedTuple):
-    """Rows of Â, and where their sums are stored."""
-
-    columns: Any  # [MEMBERS] pointers to a head's column sums
-    others: Any  # pointers to its sums of diagonals [MEMBERS], or to each query's weights of blocks
-    b_position: Any  # [MEMBERS · QUERIES] positions of the queries
-    b_lse: Any  # [MEMBERS · QUERIES] log-sum-exps of the queries, in base 2
 
 
 @triton.jit

@@ -4,14 +4,9 @@
 Other tests run it in the interpreter, which accepts code that the compiler refuses, and has no limit on shared memory.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers.offline_compiler import SHARED_KIB
+from tests.helpers.offline_compiler import SHARED_KIB, report_of
 from vllm_sparse_kernels.attention import widest_block
 
 QUICK = ["89-128-64-plain", "80-128-128-plain", "89-256-64-plain"]
@@ -29,12 +24,8 @@ MATRIX = [
 
 
 def compiled(cases: list[str]) -> dict[str, dict[str, int]]:
-    """Return the shared memory of each case's kernels, from a process in which kernels are not interpreted."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.helpers.compiled_attention", *cases]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    """Return the shared memory of each case's kernels."""
+    return dict(report_of("-m", "tests.helpers.compiled_attention", *cases))
 
 
 def assert_all_fit(table: dict[str, dict[str, int]]) -> None:

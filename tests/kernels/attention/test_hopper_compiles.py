@@ -4,7 +4,8 @@ fast."""
 
 import pytest
 
-from tests.helpers.hopper_code import exponents, figures_with
+from tests.helpers.hopper_code import exponents
+from tests.helpers.offline_compiler import report_of
 
 pytestmark = pytest.mark.full
 
@@ -21,8 +22,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def table() -> dict[str, dict[str, int]]:
-    """Return each case's figures, from a separate process, because this process interprets its kernels."""
-    return figures_with(CASES)
+    """Return each case's figures."""
+    return dict(report_of("-m", "tests.helpers.hopper_code", *CASES))
 
 
 @pytest.mark.parametrize("case", CASES)

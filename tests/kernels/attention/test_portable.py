@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties of the portable engine: blocks by bulk copies and by pointers, and limits of shared memory."""
+"""Properties of the portable engine: blocks by bulk copies and by pointers, and programs for parts of a tile."""
 
 import dataclasses
 from itertools import product
@@ -10,7 +10,7 @@ import torch
 from tests.helpers.batches import assert_close, random_batch, random_index
 from tests.helpers.engine_cases import FULL, same
 from tests.helpers.option_cases import check, lossless_batch, mixed_options, run
-from vllm_sparse_kernels.attention import supports_bulk, widest_block
+from vllm_sparse_kernels.attention import supports_bulk
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.engine_trial import expected_attention
@@ -38,34 +38,6 @@ def test_bulk_copies(device, page_size, block_tokens, layout, with_options):
     else:
         check(batch, index, options, bulk=True)
     assert same(run(batch, index, options, bulk=False), by_copies)
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "limit_kib", "widest"),
-    [
-        (128, 227, 128),
-        (64, 99, 128),
-        (128, 163, 128),
-        (128, 99, 64),
-        (96, 99, 64),
-        (256, 227, 64),
-        (256, 99, 64),
-        (512, 227, 64),
-        (512, 163, None),
-        (512, 99, None),
-    ],
-)
-def test_blocks_fit_shared_memory(head_dim, limit_kib, widest):
-    """A program has 227 KiB on an H100, 163 KiB on an A100, and 99 KiB on an RTX 4090."""
-    assert widest_block(head_dim, limit_kib * 1024) == widest
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "limit_kib", "num_queries"),
-    [(256, 163, 128), (128, 99, 128), (256, 99, 64), (512, 227, 64), (512, 163, None), (512, 99, None)],
-)
-def test_programs_have_as_many_queries_as_fit(head_dim, limit_kib, num_queries):
-    assert portable.program_queries(head_dim, limit_kib * 1024) == num_queries
 
 
 SPLIT_LENGTHS = [[(170, 40), (0, 50)], [(333, 200)], [(100, 129), (64, 1), (0, 300)]]

@@ -113,7 +113,7 @@ def test_heads_whose_other_fields_differ_are_selected_apart(name: str) -> None:
     assert default.summary([default, default]) == default.summary([default])
     if default.group_key == full.group_key:
         assert {name for name in default.summary([default, full]) if name in shared} == shared
-    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "use_anchor", "dense_tail", "first_group"}:
+    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "dense_tail", "first_group"}:
         other = replace(default, **{field: not getattr(default, field)})
         assert len(layer_plan([default, other, default]).groups) == 2
 

@@ -154,7 +154,7 @@ def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
 def test_groups_of_more_tiles_than_vote_at_once(monkeypatch):
     monkeypatch.setattr(module, "MOST_VOTERS", 16)
     batch = make_batch([(2176, 2060)], num_heads=1)
-    method = AnchorAttention(theta=0.5, step_tiles=17, use_anchor=False)
+    method = AnchorAttention(theta=0.5, step_tiles=17)
     assert max(len(tiles) for _, _, tiles in groups_of(batch, method)) > 16
     assert_agree(batch, method, select(method, batch), select(method, batch, by_reference=True))
 
@@ -188,8 +188,7 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
                 for i in voters:
                     stripes |= x_a[i] - k @ q[tile[i]] * batch.scale <= method.theta
             else:
-                mean_anchor = x_a.mean() if method.use_anchor else 0.0
-                stripes |= mean_anchor - k @ q[tile].mean(0) * batch.scale <= method.theta
+                stripes |= x_a.mean() - k @ q[tile].mean(0) * batch.scale <= method.theta
         stripes &= ~anchor_region
         for i in range(0, len(k), 64) if method.whole_blocks else ():
             stripes[i : i + 64] |= stripes[i : i + 64].any()
@@ -201,7 +200,6 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
     "settings",
     [
         {"theta": 3.0},
-        {"theta": 0.5, "use_anchor": False},
         {"theta": 0.0, "sample_tokens": 16},
         {"theta": 0.0, "sample_tokens": 64, "whole_blocks": True, "step_tiles": 1},
         {"theta": 2.5, "window_tokens": 128, "step_tiles": 1},
@@ -342,7 +340,7 @@ def test_positions_after_the_prompt_are_dense():
 @pytest.mark.parametrize(("step_tiles", "window_tokens"), [(1, 0), (2, 0), (3, 128), (2, 384)])
 def test_the_length_up_to_which_no_key_is_left_out(step_tiles, window_tokens, first_group, dense_tail):
     """One in 128 keys scores high, and all others score low. Only the anchor region keeps the latter; votes do not."""
-    method = AnchorAttention(1.0, step_tiles, True, window_tokens, dense_tail=dense_tail, first_group=first_group)
+    method = AnchorAttention(1.0, step_tiles, window_tokens, dense_tail=dense_tail, first_group=first_group)
 
     def density(num_tokens: int) -> float:
         batch = make_batch([(0, num_tokens)], num_heads=1)
@@ -362,6 +360,6 @@ def test_a_prompt_length_for_each_row():
 
 def test_defaults_are_the_papers():
     assert AnchorAttention() == AnchorAttention(
-        theta=12.0, step_tiles=16, use_anchor=True, window_tokens=0, sample_tokens=0, whole_blocks=False,
+        theta=12.0, step_tiles=16, window_tokens=0, sample_tokens=0, whole_blocks=False,
         dense_tail=False, first_group=False,
     )  # fmt: skip

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels compiled for Hopper without a GPU: properties that make passes over the last queries, SALE and top_p fast."""
 
-import json
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import triton
 
+from tests.helpers.compiled_methods import compiled
 from tests.helpers.hopper_code import barriers_in_data
+from tests.helpers.offline_compiler import report_of
 from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = pytest.mark.full
@@ -21,19 +20,9 @@ REGISTERS, SHARED_BYTES = 1 << 16, 228 << 10
 """Registers and shared memory of a multiprocessor, which reserves 1 KB of the latter for each program."""
 
 
-def printed_by(*arguments: str) -> str:
-    """Return the last line that a Python process prints. Unlike this process, it does not interpret kernels."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()[-1]
-
-
 @pytest.fixture(scope="module")
 def figures() -> dict[str, dict[str, int]]:
-    report = json.loads(printed_by("-m", "tests.helpers.compiled_sums"))
-    assert isinstance(report, dict)
-    return report
+    return dict(report_of("-m", "tests.helpers.compiled_sums"))
 
 
 @pytest.mark.parametrize("kernel", THREADS)
@@ -47,7 +36,7 @@ def test_passes_over_the_last_queries(figures: dict[str, dict[str, int]], kernel
 
 def test_every_kernel_that_selects_compiles() -> None:
     """Other tests run kernels in the interpreter, which accepts code that the compiler refuses."""
-    report = json.loads(printed_by("-m", "tests.helpers.compiled_methods", "90", "128"))
+    report = compiled(90, 128)
     assert report.keys() == METHODS.keys()
     assert all("attend_kernel" in kernels for kernels in report.values())
     assert len(report["share_prefill"]) > len(report["flex_vertical_slash"])  # kernels for heads that share
@@ -88,7 +77,7 @@ print(kernel.metadata.shared)
 def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
     """There are no spills, and products overlap with maxima."""
     cubin = tmp_path / "half_kernel.cubin"
-    shared = int(printed_by("-c", COMPILE, str(head_dim), str(block_tokens), str(cubin)))
+    shared = report_of("-c", COMPILE, str(head_dim), str(block_tokens), str(cubin))
     assert 2 * (shared + 1024) <= 227 * 1024, "two programs do not fit one multiprocessor"
     sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
     usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], check=True, capture_output=True, text=True)
@@ -109,11 +98,14 @@ import json, re, sys
 import torch
 from tests.helpers.hopper_code import barriers_in_data, hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
-from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
-from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run, tile_sets_of
+from vllm_sparse_kernels.call import Call, HeadGroup
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.methods.top_p.method import TopP
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
+from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.selection.slabs import slabs_of
 from vllm_sparse_kernels.rows import Rows
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
-from vllm_sparse_kernels.workspace import Workspace
 
 kept_d, scored = map(int, sys.argv[1:])
 names = ("_diagonal_kernel", "_scores_kernel", "_masses_kernel")
@@ -128,14 +120,13 @@ with compiling_for():
             torch.zeros(8, num_queries, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(8, num_queries), num_queries,
             torch.zeros(2, num_keys, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(2, num_keys // 32), num_keys,
         )
-        flat = tile_sets_of(rows, 0, rows.num_tiles, {0: 0}, hopper.set_tiles(scored))
-        sets = torch.tensor(flat, dtype=torch.int32).view(-1, SET_FIELDS)
-        workspace = Workspace(torch.device("cpu"))
-        scratch = hopper.allocate_scratch(8, rows.num_tiles, scored, context_len + query_len, workspace)
-        selected = Selected(torch.arange(8, dtype=torch.int32), torch.zeros(8), 0.2, 4)
-        run = Run(0, rows.num_tiles, context_len + query_len, sets)
-        target = torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16)
-        hopper.compute_masses(rounded, selected, rows.tiles, run, scratch, target)
+        method = TopP(queries="all" if scored == 128 else "half")
+        cache = PagedCache(*torch.zeros(2, 1, 16, 2, kept_d))
+        index = SparseIndex.allocate(rows, 8, 32)
+        call = Call(torch.zeros(query_len, 8, kept_d), cache, index, 1.0, HeadGroup(tuple(range(8)), (method,) * 8))
+        (slab,) = slabs_of(rows, 8, hopper.tile_bytes(scored), hopper.set_tiles(scored))
+        for run in slab.runs:
+            hopper.compute_masses(call, rounded, run, torch.zeros(8, rows.num_tiles, -(-num_keys // 512) * 16))
 found = {}
 for name, recorder in recorders.items():
     code = Code.of(recorder.compiled[0])
@@ -156,7 +147,7 @@ print(json.dumps(found))
 )
 def of_top_p(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
     """Return the figures of each compiled kernel, by name."""
-    by_kernel = json.loads(printed_by("-c", COMPILE_TOP_P, *map(str, request.param)))
+    by_kernel = report_of("-c", COMPILE_TOP_P, *map(str, request.param))
     return {name: dict(figures) for name, figures in by_kernel.items()}
 
 
@@ -219,7 +210,7 @@ def test_programs_of_anchors_wait_for_their_window_and_their_queries_once(head_d
     """The compiler moves the loads of the tile's row after the exit of tiles without candidates. If the window's start
     depended on another load, each program would wait for memory once more before it can load its queries. If a query
     were used before the last is loaded, the remaining loads would start only when memory has answered."""
-    report = json.loads(printed_by("-c", COMPILE_ANCHORS, str(head_dim)))
+    report = report_of("-c", COMPILE_ANCHORS, str(head_dim))
     assert report["loads_before_exit"] == 1
     assert report["query_loads"] == 128 * head_dim * 2 // (256 * 16)  # a thread of 256 loads 16 bytes at a time
     assert report["uses_between_query_loads"] == []

@@ -24,19 +24,13 @@ from vllm_sparse_kernels.methods.sale import means as sale_means, method as modu
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
 from vllm_sparse_kernels.methods.sale.rounding import (
-    IntegerFormat,
-    Regions,
     RoundedKeys,
     RoundedQueries,
-    Selected,
-    allocate_keys,
 )
-from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.selection import slabs
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.slabs import slabs_of
-from vllm_sparse_kernels.workspace import Workspace
 
 # lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
 CASES = [
@@ -144,11 +138,9 @@ def flags_twice(
     expected = ours.clone()
     (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
     call = batch.call(index, every_head(method, batch.num_heads))
-    selected = Selected(call.head_ids, call.parameters("log_tau"), batch.num_heads)
-    always = Regions(method.sink_tokens, method.local_tokens)
-    sale_scores.first_flags(ours, index, selected, always)
+    sale_scores.first_flags(call, ours)
     in_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
-    sale_scores.flag_blocks(queries, keys, ours, index, selected, always, run, in_half)
+    sale_scores.flag_blocks(call, queries, keys, ours, run, in_half)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
@@ -240,12 +232,3 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
     row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
     dtype = compared_as(fits)
     assert int(check_flags(row, batch, 64, dtype)[0, 150 // 64]) == (dtype == torch.float16)
-
-
-def test_memory_does_not_grow_with_the_number_of_cached_tokens():
-    """256 rows of 32 new tokens over a document of 131,072 tokens: less than half a gigabyte except for the index."""
-    rows = Rows(tuple(range(0, 8192, 32)), (32,) * 256, (131_072 - 32,) * 256, torch.zeros(256, 1, dtype=torch.int32))
-    assert len(slabs_of(rows, 32, sale_scores.marks_bytes)) == 256
-    room = Workspace(torch.device("meta"))
-    allocate_keys(32, 8, slabs.SLAB_TOKENS, IntegerFormat(128, torch.int8), room)
-    assert room.peak_bytes < 165e6

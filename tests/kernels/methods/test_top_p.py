@@ -199,7 +199,7 @@ def fails(error: Exception) -> Any:
     def compute_masses(*arguments: Any) -> None:
         raise error
 
-    names = ("tile_bytes", "set_tiles", "allocate_scratch")
+    names = ("tile_bytes", "set_tiles")
     working = {name: getattr(portable, name) for name in names}
     return SimpleNamespace(PERMUTED=False, compute_masses=compute_masses, **working)
 

@@ -49,7 +49,6 @@ class VoteShape(NamedTuple):
 class Voting(NamedTuple):
     """Which queries vote; every field is a ``tl.constexpr``."""
 
-    USE_ANCHOR: Any
     BLOCK_M: Any  # queries of a tile that have an anchor, at least 16
     SAMPLE: Any  # the last of every SAMPLE queries votes; 0: the mean of all
     VOTERS: Any  # of a tile
@@ -146,19 +145,16 @@ def anchor_kernel(
         if VOTING.SAMPLE:
             is_voter = tl.arange(0, VOTING.BLOCK_M) < VOTING.VOTERS
             tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_q, mask=is_voter[:, None])
-            b_anchor = tl.where(in_tile, 0.0, float("inf"))
         else:
             is_voter = tl.arange(0, 1) < VOTING.VOTERS
             b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)
             tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_mean[None, :])
-            b_anchor = tl.zeros([1], tl.float32)
-        if VOTING.USE_ANCHOR:
-            source = KeySource(keys, k_matrix, matrix, i_row, i_head // SHAPE.GROUP, first + length)
-            b_max = _region_max(b_q, first + o_m, source, start, first, SHAPE)
-            if VOTING.SAMPLE:
-                b_anchor += b_max * scale
-            else:
-                b_anchor += tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length
+        source = KeySource(keys, k_matrix, matrix, i_row, i_head // SHAPE.GROUP, first + length)
+        b_max = _region_max(b_q, first + o_m, source, start, first, SHAPE)
+        if VOTING.SAMPLE:
+            b_anchor = tl.where(in_tile, b_max * scale, float("inf"))
+        else:
+            b_anchor = tl.zeros([1], tl.float32) + tl.sum(tl.where(in_tile, b_max * scale, 0.0), 0) / length
         tl.store(voters.anchors + o_voter, b_anchor - tl.load(thetas + tl.program_id(1)), mask=is_voter)
 
 

@@ -146,47 +146,6 @@ class Group(NamedTuple):
     num_candidates: int
 
 
-class Grouping(NamedTuple):
-    """How tiles are divided into groups."""
-
-    span_tokens: int
-    window_tokens: int
-    initial_tokens: int
-    dense_tail: bool
-
-    def groups_of(self, rows: Rows) -> list[list[Group]]:
-        """Return the groups of every row, in the order of their tiles.
-
-        Groups of a row begin at consecutive multiples of the span, and their windows ``window_tokens`` before them. A
-        dense tail is one group, whose window begins at 0.
-        """
-        offset, grouped = 0, []
-        for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
-            groups, first_tile, row_end = [], rows.tile_starts[row], rows.tile_starts[row + 1]
-            tail_tile = self._tail_tile(rows, row)
-            for i_group in range(context_len // self.span_tokens, ceil_div(seq_len, self.span_tokens)):
-                tiles_until = ceil_div((i_group + 1) * self.span_tokens - context_len, TILE_TOKENS)
-                end_tile = min(rows.tile_starts[row] + tiles_until, tail_tile)
-                if first_tile < end_tile:
-                    start = i_group * self.span_tokens - self.window_tokens
-                    num_candidates = max(start - self.initial_tokens, 0)
-                    groups.append(Group(start, first_tile, end_tile - first_tile, offset, num_candidates))
-                    offset += num_candidates
-                    first_tile = end_tile
-            if tail_tile < row_end:
-                groups.append(Group(0, tail_tile, row_end - tail_tile, offset, 0))
-            grouped.append(groups)
-        return grouped
-
-    def _tail_tile(self, rows: Rows, row: int) -> int:
-        """Return the number of the row's first tile with a query in the dense tail; the row's end if there is none."""
-        row_start, row_end = rows.tile_starts[row], rows.tile_starts[row + 1]
-        tail_start = rows.prompt_ends[row] // self.span_tokens * self.span_tokens
-        if not self.dense_tail or tail_start >= rows.seq_lens[row]:
-            return row_end
-        return row_start + max(tail_start - rows.context_lens[row], 0) // TILE_TOKENS
-
-
 class Groups(NamedTuple):
     """The groups of a step's rows, on the host and on the device."""
 
@@ -206,9 +165,8 @@ class Groups(NamedTuple):
         return max(group.num_candidates for of_row in self.of_rows for group in of_row)
 
     @staticmethod
-    def of(rows: Rows, grouping: Grouping) -> "Groups":
-        """Return the groups of a step, copied to the device."""
-        of_rows = grouping.groups_of(rows)
+    def of(rows: Rows, of_rows: list[list[Group]]) -> "Groups":
+        """Copy the groups of a step to the device."""
         groups = [group for of_row in of_rows for group in of_row]
         table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
         row_starts = [0, *accumulate(len(of_row) for of_row in of_rows)]
@@ -235,7 +193,6 @@ class AnchorAttention(Method):
 
     theta: float = 12.0
     step_tiles: int = 16
-    use_anchor: bool = True
     window_tokens: int = 0
     sample_tokens: int = 0
     whole_blocks: bool = False
@@ -277,11 +234,6 @@ class AnchorAttention(Method):
         return self.span_tokens if self.first_group else INITIAL_TOKENS
 
     @property
-    def grouping(self) -> Grouping:
-        """How tiles are divided into groups."""
-        return Grouping(self.span_tokens, self.window_tokens, self.initial_tokens, self.dense_tail)
-
-    @property
     def reads_prompt_length(self) -> bool:
         """Whether the selection depends on ``Rows.prompt_lens``."""
         return self.dense_tail
@@ -293,13 +245,44 @@ class AnchorAttention(Method):
         group_start = ceil_div(first_voting_start, self.span_tokens) * self.span_tokens
         return group_start + self.span_tokens - 1 if self.dense_tail else group_start
 
+    def groups_of(self, rows: Rows, dense_tail: bool) -> list[list[Group]]:
+        """Return the groups of every row, in the order of their tiles.
+
+        Groups of a row begin at consecutive multiples of the span, and their windows ``window_tokens`` before them. A
+        dense tail is one group, whose window begins at 0.
+        """
+        offset, grouped = 0, []
+        for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
+            groups, first_tile, row_end = [], rows.tile_starts[row], rows.tile_starts[row + 1]
+            tail_tile = self._tail_tile(rows, row) if dense_tail else row_end
+            for i_group in range(context_len // self.span_tokens, ceil_div(seq_len, self.span_tokens)):
+                tiles_until = ceil_div((i_group + 1) * self.span_tokens - context_len, TILE_TOKENS)
+                end_tile = min(rows.tile_starts[row] + tiles_until, tail_tile)
+                if first_tile < end_tile:
+                    start = i_group * self.span_tokens - self.window_tokens
+                    num_candidates = max(start - self.initial_tokens, 0)
+                    groups.append(Group(start, first_tile, end_tile - first_tile, offset, num_candidates))
+                    offset += num_candidates
+                    first_tile = end_tile
+            if tail_tile < row_end:
+                groups.append(Group(0, tail_tile, row_end - tail_tile, offset, 0))
+            grouped.append(groups)
+        return grouped
+
+    def _tail_tile(self, rows: Rows, row: int) -> int:
+        """Return the number of the row's first tile with a query in a dense tail; the row's end if there is none."""
+        row_start, row_end = rows.tile_starts[row], rows.tile_starts[row + 1]
+        tail_start = rows.prompt_ends[row] // self.span_tokens * self.span_tokens
+        if tail_start >= rows.seq_lens[row]:
+            return row_end
+        return row_start + max(tail_start - rows.context_lens[row], 0) // TILE_TOKENS
+
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         if self.whole_blocks:
             return StripeLayout.none(rows)
         # Lists have room for any prompt length, because memory must not depend on it.
-        without_tail = self.grouping._replace(dense_tail=False)
-        groups = [group for of_row in without_tail.groups_of(rows) for group in of_row]
+        groups = [group for of_row in self.groups_of(rows, dense_tail=False) for group in of_row]
         offsets = tuple(group.offset for group in groups for _ in range(group.num_tiles))
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
@@ -311,8 +294,8 @@ class AnchorAttention(Method):
     def select(self, call: Call) -> None:
         """Fill the lists of the call's heads: see ``Method.select``."""
         index, rows, empty = call.index, call.rows, call.index.workspace.empty
-        grouping = self.grouping
-        groups = rows.once((Groups, grouping), lambda: Groups.of(rows, grouping))
+        key = Groups, self.step_tiles, self.window_tokens, self.first_group, self.dense_tail
+        groups = rows.once(key, lambda: Groups.of(rows, self.groups_of(rows, self.dense_tail)))
         shape, block_d = (
             (index.num_heads, rows.num_tiles, self.tile_voters),
             triton.next_power_of_2(call.cache.head_dim),
@@ -350,7 +333,7 @@ class AnchorAttention(Method):
             "maxnreg": 128 if descriptor else None,
         }
         queries = max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS
-        voting = Voting(self.use_anchor, queries, self.sample_tokens, self.tile_voters)
+        voting = Voting(queries, self.sample_tokens, self.tile_voters)
         anchor_kernel[(rows.num_tiles, len(heads))](
             query_args(q), *keys, rows.tiles, heads, call.parameters("kernel_theta"), voters, args,
             rows.num_tiles, call.scale,

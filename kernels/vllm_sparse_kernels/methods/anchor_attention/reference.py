@@ -68,7 +68,7 @@ def anchor_differences(
     for tile in tiles:
         q_tile = q[tile.token : tile.token + tile.length_tokens]
         x_a = q.new_zeros(tile.length_tokens)
-        if method.use_anchor and start > initial:
+        if start > initial:
             # Equation 1: the maximum over [K_init, K_w], which ends with the tile's own keys, under the causal mask.
             scores = q_tile @ torch.cat([k[:initial], k[start : tile.last_position + 1]]).T * scale
             scores[:, -tile.length_tokens :].masked_fill_(

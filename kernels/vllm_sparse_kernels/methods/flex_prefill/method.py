@@ -190,20 +190,6 @@ def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
     return o_n, b_kept.to(tl.int32)
 
 
-@triton.jit
-def _column_counts(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
-    """Count the kept columns of each block from ``start`` on: [blocks] int32."""
-    _, _, b_count = _kept_columns(row, start, end, threshold, BLOCK_N, CHUNK)
-    return b_count
-
-
-@triton.jit
-def _band_flags(row, start, end, threshold, CHUNK: tl.constexpr):
-    """Flag the kept bands from ``start`` on: int32 0 or 1."""
-    _, b_band = _kept_bands(row, start, end, threshold, CHUNK)
-    return b_band
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, remaining, SHAPE):
     """Count the lines of one chunk.
@@ -227,10 +213,12 @@ def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, share
     b_remaining = tl.zeros([SHAPE.BLOCK_N], tl.int32)
     for start in range(first, end, SHAPE.CHUNK):
         if tl.program_id(1) < num_selected:
-            b_count = _column_counts(sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK)
+            _keys, _kept, b_count = _kept_columns(
+                sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK
+            )
             b_remaining += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
         else:
-            b_band = _band_flags(sums.totals + place, start, end, threshold, SHAPE.CHUNK)
+            _bands, b_band = _kept_bands(sums.totals + place, start, end, threshold, SHAPE.CHUNK)
             b_remaining += tl.sum(b_band, 0)
     tl.store(remaining + (i_row_job * chunks + tl.program_id(0)).to(tl.int64) * SHAPE.BLOCK_N + o_c, b_remaining)
 

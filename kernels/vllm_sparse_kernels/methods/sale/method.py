@@ -76,9 +76,6 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
     SEGMENT,
     IntegerFormat,
-    Regions,
-    Selected,
-    allocate_keys,
     round_keys,
     round_queries,
 )
@@ -193,20 +190,17 @@ def _select(call: Call, in_half: bool) -> None:
 
 def _flag_all_blocks(call: Call, kept: torch.Tensor, in_half: bool) -> None:
     """Compute the flags of all blocks: [num_selected, block_capacity] uint8, laid out like ``block_ids``."""
-    method, index, workspace = call.method, call.index, call.index.workspace
-    selected = Selected(call.head_ids, call.parameters("log_tau"), len(call.heads))
-    regions = Regions(method.sink_tokens, method.local_tokens)
-    kept_d = kept_channels(call.cache.head_dim, method.channels == "half", LEAST_CHANNELS)
+    workspace = call.index.workspace
+    kept_d = kept_channels(call.cache.head_dim, call.method.channels == "half", LEAST_CHANNELS)
     integers = IntegerFormat(kept_d, integer_dtype(call.q.device))
-    first_flags(kept, index, selected, regions)
+    first_flags(call, kept)
     means = row_means(call, kept_d)
-    queries = round_queries(call, means, selected, regions, integers)
-    for slab in slabs_of(call.rows, selected.num_selected, marks_bytes):
+    queries = round_queries(call, means, integers)
+    for slab in slabs_of(call.rows, len(call.heads), marks_bytes):
         with workspace.frame():
-            keys = allocate_keys(selected.num_selected, call.cache.num_kv_heads, slab.num_keys, integers, workspace)
-            round_keys(call, means, selected, slab, keys)
+            keys = round_keys(call, means, slab, integers)
             for run in slab.runs:
-                flag_blocks(queries, keys, kept, index, selected, regions, run, in_half)
+                flag_blocks(call, queries, keys, kept, run, in_half)
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:

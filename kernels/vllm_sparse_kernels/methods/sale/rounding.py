@@ -19,7 +19,6 @@ from vllm_sparse_kernels.rows import TILE_TOKENS
 from vllm_sparse_kernels.selection.channels import kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
-from vllm_sparse_kernels.workspace import Workspace
 
 QUERY_BLOCK = Constant(64)  # b_q
 KEY_BLOCK = Constant(32)  # b_k
@@ -33,21 +32,6 @@ ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
 
 ROUND_QUERIES = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
 """Keys of one step. Four stages: two for the keys, and two more for the pages that locate them."""
-
-
-class Selected(NamedTuple):
-    """The heads that are selected."""
-
-    heads: Any  # [num_selected] int32
-    log_taus: Any  # [num_selected] float32, ln τ of each head; minus infinity for heads that keep everything
-    num_selected: int
-
-
-class Regions(NamedTuple):
-    """Sink and local region of every query block, in tokens."""
-
-    sink_tokens: int
-    local_tokens: int
 
 
 class IntegerFormat(NamedTuple):
@@ -101,51 +85,45 @@ class RoundedKeys(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def allocate_keys(
-    num_selected: int, num_kv_heads: int, num_keys: int, integers: IntegerFormat, workspace: Workspace
-) -> RoundedKeys:
-    """Allocate the rounded keys of a slab."""
-    return RoundedKeys(
-        integers=workspace.empty(num_kv_heads, num_keys, integers.kept_d, dtype=integers.dtype),
-        scales=workspace.empty(num_kv_heads, num_keys // 8),
-        biases=workspace.empty(num_selected, num_keys),
-        half_biases=workspace.empty(num_selected, num_keys, dtype=torch.float16),
-        squares=workspace.empty(num_kv_heads, num_keys // 64),
-        largest_biases=workspace.empty(num_selected, num_keys // 64),
+def round_keys(call: Call, means: Means, slab: KeySlab, integers: IntegerFormat) -> RoundedKeys:
+    """Round the keys of a slab's rows to 4 bits, in whole steps; keys past a row's end count as zeros."""
+    cache, rows, group, empty = call.cache, call.rows, call.group, call.index.workspace.empty
+    num_selected, num_keys = len(call.heads), slab.num_keys
+    rounded = RoundedKeys(
+        integers=empty(cache.num_kv_heads, num_keys, integers.kept_d, dtype=integers.dtype),
+        scales=empty(cache.num_kv_heads, num_keys // 8),
+        biases=empty(num_selected, num_keys),
+        half_biases=empty(num_selected, num_keys, dtype=torch.float16),
+        squares=empty(cache.num_kv_heads, num_keys // 64),
+        largest_biases=empty(num_selected, num_keys // 64),
         num_keys=num_keys,
     )
-
-
-def round_keys(call: Call, means: Means, selected: Selected, slab: KeySlab, rounded: RoundedKeys) -> None:
-    """Fill ``rounded`` with the keys of a slab's rows, in whole steps; keys past a row's end count as zeros."""
-    cache, rows, group = call.cache, call.rows, call.group
-    shape = RoundShape(cache.head_dim, means.keys.shape[2], rounded.integers.shape[2], group)
+    shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, group)
     num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
-        key_args(cache, rows.block_table), rounded, means, *selected, rows.device_seq_lens, slab.first_row,
-        slab.key_starts, compile_time(shape),
-        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(selected.num_selected), STEP=STEP_TOKENS,
+        key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"), num_selected,
+        rows.device_seq_lens, slab.first_row, slab.key_starts, compile_time(shape),
+        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(num_selected), STEP=STEP_TOKENS,
         **ROUND_KEYS,
     )  # fmt: skip
+    return rounded
 
 
-def round_queries(
-    call: Call, means: Means, selected: Selected, regions: Regions, integers: IntegerFormat
-) -> RoundedQueries:
+def round_queries(call: Call, means: Means, integers: IntegerFormat) -> RoundedQueries:
     """Round the queries of all rows to 4 bits, and compute every query's threshold."""
-    q, cache, rows, workspace = call.q, call.cache, call.rows, call.index.workspace
-    count, num_queries = selected.num_selected, rows.num_tiles * TILE_TOKENS
+    q, cache, rows, empty = call.q, call.cache, call.rows, call.index.workspace.empty
+    count, num_queries = len(call.heads), rows.num_tiles * TILE_TOKENS
     rounded = RoundedQueries(
-        integers=workspace.empty(count, num_queries, integers.kept_d, dtype=integers.dtype),
-        thresholds=workspace.empty(count, num_queries),
-        inverse_scales=workspace.empty(count, num_queries),
-        squares=workspace.empty(count, num_queries),
+        integers=empty(count, num_queries, integers.kept_d, dtype=integers.dtype),
+        thresholds=empty(count, num_queries),
+        inverse_scales=empty(count, num_queries),
+        squares=empty(count, num_queries),
         num_queries=num_queries,
     )
     shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, call.group)
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
-        query_args(q), key_args(cache, rows.block_table), rounded, means, selected.heads, selected.log_taus,
-        rows.tiles, regions, call.scale, compile_time(shape),
+        query_args(q), key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"),
+        rows.tiles, call.method.sink_tokens, call.method.local_tokens, call.scale, compile_time(shape),
         KV_HEADS=cache.num_kv_heads, TILE=TILE_TOKENS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
     )  # fmt: skip
@@ -249,7 +227,7 @@ def local_start(end, sink_tokens, local_tokens):
 
 @triton.jit
 def _round_queries_kernel(
-    queries, keys, rounded, means, heads, log_taus, tiles, regions, scale, SHAPE,
+    queries, keys, rounded, means, heads, log_taus, tiles, sink_tokens, local_tokens, scale, SHAPE,
     KV_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Run steps 1 and 2 for 64 queries of one head.
@@ -274,9 +252,9 @@ def _round_queries_kernel(
         b_q = load_queries(queries, i_head, token + first, num_queries, QUERY_BLOCK, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
         i_kv = i_head // SHAPE.GROUP
         end = position + tl.minimum(num_queries, QUERY_BLOCK)
-        begin = local_start(end, regions.sink_tokens, regions.local_tokens)
+        begin = local_start(end, sink_tokens, local_tokens)
         source = KeySource(keys, i_row, i_kv, end)
-        b_lse = _local_lse(b_q, position + o_m, source, begin, regions.sink_tokens, scale, BLOCK_N, PRECISION, SHAPE)
+        b_lse = _local_lse(b_q, position + o_m, source, begin, sink_tokens, scale, BLOCK_N, PRECISION, SHAPE)
         b_q = widen(b_q)
 
         i_mean = i_row * KV_HEADS + i_kv

@@ -13,18 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.engine_choice import gluon_refusal
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.sale.rounding import (
-    QUERY_BLOCK,
-    Regions,
-    RoundedKeys,
-    RoundedQueries,
-    Selected,
-    local_start,
-)
+from vllm_sparse_kernels.methods.sale.rounding import QUERY_BLOCK, RoundedKeys, RoundedQueries, local_start
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.engine import SelectSpec
@@ -74,7 +67,7 @@ class ScoreArgs(NamedTuple):
     kept: Any  # [n, block_capacity] uint8, laid out as ``block_ids``; 1 is stored for blocks that pass
     index: Any  # IndexArgs
     tile_sets: Any  # [num_sets, SET_FIELDS] int32: first tile, tiles, where the row's keys begin in the slab
-    sink_tokens: Any  # as in ``Regions``
+    sink_tokens: Any  # as in ``Sale``
     local_tokens: Any
 
 
@@ -101,39 +94,42 @@ def _test_stages(kept_d: int, limit_bytes: int) -> int:
     return max(2, min(4, 1 + (limit_bytes - query_bytes) // step_bytes))
 
 
-def first_flags(kept: torch.Tensor, index: SparseIndex, selected: Selected, regions: Regions) -> None:
+def first_flags(call: Call, kept: torch.Tensor) -> None:
     """Set flags to 1 for sink, local region and all blocks of heads that keep everything, and to 0 for the others."""
-    _first_flags_kernel[(index.rows.num_tiles, selected.num_selected)](
-        kept, index.args, selected.log_taus, *regions, INDEX_N=index.block_tokens, CHUNK=2048
-    )
+    index, method = call.index, call.method
+    _first_flags_kernel[(index.rows.num_tiles, len(call.heads))](
+        kept, index.args, call.parameters("log_tau"), method.sink_tokens, method.local_tokens,
+        INDEX_N=index.block_tokens, CHUNK=2048,
+    )  # fmt: skip
 
 
 def flag_blocks(
-    queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, index: SparseIndex, selected: Selected,
-    regions: Regions, run: slabs.Run, in_half: bool,
-) -> None:  # fmt: skip
+    call: Call, queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, run: slabs.Run, in_half: bool
+) -> None:
     """Set the flags of the blocks in which an element passes, for a run of a slab's tiles."""
-    num_sets, num_spans, num_heads = len(run.tile_sets), ceil_div(run.reach, SPAN_TOKENS), selected.num_selected
-    args = (*selected[:2], kept, index.args, run.tile_sets, *regions)
-    group = index.num_heads // keys.integers.shape[0]
+    index, method = call.index, call.method
+    num_sets, num_spans, num_heads = len(run.tile_sets), ceil_div(run.reach, SPAN_TOKENS), len(call.heads)
+    args = (
+        call.head_ids, call.parameters("log_tau"), kept, index.args, run.tile_sets, method.sink_tokens,
+        method.local_tokens,
+    )  # fmt: skip
     kept_d = keys.integers.shape[2]
-    num_stages = _test_stages(kept_d, shared_bytes(keys.integers.device))
     test = ScoreShape(
-        GROUP=group,
+        GROUP=call.group,
         BLOCK_D=kept_d,
         TILE=TILE_TOKENS,
         TILES=TEST_TILES,
         INDEX_N=index.block_tokens,
         SPAN=SPAN_TOKENS,
         WARPS=TEST_WARPS,
-        STAGES=num_stages,
+        STAGES=_test_stages(kept_d, shared_bytes(keys.integers.device)),
     )
     with index.workspace.frame():
         untested = index.workspace.empty(num_heads, num_sets, num_spans, dtype=torch.uint8)
         if in_half:
             sale_hopper.half_kernel[num_sets, num_spans, num_heads](
                 queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, untested,
-                GROUP=group, INDEX_N=index.block_tokens, SPAN=SPAN_TOKENS, num_warps=TEST_WARPS,
+                GROUP=call.group, INDEX_N=index.block_tokens, SPAN=SPAN_TOKENS, num_warps=TEST_WARPS,
             )  # fmt: skip
         _test_kernel[(num_sets, 1 if in_half else num_spans, num_heads)](
             queries, keys, *args, untested, num_spans, compile_time(test), MARKED=in_half, num_warps=TEST_WARPS,

@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.gluon_compat import (
     Channel,
@@ -49,12 +50,11 @@ from vllm_sparse_kernels.gluon_compat import (
     warpgroup_mma_wait,
 )
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
-from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, scored_offsets
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import load_tile
-from vllm_sparse_kernels.workspace import Workspace
 
 STAGES = Constant(4)
 """Steps of keys in shared memory."""
@@ -124,30 +124,29 @@ def set_tiles(num_scored: int) -> int:
     return 2 * TILES_OF_GROUP[num_scored]
 
 
-def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
-    """Allocate the scratch of a run."""
-    rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
-    return Scratch(
-        workspace.empty(num_selected, num_tiles, num_scored), workspace.empty(num_selected, num_tiles, num_scored),
-        workspace.empty(num_selected, num_tiles, spans, num_scored),
-        workspace.empty(num_selected, num_tiles, rounds, num_scored, 4, dtype=torch.int32),
-    )  # fmt: skip
-
-
-def compute_masses(
-    rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
-) -> None:
+def compute_masses(call: Call, rounded: Rounded, run: slabs.Run, masses: torch.Tensor) -> None:
     """Compute the masses of a run: see ``portable.compute_masses``.
 
     The mass of all of the tile's own keys is stored at the first of their blocks; their other blocks have 0.
     """
-    heads, kept_mass, group, first_tile = selected.heads, selected.kept_mass, selected.group, run.first_tile
-    num_selected, num_sets, kept_d = heads.shape[0], run.tile_sets.shape[0], rounded.keys.shape[2]
-    num_tiles, num_spans, num_scored = scratch.parts.shape[1:]
-    num_rounds = scratch.bytes.shape[2]
+    empty, tiles, method = call.index.workspace.empty, call.rows.tiles, call.method
+    heads, kept_mass, group, first_tile = call.head_ids, call.parameters("kept_mass"), call.group, run.first_tile
+    num_selected, num_sets, num_tiles, num_scored = (
+        len(call.heads),
+        len(run.tile_sets),
+        run.num_tiles,
+        method.num_scored,
+    )
+    num_rounds, num_spans = ceil_div(run.reach, ROUND.value), ceil_div(run.reach, SPAN_TOKENS)
+    scratch = Scratch(
+        empty(num_selected, num_tiles, num_scored),
+        empty(num_selected, num_tiles, num_scored),
+        empty(num_selected, num_tiles, num_spans, num_scored),
+        empty(num_selected, num_tiles, num_rounds, num_scored, 4, dtype=torch.int32),
+    )
     _diagonal_kernel[(num_sets, set_tiles(num_scored) * num_scored // DIAGONAL_QUERIES.value, num_selected)](
         rounded, heads, kept_mass, tiles, first_tile, run.tile_sets, scratch, num_tiles,
-        SCORED=num_scored, GROUP=group, KEPT_D=kept_d, num_warps=4,
+        SCORED=num_scored, GROUP=group, KEPT_D=rounded.keys.shape[2], num_warps=4,
     )  # fmt: skip
     _scores_kernel[(num_sets, num_spans, num_selected)](
         rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept_mass, tiles, first_tile,
@@ -155,8 +154,8 @@ def compute_masses(
         SCORED=num_scored, GROUP=group, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
-        kept_mass, selected.peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target,
-        *target.stride()[:2], SCORED=num_scored, ROUNDS=MASS_ROUNDS, num_warps=4,
+        kept_mass, method.least_peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, masses,
+        *masses.stride()[:2], SCORED=num_scored, ROUNDS=MASS_ROUNDS, num_warps=4,
     )  # fmt: skip
 
 

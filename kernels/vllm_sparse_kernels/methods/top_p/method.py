@@ -37,7 +37,7 @@ docs/research/quality.md has densities and losses on trained models, also for ot
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 
@@ -53,7 +53,6 @@ from vllm_sparse_kernels.methods.top_p.choice import (
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
     Rounded,
-    Selected,
     Storage,
     round_keys,
     round_queries,
@@ -73,7 +72,6 @@ from vllm_sparse_kernels.selection.engine import (
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.slabs import Run, TileBytes, slabs_of
-from vllm_sparse_kernels.workspace import Workspace
 
 
 class _MassKernels(Protocol):
@@ -83,12 +81,7 @@ class _MassKernels(Protocol):
 
     def tile_bytes(self, num_scored: int) -> TileBytes: ...
     def set_tiles(self, num_scored: int) -> int: ...
-    def allocate_scratch(
-        self, num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace
-    ) -> Any: ...
-    def compute_masses(
-        self, rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: Run, scratch: Any, target: torch.Tensor
-    ) -> None: ...
+    def compute_masses(self, call: Call, rounded: Rounded, run: Run, masses: torch.Tensor) -> None: ...
 
 
 hopper: _MassKernels | None
@@ -253,18 +246,9 @@ def _select(kernels: _MassKernels, call: Call) -> None:
                 rounded = Rounded(queries, query_scales, queries.shape[1], keys, key_scales, keys.shape[1])
                 for run in slab.runs:
                     with workspace.frame():
-                        _select_run(kernels, call, rounded, run)
-
-
-def _select_run(kernels: _MassKernels, call: Call, rounded: Rounded, run: Run) -> None:
-    """Write the lists of a run."""
-    method, workspace = call.method, call.index.workspace
-    num_selected = len(call.heads)
-    scratch = kernels.allocate_scratch(num_selected, run.num_tiles, method.num_scored, run.reach, workspace)
-    masses = workspace.empty(num_selected, run.num_tiles, mass_width(run.reach))
-    selected = Selected(call.head_ids, call.parameters("kept_mass"), method.least_peak, call.group)
-    kernels.compute_masses(rounded, selected, call.rows.tiles, run, scratch, masses)
-    write_block_lists(call, masses, run.first_tile)
+                        masses = workspace.empty(len(call.heads), run.num_tiles, mass_width(run.reach))
+                        kernels.compute_masses(call, rounded, run, masses)
+                        write_block_lists(call, masses, run.first_tile)
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:

@@ -14,15 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
-from vllm_sparse_kernels.methods.top_p.rounding import Rounded, Selected
+from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, num_scored, scored_offsets
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
-from vllm_sparse_kernels.workspace import Workspace
 
 PERMUTED = False
 """Whether keys are stored permuted within steps."""
@@ -74,34 +74,25 @@ def blocks_of(reach: int) -> int:
     return ceil_div(reach, STEP.value) * STEP_BLOCKS.value
 
 
-def allocate_scratch(num_selected: int, num_tiles: int, num_scored: int, reach: int, workspace: Workspace) -> Scratch:
-    """Allocate the scratch of a run."""
-    blocks, spans = blocks_of(reach), ceil_div(reach, SPAN_TOKENS)
-    return Scratch(
-        workspace.empty(num_selected, num_tiles, blocks, num_scored, dtype=torch.float16),
-        workspace.empty(num_selected, num_tiles, spans, 2, num_scored),
-    )  # fmt: skip
-
-
-def compute_masses(
-    rounded: Rounded, selected: Selected, tiles: torch.Tensor, run: slabs.Run, scratch: Scratch, target: torch.Tensor
-) -> None:
+def compute_masses(call: Call, rounded: Rounded, run: slabs.Run, masses: torch.Tensor) -> None:
     """Compute, for each tile and block, the mean share of the tile's scored queries in the block."""
-    num_selected, num_tiles, num_spans, _, scored = scratch.parts.shape
-    num_blocks = scratch.scores.shape[2]
+    empty, tiles, method, num_selected = call.index.workspace.empty, call.rows.tiles, call.method, len(call.heads)
+    num_blocks, num_spans, scored = blocks_of(run.reach), ceil_div(run.reach, SPAN_TOKENS), method.num_scored
+    scratch = Scratch(
+        empty(num_selected, run.num_tiles, num_blocks, scored, dtype=torch.float16),
+        empty(num_selected, run.num_tiles, num_spans, 2, scored),
+    )
+    kept_d, kept_mass = rounded.keys.shape[2], call.parameters("kept_mass")
+    key_bytes = kept_d * rounded.keys.element_size()
     _scores_kernel[(len(run.tile_sets) * set_tiles(scored), num_spans, num_selected)](
-        rounded, selected.heads, selected.kept_mass, tiles, run.first_tile, run.tile_sets, scratch, num_tiles,
-        num_spans, num_blocks, SCORED=scored,
-        GROUP=selected.group, KEPT_D=rounded.keys.shape[2], BLOCK=KEY_BLOCK.value,
+        rounded, call.head_ids, kept_mass, tiles, run.first_tile, run.tile_sets, scratch, run.num_tiles, num_spans,
+        num_blocks, SCORED=scored, GROUP=call.group, KEPT_D=kept_d, BLOCK=KEY_BLOCK.value,
         WIDEN=_must_widen(rounded.keys), num_warps=8,
-        num_stages=_num_stages(
-            scored, rounded.keys.shape[2] * rounded.keys.element_size(), shared_bytes(rounded.keys.device)
-        ),
+        num_stages=_num_stages(scored, key_bytes, shared_bytes(rounded.keys.device)),
     )  # fmt: skip
-    _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), num_tiles, num_selected)](
-        selected.kept_mass, selected.peak, tiles, run.first_tile, scratch, num_spans, num_blocks, target,
-        *target.stride()[:2],
-        SCORED=scored, BLOCKS=MASS_BLOCKS, num_warps=8,
+    _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), run.num_tiles, num_selected)](
+        kept_mass, method.least_peak, tiles, run.first_tile, scratch, num_spans, num_blocks, masses,
+        *masses.stride()[:2], SCORED=scored, BLOCKS=MASS_BLOCKS, num_warps=8,
     )  # fmt: skip
 
 

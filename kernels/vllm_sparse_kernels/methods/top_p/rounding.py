@@ -63,15 +63,6 @@ class Moments(NamedTuple):
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
 
 
-class Selected(NamedTuple):
-    """The heads that are selected."""
-
-    heads: Any  # [num_selected] int32
-    kept_mass: Any  # [num_selected] float32, p of each head
-    peak: float  # minimum share of a query's attention that keeps a block
-    group: int  # query heads that share a kv head
-
-
 class Storage(NamedTuple):
     """Sizes and format of rounded queries and keys."""
 
