@@ -24,12 +24,11 @@ def ordered_bits(b_values):
 
 
 @triton.jit
-def load_bits(row, start, length, forced, CHUNK: tl.constexpr):
-    """Load ``ordered_bits`` of row[start : start + CHUNK]: infinity for the first ``forced``, 0 from ``length``."""
+def load_bits(row, start, length, CHUNK: tl.constexpr):
+    """Load ``ordered_bits`` of row[start : start + CHUNK]: 0 from ``length``."""
     o_n = start + tl.arange(0, CHUNK)
     b_values = tl.load(row + o_n, mask=o_n < (length + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
-    b_bits = ordered_bits(tl.where(o_n < forced, float("inf"), b_values))
-    return tl.where(o_n < length, b_bits, 0)
+    return tl.where(o_n < length, ordered_bits(b_values), 0)
 
 
 @triton.jit

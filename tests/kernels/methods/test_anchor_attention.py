@@ -154,7 +154,7 @@ def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
 def test_groups_of_more_tiles_than_vote_at_once(monkeypatch):
     monkeypatch.setattr(module, "MOST_VOTERS", 16)
     batch = make_batch([(2176, 2060)], num_heads=1)
-    method = AnchorAttention(theta=0.5, step_tiles=17)
+    method = AnchorAttention(theta=3.0, step_tiles=17)
     assert max(len(tiles) for _, _, tiles in groups_of(batch, method)) > 16
     assert_agree(batch, method, select(method, batch), select(method, batch, by_reference=True))
 

@@ -180,6 +180,13 @@ def load_block_list(index, program, SHAPE):
 
 
 @triton.jit
+def load_stripe_list(index, program):
+    """Return a pointer to the stripes of the program's head and tile, and their number."""
+    o_list = program.i_head * program.num_tiles + program.i_tile
+    return index.stripe_positions + tl.load(index.stripe_offsets + o_list), tl.load(index.stripe_counts + o_list)
+
+
+@triton.jit
 def empty_softmax(SHAPE):
     """Return the softmax before the first step."""
     return Softmax(
@@ -251,9 +258,7 @@ def _diagonal_blocks(b_q, lists, program, source, scale, softmax, SHAPE):
 def _single_keys(b_q, index, program, source, scale, softmax, SHAPE):
     """Process the stripes, a step at a time; all lie before the tile's first query."""
     cache = source.cache
-    o_list = program.i_head * program.num_tiles + program.i_tile
-    stripes = index.stripe_positions + tl.load(index.stripe_offsets + o_list)
-    num_stripes = tl.load(index.stripe_counts + o_list)
+    stripes, num_stripes = load_stripe_list(index, program)
     for i in range(0, num_stripes, SHAPE.STRIPES):
         o_n = i + tl.arange(0, SHAPE.STRIPES)
         kept = o_n < num_stripes

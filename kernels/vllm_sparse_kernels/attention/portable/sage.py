@@ -27,6 +27,7 @@ from vllm_sparse_kernels.attention.portable.kernel import (
     load_block_list,
     load_program,
     load_program_queries,
+    load_stripe_list,
     store_output,
     stripe_offsets,
 )
@@ -167,9 +168,7 @@ def _diagonal_blocks(b_q, int8_keys, lists, program, source, scale, margin, soft
 def _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax, SHAPE):
     """Process the stripes, a step at a time."""
     cache, o_d = source.plain.cache, tl.arange(0, SHAPE.BLOCK_D)
-    o_list = program.i_head * program.num_tiles + program.i_tile
-    stripes = index.stripe_positions + tl.load(index.stripe_offsets + o_list)
-    num_stripes = tl.load(index.stripe_counts + o_list)
+    stripes, num_stripes = load_stripe_list(index, program)
     for i in range(0, num_stripes, SHAPE.STRIPES):
         o_n = i + tl.arange(0, SHAPE.STRIPES)
         kept = o_n < num_stripes

@@ -97,7 +97,7 @@ def _top_blocks_kernel(
     target = list_of(index, i_head, i_tile)
     count, above_0, ties_0, above_1, ties_1 = 0, 0, 0, 0, 0
     for start in range(0, tl.maximum(num_0, num_1), CHUNK):
-        b_0, b_1 = load_bits(row_0, start, num_0, 0, CHUNK), load_bits(row_1, start, num_1, 0, CHUNK)
+        b_0, b_1 = load_bits(row_0, start, num_0, CHUNK), load_bits(row_1, start, num_1, CHUNK)
         b_kept_0, _places, above_0, ties_0 = kept_in_chunk(b_0, threshold_0, num_ties_0, above_0, ties_0)
         b_kept_1, _places, above_1, ties_1 = kept_in_chunk(b_1, threshold_1, num_ties_1, above_1, ties_1)
         b_kept = tl.max(tl.reshape((b_kept_0 | b_kept_1).to(tl.int32), [CHUNK // RATIO, RATIO]), 1)
@@ -116,7 +116,7 @@ def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
     longer rows are read again for every bit.
     """
     row_0, num_0, row_1, num_1 = rows
-    b_0, b_1 = load_bits(row_0, 0, num_0, 0, CHUNK), load_bits(row_1, 0, num_1, 0, CHUNK)
+    b_0, b_1 = load_bits(row_0, 0, num_0, CHUNK), load_bits(row_1, 0, num_1, CHUNK)
     threshold_0, threshold_1 = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
     num_reaching_0, num_reaching_1 = num_0, num_1  # values >= threshold
     above_0, above_1 = 0, 0  # values known to be above the k-th
@@ -156,7 +156,7 @@ def _count_rows(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
     row_0, num_0, row_1, num_1 = rows
     count_0, count_1 = _count_chunk(b_0, b_1, least_0, least_1)
     for start in range(CHUNK, tl.maximum(num_0, num_1), CHUNK):
-        b_0, b_1 = load_bits(row_0, start, num_0, 0, CHUNK), load_bits(row_1, start, num_1, 0, CHUNK)
+        b_0, b_1 = load_bits(row_0, start, num_0, CHUNK), load_bits(row_1, start, num_1, CHUNK)
         more_0, more_1 = _count_chunk(b_0, b_1, least_0, least_1)
         count_0 += more_0
         count_1 += more_1
