@@ -50,8 +50,8 @@ from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.worker.arena import Arena, SparseRow, kernel_rows
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
-from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
+from vllm_sparse_backend.serving.worker.owner import LayerLevel, Worker
+from vllm_sparse_backend.serving.worker.rows import Slab, SparseStep
 from vllm_sparse_kernels.attention import engine as attention_engine
 from vllm_sparse_kernels.attention.hopper.engine import HOPPER
 from vllm_sparse_kernels.layer import Layer
@@ -137,16 +137,17 @@ def decode_parts(num_rows: int, folder: Path) -> Iterator[tuple[str, float]]:
     builder_class = layers[0].get_attn_backend().get_builder_cls()
     with patch.object(compat, "tensor_parallel", lambda config: (0, 1)):  # without process groups
         names = [layer.layer_name for layer in layers]
+        worker = Worker(config)
         builder = builder_class(layers[0].get_kv_cache_spec(config), names, config, CPU)
     common = decoding_rows(num_rows)
     with patch.object(compat.DenseBuilder, "build", nothing):
         yield "metadata: build", cpu_us(lambda: builder.build(0, common), CALLS)
 
-    runner = SimpleNamespace(vllm_config=config, input_batch=SimpleNamespace(req_ids=()))
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=()))
     scheduled = {f"request-{row}": 1 for row in range(num_rows)}
     output = SimpleNamespace(finished_req_ids=(), scheduled_new_reqs=(), num_scheduled_tokens=scheduled)
-    execute_model = hooks._known(nothing)
-    yield "requests of the step: execute_model", cpu_us(lambda: execute_model(runner, output), CALLS)
+    execute_model = hooks.track_requests(nothing, runner, worker)
+    yield "requests of the step: execute_model", cpu_us(lambda: execute_model(output), CALLS)
 
     forward, metadata = layers[0].impl.forward, SimpleNamespace()
     with patch.object(compat.DenseImpl, "forward", nothing):

@@ -215,7 +215,7 @@ def test_one_line_for_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> Non
     hooks = pytest.importorskip("vllm_sparse_backend.serving.hooks")
     ours, others = ConfigurationError("method: given 'sales', expected one of sale"), []
     for error in (ours, ValueError("x")):
-        hooks._in_one_line(ours, lambda *given: others.append(given), type(error), error, None)
+        hooks._print_in_one_line(ours, lambda *given: others.append(given), type(error), error, None)
     assert capsys.readouterr().err == f"sparse-prefill: {ours}\n"
     assert [kind for kind, *_ in others] == [ValueError]
 

@@ -17,7 +17,9 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from tests.helpers.tiny_models import MLA_CONFIG
 from tests.helpers.vllm_objects import CPU, layer_name, make_common
 from vllm_sparse_backend.plugin import register
+from vllm_sparse_backend.serving import hooks
 from vllm_sparse_backend.serving.worker.mla_prefill import SparseMlaPrefillBackend
+from vllm_sparse_backend.serving.worker.owner import Worker
 
 PAGE_TOKENS = 16
 HEADS, LATENT, NOPE, ROPE, VALUE = 2, 512, 128, 64, 128
@@ -72,6 +74,8 @@ class MlaLayers:
         self.up_projection = UpProjection(generator)
         context = config.compilation_config.static_forward_context
         context.clear()
+        self.worker = Worker(config)
+        hooks._install(hooks.MLA_WORKER)
         with set_current_vllm_config(config):
             for name in self.names:
                 impl = CPUMLAImpl(
@@ -103,6 +107,8 @@ class MlaLayers:
             positions = torch.arange(step.lengths[row][0])  # the context is cached; new tokens are passed on
             cache[block_table[row, positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS] = latent[positions]
             first += count
+        if self.worker.mla is not None:
+            self.worker.mla._batch = (None, None)  # a new step
         metadata = self.builder.build(0, make_common(step.lengths, block_table))
         new = torch.cat([latent[c:] for latent, (c, _) in zip(step.latent, step.lengths, strict=True)])
         output = torch.full((len(step.q), HEADS * VALUE), float("nan"))

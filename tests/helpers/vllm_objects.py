@@ -15,8 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_sparse_backend.plugin import register
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.counters import Recorder
-from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadata, SparsePrefillMetadataBuilder
-from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
+from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
 from vllm_sparse_kernels.paged import PagedCache
 
 PAGE_TOKENS = 32
@@ -85,9 +84,7 @@ def make_builder(
 
 def recorder_of(builder: SparsePrefillMetadataBuilder) -> Recorder:
     """Return the counts of a builder's worker."""
-    worker = adopted_worker(builder.vllm_config)
-    assert worker is not None
-    return worker.recorder
+    return builder.worker.recorder
 
 
 def make_common(

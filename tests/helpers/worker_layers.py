@@ -15,7 +15,7 @@ from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.serving.worker.arena import Arena, LayerMemory, Memory, StepLimits
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
+from vllm_sparse_backend.serving.worker.owner import LayerLevel
 from vllm_sparse_kernels.layer import Layer
 
 HAS_CUDA, CPU = torch.cuda.is_available(), torch.device("cpu")

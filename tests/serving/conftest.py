@@ -25,20 +25,26 @@ def default_config(default_model: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of 1, without setting up process groups."""
+    """Rank 0 of 1, without setting up process groups, at a step of a request of the server's own level."""
     from vllm_sparse_backend.serving import compat
+    from vllm_sparse_backend.serving.worker.rows import UNKNOWN, Requests, Step
 
     monkeypatch.setattr(compat, "tensor_parallel", lambda config: (0, config.parallel_config.tensor_parallel_size))
+    monkeypatch.setattr(Requests, "step", Step({"0": UNKNOWN}, {"0": 1}))
     torch.manual_seed(0)
 
 
 @pytest.fixture
 def configured(default_config: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a function: settings → vLLM's configuration with them, without any layers yet."""
+    """Return a function: settings → the configuration of a vLLM worker with them, without any layers yet."""
+    from vllm_sparse_backend.serving.worker.owner import Worker
+
+    workers = []
 
     def configure(**settings: Any) -> Any:
         default_config.compilation_config.static_forward_context.clear()
         monkeypatch.setattr(default_config, "additional_config", {"sparse_prefill": settings})
+        workers.append(Worker(default_config))
         return default_config
 
     return configure
@@ -61,15 +67,16 @@ def built(configured: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that sets the level of each row, or its name, as if a runner were at a step with these rows."""
-    from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
-    from vllm_sparse_backend.serving.worker import step_context
+    from vllm_sparse_backend.config.request_levels import RequestLevel
+    from vllm_sparse_backend.serving.worker.rows import Request, Requests, Step
 
-    def begin(rows: Sequence[str | RequestLevel]) -> None:
-        requests = [level if isinstance(level, RequestLevel) else RequestLevel(level) for level in rows]
-        levels = {str(i): level for i, level in enumerate(requests) if level != SERVER_LEVEL}
-        step = step_context.Step(levels, {str(i): 1 for i in range(len(rows))})
-        step.req_ids = lambda: [str(i) for i in range(len(rows))]
-        monkeypatch.setattr(step_context.RunnerRequests, "step", step)
+    def begin(rows: Sequence[str | RequestLevel], prompt_lens: Sequence[int] = ()) -> None:
+        levels = [level if isinstance(level, RequestLevel) else RequestLevel(level) for level in rows]
+        lengths = prompt_lens or [0] * len(rows)
+        requests = {str(i): Request(*known) for i, known in enumerate(zip(levels, lengths, strict=True))}
+        step = Step(requests, dict.fromkeys(requests, 1))
+        step.req_ids = lambda: list(requests)
+        monkeypatch.setattr(Requests, "step", step)
 
     return begin
 

@@ -39,3 +39,27 @@ def test_what_a_hook_does_not_fit_is_an_error() -> None:
     said = r"Owner\.method\(self, number: int\) -> int has no more, yet, expected it as in 0\.30 to 0\.33"
     with pytest.raises(ConfigurationError, match=rf"vLLM \d.*{said}"):
         hooks.put_around(Owner, "method", doubled, ("number", "more", "yet"))
+
+
+def test_vllms_own_functions_fit_the_hooks() -> None:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewerRunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    classes = {
+        hooks.FRONT_OBJECT: [InputProcessor],
+        hooks.CORE_OBJECT: [EngineCore],
+        hooks.WORKER_OBJECT: [Worker],
+        hooks.WORKER_OBJECT_ON_CPU: [CPUWorker],
+        hooks.RUNNER_OBJECT: [GPUModelRunner, NewerRunner],
+        hooks.RUNNER_OBJECT_V2: [NewerRunner],
+        hooks.RUNNER_OBJECT_ON_GPU: [GPUModelRunner, NewerRunner],
+    }
+    for hook in hooks.OBJECT_HOOKS:
+        for owner in classes[hook.where]:
+            hooks._required(owner, hook.function, getattr(owner, hook.function, None), hook.expects)
+    for where in {hook.where for hook in hooks.HOOKS}:
+        hooks._install(where)

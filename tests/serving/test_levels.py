@@ -42,6 +42,7 @@ from vllm_sparse_backend.serving import hooks, level_policy as policies
 from vllm_sparse_backend.serving.frontend import middleware
 from vllm_sparse_backend.serving.frontend.middleware import LevelsEndpoint
 from vllm_sparse_backend.serving.level_policy import level_policy
+from vllm_sparse_backend.serving.worker.owner import Worker
 
 LEVELS: dict[str, Any] = {
     "level": "high",
@@ -69,7 +70,7 @@ class Front:
         return SimpleNamespace(sampling_params=None if pools else params.clone(), cache_salt=cache_salt)
 
 
-hooks.put_around(Front, "process_inputs", hooks._with_level, ("params",))
+hooks.put_around(Front, "__init__", hooks.begin_front)
 
 
 def sent(front: Front, level: object = None, **options: Any) -> tuple[str, str | None]:
@@ -127,33 +128,19 @@ class TestFrontProcess:
         request = Front(config).process_inputs("prompt", params, cache_salt="sparse_prefill:")
         assert (request.sampling_params.extra_args, request.cache_salt) == (params.extra_args, "sparse_prefill:")
 
-    def test_vllms_own_functions_fit_the_hooks(self) -> None:
-        from vllm import plugins
-        from vllm.v1.engine.core import EngineCore
-        from vllm.v1.engine.input_processor import InputProcessor
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewerRunner
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        hooks.install_in_front()
-        hooks.install_in_core()
-        functions = [InputProcessor.process_inputs, EngineCore.preprocess_add_request, plugins.load_endpoint_plugins]
-        for is_newer, runner in enumerate((GPUModelRunner, NewerRunner)):
-            model = SimpleNamespace(is_hybrid=True, is_encoder_decoder=False)
-            hooks.install_in_worker(SimpleNamespace(use_v2_model_runner=bool(is_newer), model_config=model))
-            functions.append(runner.execute_model)
-        assert all(getattr(function, hooks.OURS) for function in (*functions, NewerRunner.prepare_attn))
-
     def test_on_a_server_that_pools(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """Every row runs dense on vLLM's own path; ``on`` lets rows run sparse. Requests get the server's level."""
         for requests, server_value, other in ({}, 0, 1), ({"default": "on"}, 1, 0):
             config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, requests=requests)
             monkeypatch.setattr(config.model_config, "runner_type", "pooling")
+            worker = Worker(config)
             policy = level_policy(config)
             assert policy.level_of({FIELD: server_value}) == policy.level_of(None)
             with pytest.raises(ValueError, match="but this server runs a pooling model, which has one level"):
                 policy.level_of({FIELD: other})
             made = make_layers(config, range(4))
             builder = make_builder(config, made)
+            assert builder.worker is worker
             assert builder.sparse_layers == (() if server_value == 0 else (0, 1, 2, 3))
             step = make_step(made[0], MIXED)
             metadata = builder.build(0, step.common)
@@ -289,10 +276,14 @@ class Core:
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.model_executor = SimpleNamespace()
+        self._initialize_kv_caches(vllm_config)
         self.prepared: list[str] = []
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue: queue.Queue[Any] = queue.Queue()
         self.aborts_queue: queue.Queue[Any] = queue.Queue()
+
+    def _initialize_kv_caches(self, vllm_config: Any) -> None:
+        pass
 
     def preprocess_add_request(self, request: Any) -> tuple[Any, int]:
         self.prepared.append(request.request_id)
@@ -302,7 +293,7 @@ class Core:
         return {"status": "ready"}
 
 
-hooks.put_around(Core, "preprocess_add_request", hooks._checked_in_core, ("request",))
+hooks.put_around(Core, "_initialize_kv_caches", hooks.begin_core)
 
 
 def in_messagepack(extra_args: Any, request_id: str = "r", **fields: Any) -> list[Any]:
@@ -343,7 +334,7 @@ class TestEngineCore:
             self.take(core, extra_args)
         assert core.prepared == ["r"]
         monkeypatch.setattr(config.attention_config, "backend", None)
-        self.take(core, extra_args)
+        self.take(Core(config), extra_args)
 
     def test_requests_that_have_no_level_are_taken(self, levels: Callable[..., Any]) -> None:
         """Requests for pooling, and vLLM's own requests that free another server's blocks."""

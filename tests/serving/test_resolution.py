@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
-from tests.helpers.vllm_objects import CPU, make_config
+from tests.helpers.vllm_objects import make_config
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.serving import compat, resolution
 from vllm_sparse_backend.serving.level_policy import level_policy
 from vllm_sparse_backend.serving.resolution import resolve, settings_of
-from vllm_sparse_backend.serving.worker.shared_worker import Worker
+from vllm_sparse_backend.serving.worker.owner import Worker
 
 FRONT, WORKER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -67,12 +67,12 @@ def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on:
 
 
 def test_a_worker_says_that_its_device_is_another(sent: Any, lines: list[str], on: Callable[[str], None]) -> None:
-    worker = Worker(sent, CPU)
+    worker = Worker(sent)
     (line,) = [line for line in lines if "auto uses the measurements of" in line]
     assert f"rank 0 runs on {WORKER}, but auto uses the measurements of {FRONT}, " in line
     assert worker.resolved.device == FRONT
     on(FRONT)
-    Worker(sent, CPU)
+    Worker(sent)
     assert len([line for line in lines if "auto uses the measurements of" in line]) == 1
 
 
@@ -82,7 +82,7 @@ def test_nothing_is_said_where_no_number_is_looked_up(
     on(FRONT)
     config = make_config(default_model, {"method": "a_shape", "min_tokens": 64, "min_query_tokens": 1})
     on(WORKER)
-    Worker(config, CPU)
+    Worker(config)
     assert not [line for line in lines if "auto uses the measurements of" in line]
 
 

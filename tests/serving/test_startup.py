@@ -21,7 +21,7 @@ import transformers
 from tests.helpers.vllm_configs import llama, served
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.serving import compat, hooks, startup, streaming_startup
+from vllm_sparse_backend.serving import compat, hooks, startup
 from vllm_sparse_backend.serving.resolution import resolve
 
 WINDOWED = llama(layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=1024)
@@ -212,14 +212,6 @@ def test_an_unreadable_configuration_leaves_a_server_without_streaming_heads(lin
 class TestHeadsInKeysOfBlocks:
     """Servers that share a store of blocks read only blocks of servers with the same streaming heads."""
 
-    def core(self, store: str | None, fingerprint: str = "abc") -> Any:
-        connector = None if store is None else SimpleNamespace(kv_connector=store, kv_connector_extra_config={})
-        config = streaming({}, kv_transfer_config=connector)
-        startup.check(config)
-        executor = SimpleNamespace(vllm_config=config, collective_rpc=lambda method: [fingerprint] * 2)
-        streaming_startup.learn_heads(executor)
-        return SimpleNamespace(model_executor=executor)
-
     @pytest.mark.parametrize(
         ("store", "fingerprint", "salt", "expected"),
         [
@@ -231,10 +223,19 @@ class TestHeadsInKeysOfBlocks:
         ],
         ids=["sparse", "none found", "client", "exact", "no store"],
     )
-    def test_salts(self, store: str | None, fingerprint: str, salt: str | None, expected: str | None) -> None:
-        request = SimpleNamespace(cache_salt=salt)
-        streaming_startup.add_heads_to_salt(self.core(store, fingerprint), request)
-        assert request.cache_salt == expected
+    def test_salts(
+        self, monkeypatch: pytest.MonkeyPatch, store: str | None, fingerprint: str, salt: str | None,
+        expected: str | None,
+    ) -> None:  # fmt: skip
+        connector = None if store is None else SimpleNamespace(kv_connector=store, kv_connector_extra_config={})
+        config = streaming({}, kv_transfer_config=connector)
+        startup.check(config)
+        executor = SimpleNamespace(collective_rpc=lambda method: [fingerprint] * 2)
+        core = SimpleNamespace(model_executor=executor, preprocess_add_request=lambda request: request)
+        monkeypatch.setattr(hooks, "serves", lambda vllm_config: True)
+        hooks.begin_core(lambda self, vllm_config: None)(core, config)
+        request = SimpleNamespace(cache_salt=salt, sampling_params=None)
+        assert core.preprocess_add_request(request).cache_salt == expected
 
 
 def test_replaced_weights_are_a_warning_if_heads_were_measured(lines: list[str]) -> None:
@@ -243,7 +244,7 @@ def test_replaced_weights_are_a_warning_if_heads_were_measured(lines: list[str])
         startup.check(config)
         for _ in range(2):
             worker = type("Worker", (), {"vllm_config": config, "reload_weights": lambda self: None})()
-            hooks.add_worker_methods(worker)
+            hooks._install_on(worker, hooks.WORKER_OBJECT, worker)
             worker.reload_weights()
     assert len([line for line in lines if "reload_weights can replace the model's weights" in line]) == 1
 
@@ -347,21 +348,20 @@ class TestDecode:
 
     def test_a_worker_logs_it_once(self, monkeypatch: pytest.MonkeyPatch, configured: Any, lines: list[str]) -> None:
         """On a card, it logs when it prepares the layers of each cache group."""
-        from vllm_sparse_backend.serving.worker import warmup
-        from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
-        from vllm_sparse_backend.serving.worker.shared_worker import Worker
+        from vllm_sparse_backend.serving.worker import layers
+        from vllm_sparse_backend.serving.worker.owner import Worker
 
-        config, device = configured(method="a_shape"), torch.device("cpu")
-        worker = Worker(config, device)
+        config = configured(method="a_shape")
+        worker = Worker(config)
         questions = self.on(monkeypatch, 10, 0)
         warmed: list[Any] = []
-        monkeypatch.setattr(warmup, "warm_up", lambda *arguments: warmed.append(arguments))
+        monkeypatch.setattr(layers, "warm_up", lambda *arguments: warmed.append(arguments))
         monkeypatch.setattr(compat, "device_capability", lambda: (10, 0))
         monkeypatch.setattr(compat, "page_order", lambda config: ())
         spec: Any = SimpleNamespace(block_size=128, head_size=64)
         impls: Any = [SimpleNamespace(kv_cache_dtype="fp8", sinks=torch.zeros(4))]
         for _ in range(2):
-            LayerAdoption(CacheGroup(config, device, [], spec), {})._make_ready(impls, worker)
+            layers._make_ready(worker, impls, spec, "")
         assert len(warmed) == 2
         assert {(c.head_size, c.kv_cache_dtype, c.has_sink) for c, _ in questions} == {(64, "fp8", True)}
         assert all(current is config for _, current in questions)

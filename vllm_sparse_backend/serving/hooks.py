@@ -2,13 +2,12 @@
 """All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, lists them.
 
 The package may also be installed on servers that run other backends. There, registration installs only the hooks of
-``REGISTRATION``: where a backend is looked up, and where a front process, an engine's core and a worker get their
+``REGISTRATION``: where a backend is looked up, and where a front process, an engine's core and a worker have their
 configuration. These read only the configuration. All other hooks are installed once a process has a configuration that
-selects ours. They pass through the calls of other engines in the same process.
+selects ours, on the objects of that engine where possible.
 
 If a hook does not fit a function of a later vLLM, the server does not start, and the error names the function:
-otherwise a request might run at another level than it chose. For streaming heads this is only a warning, unless the
-operator turned streaming heads on.
+otherwise a request might run at another level than it chose.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -19,11 +18,10 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import DOCUMENTS, REQUESTS
+from vllm_sparse_backend.config.keys import DOCUMENTS
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
 from vllm_sparse_backend.identity import BACKEND, FLAG, LOGGER, MLA_BACKEND, MLA_FLAG, NAMES, RELEASES
 from vllm_sparse_backend.serving.registration import (
@@ -35,6 +33,9 @@ from vllm_sparse_backend.serving.registration import (
     why_mla_prefill_displaced,
 )
 
+if TYPE_CHECKING:
+    from vllm_sparse_backend.serving.worker.owner import Worker
+
 logger = logging.getLogger(LOGGER)
 
 Function = Callable[..., Any]
@@ -44,47 +45,32 @@ ON_CPU = "every process, on a CPU"
 REGISTRATION = (EVERY, ON_CPU)
 """Hooks that registration installs with any backend. Others are installed once a configuration selects ours."""
 
-FRONT = "the front process"
 SERVER = "servers' processes"
-CORE = "the engine's core"
-WORKER = "workers"
 MLA_WORKER = "workers, for multi-head latent attention"
-CONNECTED = "workers, once they are connected"
-STREAMING_OLDER = "workers with the older runner, for streaming heads"
-STREAMING_NEWER = "workers with Model Runner V2, for streaming heads"
-STREAMING_ON_CPU = "workers on a CPU, for streaming heads"
-OLDER = "workers with the older runner"
-NEWER = "workers with Model Runner V2"
-UNNUMBERED = "workers with Model Runner V2 whose metadata does not number rows: hybrid models, encoder-decoders"
 
-FOR_NO_REQUEST = ("determine_available_memory", "compile_or_warm_up_model", "elastic_ep_execute", "execute_dummy_batch")
-"""Methods of a worker that run the model without requests. Counters ignore these runs.
-
-Ranks without requests call the last of these while other ranks are busy. Steps with requests use other methods, which
-differ between executors.
-"""
-
-MLA_LAYER = "sparse_prefill_layer"
-"""Attribute of vLLM's implementation of an MLA layer: its number, if it can run sparse."""
-
-REPLACE_WEIGHTS = ("reload_weights", "update_weights")
-"""Methods of a worker that replace the model's weights."""
+FRONT_OBJECT = "InputProcessor of our engine"
+CORE_OBJECT = "EngineCore of our engine"
+WORKER_OBJECT = "Worker of our engine"
+WORKER_OBJECT_ON_CPU = "Worker of our engine, on a CPU"
+RUNNER_OBJECT = "runner of our engine"
+RUNNER_OBJECT_V2 = "Model Runner V2 of our engine"
+RUNNER_OBJECT_ON_GPU = "runner of our engine, on a GPU"
 
 
 # --- every process: the lookup of a backend, and the configuration ---
 
 
-def _looked_up(original: Function) -> Function:
+def look_up_backend(original: Function) -> Function:
     """Refuse the flag's value if another plugin holds CUSTOM; the lookup happens after all plugins are loaded."""
-    return _refused_if_displaced(original, FLAG, why_displaced)
+    return _refuse_if_displaced(original, FLAG, why_displaced)
 
 
-def _mla_looked_up(original: Function) -> Function:
+def look_up_mla_backend(original: Function) -> Function:
     """Refuse the value of the flag for MLA if another plugin holds CUSTOM there."""
-    return _refused_if_displaced(original, MLA_FLAG, why_mla_prefill_displaced)
+    return _refuse_if_displaced(original, MLA_FLAG, why_mla_prefill_displaced)
 
 
-def _refused_if_displaced(original: Function, flag: str, why_not: Callable[[], str | None]) -> Function:
+def _refuse_if_displaced(original: Function, flag: str, why_not: Callable[[], str | None]) -> Function:
     def look_up(cls: type, name: str) -> Any:
         member = original(cls, name)
         if name in NAMES and (why := why_not()) is not None:
@@ -96,7 +82,7 @@ def _refused_if_displaced(original: Function, flag: str, why_not: Callable[[], s
     return look_up
 
 
-def _checked(original: Function) -> Function:
+def check_configuration(original: Function) -> Function:
     """Validate our settings where the front process builds vLLM's configuration, before any model loads.
 
     While a model loads, workers derive configurations for its parts (a multimodal model's text stack, a draft model),
@@ -123,8 +109,7 @@ def _checked(original: Function) -> Function:
         except ConfigurationError as error:
             _end_in_one_line(error)
             raise
-        install_in_front()
-        install_in_core()  # the core may be this process
+        _install(SERVER)
 
     return check_and_update_config
 
@@ -141,33 +126,12 @@ def serves(vllm_config: Any) -> bool:
     return False
 
 
-def _begun(install: Callable[[Any, Any], None]) -> Callable[[Function], Function]:
-    """Install a process's hooks in a constructor that takes ``vllm_config``, if the configuration is ours.
-
-    Spawned processes load plugins before they have a configuration. They receive it complete, so vLLM's check of a new
-    configuration does not run there.
-    """
-
-    def around(original: Function) -> Function:
-        signature = inspect.signature(original)
-
-        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-            vllm_config = signature.bind(self, *args, **kwargs).arguments["vllm_config"]
-            if serves(vllm_config):
-                install(self, vllm_config)
-            original(self, *args, **kwargs)
-
-        return construct
-
-    return around
-
-
 def _end_in_one_line(error: ConfigurationError) -> None:
     """Make an uncaught error end the process with a one-line message instead of a traceback."""
-    sys.excepthook = functools.partial(_in_one_line, error, sys.excepthook)
+    sys.excepthook = functools.partial(_print_in_one_line, error, sys.excepthook)
 
 
-def _in_one_line(
+def _print_in_one_line(
     refusal: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
 ) -> None:
     """``sys.excepthook``: print only the message of our error, without a traceback; pass other errors on."""
@@ -177,7 +141,7 @@ def _in_one_line(
         others(kind, error, trace)
 
 
-def _selectable(original: Function) -> Function:
+def select_on_cpu(original: Function) -> Function:
     """Select this backend on the CPU platform, which otherwise ignores the configured backend."""
 
     def get_attn_backend_cls(
@@ -190,7 +154,7 @@ def _selectable(original: Function) -> Function:
     return get_attn_backend_cls
 
 
-def _mla_selectable(original: Function) -> Function:
+def select_mla_on_cpu(original: Function) -> Function:
     """Select our prefill backend for MLA on the CPU platform, which otherwise ignores the configured backend."""
 
     def get_mla_prefill_backend(vllm_config: Any) -> Any:
@@ -207,10 +171,10 @@ def _imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# --- servers' processes ---
+# --- servers: request levels and /metrics ---
 
 
-def _with_our_endpoints(original: Function) -> Function:
+def add_endpoints(original: Function) -> Function:
     """Add our endpoint plugins, which get a server's app and its engine client.
 
     vLLM loads endpoint plugins of an entry point only if VLLM_PLUGINS names them, because they may open routes. Our
@@ -226,199 +190,187 @@ def _with_our_endpoints(original: Function) -> Function:
     return load_endpoint_plugins
 
 
-# --- workers: methods that vLLM calls by name ---
+def begin_front(original: Function) -> Function:
+    """Give the object that turns requests into engine requests the policy of its server."""
+
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if is_selected(self.vllm_config.attention_config):
+            from vllm_sparse_backend.serving.level_policy import level_policy
+
+            _install_on(self, FRONT_OBJECT, level_policy(self.vllm_config))
+
+    return construct
 
 
-def add_worker_methods(worker: Any) -> None:
-    """Give a worker our method for ``collective_rpc``, do not count its runs without requests, and warn of new weights.
-
-    They are attributes of the instance, where vLLM's wrapper around the worker finds methods by name.
-    """
-    setattr(worker, WORKER_METHOD, _samples_of(worker))
-    for name in FOR_NO_REQUEST:
-        setattr(worker, name, _uncounted(worker, name))
-    for name in REPLACE_WEIGHTS:
-        if hasattr(worker, name):
-            setattr(worker, name, _warned_of(worker, name))
-
-
-def _samples_of(worker: Any) -> Function:
-    sent: dict[Any, float] = {}
-
-    def samples(start: bool = True) -> dict[str, Any]:
-        from vllm_sparse_backend.serving.worker.worker_samples import new_samples
-
-        return new_samples(worker, sent, start)
-
-    return samples
-
-
-def _uncounted(worker: Any, name: str) -> Function:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.worker.counters import not_counting
-
-        with not_counting():
-            return getattr(type(worker), name)(worker, *args, **kwargs)  # looked up late: it may be wrapped by now
-
-    return call
-
-
-def _warned_of(worker: Any, name: str) -> Function:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.streaming_startup import warn_of_weights
-
-        warn_of_weights(worker.vllm_config, name)
-        return getattr(type(worker), name)(worker, *args, **kwargs)
-
-    return call
-
-
-# --- the front process and the engine's core: the level of a request ---
-
-
-def _with_level(original: Function) -> Function:
+def set_levels(original: Function, front: Any, policy: Any) -> Function:
     """Check the level of each request, and set its cache salt. Requests from all entry points pass through here."""
+    from vllm_sparse_backend.serving.level_policy import level_of, set_level
+
     signature = inspect.signature(original)
 
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_selected(self.vllm_config.attention_config):
-            return original(self, *args, **kwargs)
-        from vllm_sparse_backend.serving.level_policy import level_of, policy_of, set_level
-
-        arguments, policy = signature.bind(self, *args, **kwargs).arguments, policy_of(self)
+    def process_inputs(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
         level = level_of(policy, arguments["params"], arguments.get("resumable", False))
-        request = original(self, *args, **kwargs)
+        request = original(*args, **kwargs)
         set_level(policy, request, level)
         return request
 
     return process_inputs
 
 
-def _checked_in_core(original: Function) -> Function:
-    """Refuse requests whose level no front process of this package has checked."""
+# --- the engine's core ---
 
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        if not is_selected(self.vllm_config.attention_config):
-            return original(self, request)
-        from vllm_sparse_backend.serving.level_policy import refuse_unchecked
-        from vllm_sparse_backend.serving.streaming_startup import add_heads_to_salt
 
-        add_heads_to_salt(self, request)
+def begin_core(original: Function) -> Function:
+    """Learn from the workers which streaming heads they found, before the core takes requests."""
+
+    def initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, vllm_config, *args, **kwargs)
+        if serves(vllm_config):
+            from vllm_sparse_backend.serving.streaming_startup import shares_blocks
+            from vllm_sparse_backend.serving.worker.streaming import heads_of_worker
+
+            heads = self.model_executor.collective_rpc(heads_of_worker)[0] if shares_blocks(vllm_config) else ""
+            _install_on(self, CORE_OBJECT, heads)
+        return result
+
+    return initialize_kv_caches
+
+
+def refuse_unchecked_requests(original: Function, core: Any, heads: str) -> Function:
+    """Refuse requests whose level no front process of this package has checked; complete the salts of the others.
+
+    The front process writes the salts, but does not know which heads the workers found: an offline engine asks them
+    nothing at its start, and engines of a server may find different heads.
+    """
+    from vllm_sparse_backend.serving.level_policy import add_heads_to_salt, refuse_unchecked
+
+    def preprocess_add_request(request: Any) -> Any:
+        add_heads_to_salt(request, heads)
         # First, because it puts the request's images into the core's cache, where the front process expects them for
         # the next request.
-        prepared = original(self, request)
+        prepared = original(request)
         refuse_unchecked(request)
         return prepared
 
     return preprocess_add_request
 
 
-def _learning_heads(original: Function) -> Function:
-    """Ask the workers which streaming heads they found, once they have measured the memory for their cache."""
-
-    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if is_selected(self.vllm_config.attention_config):
-            from vllm_sparse_backend.serving.streaming_startup import learn_heads
-
-            learn_heads(self)
-        return result
-
-    return determine_available_memory
+# --- workers ---
 
 
-# --- workers: the requests of a step's rows ---
+def begin_worker(original: Function) -> Function:
+    """Make our ``Worker`` once vLLM's worker is connected with the others and has a runner, before any model loads."""
+
+    def init_device(self: Any) -> None:
+        original(self)
+        if serves(self.vllm_config):
+            from vllm_sparse_backend.serving.worker.agreement import agree
+
+            agree(self.vllm_config)
+            own(self.worker)
+
+    return init_device
 
 
-def _known(original: Function) -> Function:
-    """Record the levels of a step's requests, and how its rows map to requests.
+def own(vllm_worker: Any) -> "Worker":
+    """Make the owner of our state in one of vLLM's workers, which keeps it alive, and install the hooks that fill it.
 
-    The older runner has a persistent batch, which is in order when metadata is built. In Model Runner V2, metadata
-    numbers a step's rows (``req_idx``), or ``prepare_attn`` gets the batch. A dummy run has neither.
+    vLLM's wrapper around the worker finds the method for ``collective_rpc`` among the worker's attributes.
+    """
+    from vllm.platforms import current_platform
+
+    from vllm_sparse_backend.serving.worker.owner import Worker
+
+    vllm_config, runner = vllm_worker.vllm_config, vllm_worker.model_runner
+    worker = Worker(vllm_config)
+    setattr(vllm_worker, WORKER_METHOD, worker.new_samples)
+    _install_on(vllm_worker, WORKER_OBJECT, worker)
+    if vllm_config.is_mm_encoder_only:  # its runner has no attention of ours
+        return worker
+    _install_on(runner, RUNNER_OBJECT, worker)
+    if vllm_config.use_v2_model_runner:
+        _install_on(runner, RUNNER_OBJECT_V2, worker)
+    if current_platform.is_cpu():
+        _install_on(vllm_worker, WORKER_OBJECT_ON_CPU, worker)
+    else:
+        _install_on(runner, RUNNER_OBJECT_ON_GPU, worker)
+    if is_our_mla_prefill(mla_prefill_of(vllm_config.attention_config)):
+        _install(MLA_WORKER)
+    return worker
+
+
+def track_requests(original: Function, runner: Any, worker: "Worker") -> Function:
+    """Record the levels of a step's requests.
+
+    The older runner has a persistent batch, which is in order when metadata is built. Model Runner V2 passes the batch
+    to ``prepare_attn``. Dummy runs, which V2 passes through here too, have no requests.
     """
 
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        requests = vars(self).get(REQUESTS)
-        if requests is None:  # the runner's first step, or a runner without a layer of ours
-            if not is_selected(self.vllm_config.attention_config):
-                return original(self, scheduler_output, *args, **kwargs)
-            from vllm_sparse_backend.serving.worker.step_context import requests_of
-
-            requests = requests_of(self)
-            if requests is None:
-                return original(self, scheduler_output, *args, **kwargs)
-        with requests.at_step(scheduler_output, self):
-            if hasattr(self, "input_batch"):
-                requests.name_rows(lambda: self.input_batch.req_ids)
-            return original(self, scheduler_output, *args, **kwargs)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            return original(scheduler_output, *args, **kwargs)
+        with worker.requests.run_step(scheduler_output) as step:
+            if hasattr(runner, "input_batch"):
+                step.req_ids = lambda: runner.input_batch.req_ids
+            return original(scheduler_output, *args, **kwargs)
 
     return execute_model
 
 
-def _batch_told(original: Function) -> Function:
-    def prepare_attn(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_sparse_backend.serving.worker.step_context import requests_of
+def name_rows(original: Function, runner: Any, worker: "Worker") -> Function:
+    """Record how the rows of a step map to its requests."""
 
-        requests = requests_of(self)
-        if requests is not None:
-            requests.name_rows(lambda: input_batch.req_ids)
-        return original(self, input_batch, *args, **kwargs)
+    def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if worker.requests.step is not None:
+            worker.requests.step.req_ids = lambda: input_batch.req_ids
+        return original(input_batch, *args, **kwargs)
 
     return prepare_attn
 
 
-# --- workers: their settings, and streaming heads ---
+def profile_model(original: Function, runner: Any, worker: "Worker") -> Function:
+    """Allocate our memory where vLLM measures it, and find the streaming heads once vLLM has compiled the model."""
+    from vllm_sparse_backend.serving.worker.layers import reserve_memory
+    from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
 
-
-def _agreeing(original: Function) -> Function:
-    """Compare the settings of all workers as soon as vLLM has connected them, before any model loads."""
-
-    def init_worker_distributed_environment(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(vllm_config, *args, **kwargs)
-        if is_selected(vllm_config.attention_config):
-            from vllm_sparse_backend.serving.worker.agreement import agree
-
-            agree(vllm_config)
-
-    return init_worker_distributed_environment
-
-
-def _profiled(original: Function) -> Function:
-    """Find the streaming heads after vLLM's profile run: it has compiled the model, and the cache does not exist."""
-
-    def profile_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        _find_streaming_heads(self.vllm_config, self)
+    def profile_run(*args: Any, **kwargs: Any) -> Any:
+        reserve_memory(worker)
+        result = original(*args, **kwargs)
+        find_streaming_heads(worker, runner.get_model)
         return result
 
     return profile_run
 
 
-def _measured_on_cpu(original: Function) -> Function:
+def find_heads_on_cpu(original: Function, vllm_worker: Any, worker: "Worker") -> Function:
     """Find the streaming heads on a CPU, where vLLM may skip the profile run."""
+    from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
 
-    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        _find_streaming_heads(self.vllm_config, self.model_runner)
+    def determine_available_memory(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        find_streaming_heads(worker, vllm_worker.model_runner.get_model)
         return result
 
     return determine_available_memory
 
 
-def _find_streaming_heads(vllm_config: Any, runner: Any) -> None:
-    """Find the streaming heads, if this engine does. The hook also sees other engines of the same process."""
-    from vllm_sparse_backend.config.resolved import carried_streaming
+def warn_of_new_weights(original: Function, vllm_worker: Any, worker: "Worker") -> Function:
+    """Warn that heads and profiles were measured on the weights before."""
+    from vllm_sparse_backend.serving.streaming_startup import warn_of_weights
 
-    if is_selected(vllm_config.attention_config) and carried_streaming(vllm_config.additional_config):
-        from vllm_sparse_backend.serving.worker.streaming_heads import find_streaming_heads
+    def reload_weights(*args: Any, **kwargs: Any) -> Any:
+        warn_of_weights(worker.vllm_config, "reload_weights")
+        return original(*args, **kwargs)
 
-        find_streaming_heads(vllm_config, lambda: runner.get_model())
+    return reload_weights
 
 
 # --- workers: multi-head latent attention ---
 
 
-def _rows_of_mla_known(original: Function) -> Function:
+def classify_mla_rows(original: Function) -> Function:
     """Give our prefill backend the metadata of the whole batch before vLLM gives it that of the rows that prefill.
 
     The older runner builds a draft model's metadata with ``fast_build``, which is not passed on. Model Runner V2 does
@@ -436,7 +388,7 @@ def _rows_of_mla_known(original: Function) -> Function:
     return build
 
 
-def _layer_of_mla_known(original: Function) -> Function:
+def name_mla_layer(original: Function) -> Function:
     """Tell our prefill backend which layer calls it: the layers of a cache group share a backend in a step."""
 
     def forward_mha(
@@ -445,31 +397,17 @@ def _layer_of_mla_known(original: Function) -> Function:
     ) -> Any:  # fmt: skip
         begin_layer = getattr(attn_metadata.prefill.prefill_backend, "begin_layer", None)
         if begin_layer is not None:
-            begin_layer(vars(self).get(MLA_LAYER))
+            begin_layer(self)
         return original(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *args, **kwargs)
 
     return forward_mha
-
-
-# --- processes that are spawned ---
-
-
-def _core_begins(executor: Any, vllm_config: Any) -> None:
-    install_in_core()
-
-
-def _worker_begins(worker: Any, vllm_config: Any) -> None:
-    add_worker_methods(worker)
-    _install(CONNECTED)
-    name = "init_worker_distributed_environment"
-    _replace_by_name(name, _imported(f"vllm.v1.worker.gpu_worker.{name}"))
 
 
 # --- the table ---
 
 
 class Hook(NamedTuple):
-    """A wrapped function of vLLM. It belongs to a class or, if ``owner`` is empty, to the module."""
+    """A wrapped function of a class of vLLM or, if ``owner`` is empty, of a module. It sees all engines."""
 
     where: str
     module: str
@@ -481,13 +419,15 @@ class Hook(NamedTuple):
     why: str
 
 
-class ReadClass(NamedTuple):
-    """A class of vLLM that wrappers read, and the fields or methods that it must have."""
+class ObjectHook(NamedTuple):
+    """A wrapped method of one object of our engine."""
 
     where: str
-    module: str
-    owner: str
-    names: tuple[str, ...]
+    function: str
+    expects: tuple[str, ...]
+    wrapper: Callable[[Function, Any, Any], Function]
+    """Takes the method, its object, and our value for the object: a policy, a fingerprint, or our ``Worker``."""
+    why: str
 
 
 _MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
@@ -495,65 +435,46 @@ _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
 # fmt: off
 HOOKS = (
-    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", ("vllm_config",), _checked,
-         "the configuration is checked before a model loads; if it is ours, the front process gets its hooks"),
+    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", ("vllm_config",), check_configuration,
+         "the configuration is checked before a model loads; if it is ours, the server gets its hooks"),
     Hook(EVERY, "vllm.v1.attention.backends.registry", "_AttentionBackendEnumMeta", "__getitem__", ("name",),
-         _looked_up, "the flag is refused where another plugin has taken its backend's place"),
-    Hook(EVERY, f"{_MLA_PREFILL}.registry", "_MLAPrefillBackendEnumMeta", "__getitem__", ("name",), _mla_looked_up,
-         "the flag for MLA is refused where another plugin has taken its backend's place"),
-    Hook(EVERY, "vllm.v1.executor.abstract", "Executor", "__init__", ("vllm_config",), _begun(_core_begins),
-         "an engine's core whose configuration is ours gets its hooks"),
-    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerBase", "__init__", ("vllm_config",), _begun(_worker_begins),
-         "a worker whose configuration is ours gets its hooks and methods, and does not count runs without requests"),
+         look_up_backend, "the flag is refused where another plugin has taken its backend's place"),
+    Hook(EVERY, f"{_MLA_PREFILL}.registry", "_MLAPrefillBackendEnumMeta", "__getitem__", ("name",),
+         look_up_mla_backend, "the flag for MLA is refused where another plugin has taken its backend's place"),
+    Hook(EVERY, "vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", ("vllm_config",), begin_core,
+         "a spawned core, which checks no configuration, gets its hook; it learns which heads its workers found"),
+    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", (), begin_worker,
+         "workers with other settings are refused; a worker gets the owner of our state, and its hooks"),
     Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
-         ("selected_backend", "attn_selector_config"), _selectable, "a CPU runs the configured backend"),
-    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", ("vllm_config",), _mla_selectable,
+         ("selected_backend", "attn_selector_config"), select_on_cpu, "a CPU runs the configured backend"),
+    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", ("vllm_config",), select_mla_on_cpu,
          "a CPU runs the configured prefill backend for MLA"),
-    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), _with_our_endpoints,
+    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), add_endpoints,
          "levels are refused where vLLM would drop them; /metrics shows our counters"),
-    Hook(FRONT, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), _with_level,
-         "each request's level is checked, written in canonical form, and put into its cache salt"),
-    Hook(CORE, "vllm.v1.engine.core", "EngineCore", "preprocess_add_request", ("request",), _checked_in_core,
-         "requests whose level our front process has not checked are refused"),
-    Hook(CORE, "vllm.v1.executor.abstract", "Executor", "determine_available_memory", (), _learning_heads,
-         "servers that share a store of blocks read only blocks of servers with the same streaming heads"),
-    Hook(CONNECTED, "vllm.v1.worker.gpu_worker", "", "init_worker_distributed_environment", ("vllm_config",), _agreeing,
-         "workers that have other settings are refused before any of them waits for another"),
-    Hook(OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
-         _known, "the rows of a step are mapped to requests, and requests to levels"),
-    Hook(NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "execute_model", ("scheduler_output",),
-         _known, "the requests of a step are mapped to levels"),
-    Hook(UNNUMBERED, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "prepare_attn", ("input_batch",),
-         _batch_told, "the rows of a step are mapped to requests"),
-    Hook(STREAMING_OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "profile_run", (), _profiled,
-         "streaming heads are found before the KV cache exists"),
-    Hook(STREAMING_NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "profile_run", (), _profiled,
-         "streaming heads are found before the KV cache exists"),
-    Hook(STREAMING_ON_CPU, "vllm.v1.worker.cpu_worker", "CPUWorker", "determine_available_memory", (),
-         _measured_on_cpu, "streaming heads are found before the KV cache exists"),
+    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "__init__", ("vllm_config",), begin_front,
+         "requests to our engine get their levels checked, and requests to other engines stay untouched"),
     Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build",
-         ("common_prefix_len", "common_attn_metadata", "fast_build"), _rows_of_mla_known,
+         ("common_prefix_len", "common_attn_metadata", "fast_build"), classify_mla_rows,
          "the rows that prefill are mapped to requests"),
     Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha",
-         ("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata"), _layer_of_mla_known,
+         ("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata"), name_mla_layer,
          "the prefill backend, which layers share, knows the layer"),
 )
-READ_CLASSES = (
-    ReadClass(FRONT, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "cache_salt")),
-    ReadClass(CORE, "vllm.v1.engine", "EngineCoreRequest", ("sampling_params", "abort_immediately")),
-    ReadClass(WORKER, "vllm.v1.core.sched.output", "NewRequestData", ("req_id", "sampling_params", "prompt_token_ids")),
-    ReadClass(WORKER, "vllm.v1.core.sched.output", "SchedulerOutput",
-         ("scheduled_new_reqs", "finished_req_ids", "num_scheduled_tokens")),
-    ReadClass(WORKER, "vllm.v1.worker.gpu_worker", "Worker", FOR_NO_REQUEST),
-    ReadClass(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", ("_prefill_backend", "reorder_batch_threshold")),
-    ReadClass(MLA_WORKER, _MLA_ATTENTION, "MLACommonPrefillMetadata",
-         ("query_start_loc", "max_query_len", "chunked_context", "prefill_backend")),
-    ReadClass(STREAMING_OLDER, "vllm.v1.worker.gpu_model_runner", "GPUModelRunner", ("get_model",)),
-    ReadClass(STREAMING_NEWER, "vllm.v1.worker.gpu.model_runner", "GPUModelRunner", ("get_model",)),
-    ReadClass(OLDER, "vllm.v1.worker.gpu_input_batch", "InputBatch", ("req_ids",)),
-    ReadClass(NEWER, "vllm.v1.attention.backend", "CommonAttentionMetadata", ("req_idx",)),
-    ReadClass(NEWER, "vllm.v1.worker.gpu.states", "RequestState", ("index_to_req_id",)),
-    ReadClass(UNNUMBERED, "vllm.v1.worker.gpu.input_batch", "InputBatch", ("req_ids",)),
+OBJECT_HOOKS = (
+    ObjectHook(FRONT_OBJECT, "process_inputs", ("params",), set_levels,
+               "each request's level is checked, written in canonical form, and put into its cache salt"),
+    ObjectHook(CORE_OBJECT, "preprocess_add_request", ("request",), refuse_unchecked_requests,
+               "requests whose level our front process has not checked are refused; salts name the heads found"),
+    ObjectHook(WORKER_OBJECT, "reload_weights", (), warn_of_new_weights,
+               "an operator learns that streaming heads were measured on earlier weights"),
+    ObjectHook(WORKER_OBJECT_ON_CPU, "determine_available_memory", (), find_heads_on_cpu,
+               "streaming heads are found before the KV cache exists"),
+    ObjectHook(RUNNER_OBJECT, "execute_model", ("scheduler_output",), track_requests,
+               "the requests of a step are mapped to levels"),
+    ObjectHook(RUNNER_OBJECT_V2, "prepare_attn", ("input_batch",), name_rows,
+               "the rows of a step are mapped to requests"),
+    ObjectHook(RUNNER_OBJECT_ON_GPU, "profile_run", (), profile_model,
+               "vLLM counts our memory; streaming heads are found before the KV cache exists"),
 )
 # fmt: on
 
@@ -571,17 +492,6 @@ def install() -> None:
         _replace_by_name("get_mla_prefill_backend", _imported(f"{_MLA_PREFILL}.selector.get_mla_prefill_backend"))
 
 
-def install_in_front() -> None:
-    """Install the front process's hooks, which check the levels of requests."""
-    _install(FRONT)
-    _install(SERVER)
-
-
-def install_in_core() -> None:
-    """Install the core's hook, which refuses requests that no front process of this package has checked."""
-    _install(CORE)
-
-
 def _replace_by_name(name: str, function: Function) -> None:
     """Replace a wrapped function in all modules of vLLM that imported it by name before."""
     for module in list(sys.modules.values()):
@@ -589,54 +499,19 @@ def _replace_by_name(name: str, function: Function) -> None:
             setattr(module, name, function)
 
 
-def install_in_worker(vllm_config: Any) -> None:
-    """Install a worker's hooks, which provide the levels of requests and their rows, on every rank and stage."""
-    newer = (NEWER,) if numbers_rows(vllm_config) else (NEWER, UNNUMBERED)
-    for where in (WORKER, *(newer if vllm_config.use_v2_model_runner else (OLDER,))):
-        _install(where)
-
-
-def streaming_problem(vllm_config: Any) -> str | None:
-    """Install a worker's hooks that find streaming heads at its start. Returns why they cannot be installed."""
-    from vllm.platforms import current_platform
-
-    newer = vllm_config.use_v2_model_runner
-    try:
-        _install(STREAMING_ON_CPU if current_platform.is_cpu() else STREAMING_NEWER if newer else STREAMING_OLDER)
-    except ConfigurationError as error:
-        return str(error)
-    return None
-
-
-def install_for_mla() -> None:
-    """Install a worker's hooks for multi-head latent attention, which provide the rows and the layer of each call."""
-    _install(MLA_WORKER)
-
-
-def numbers_rows(vllm_config: Any) -> bool:
-    """Return whether Model Runner V2 maps rows to requests in each batch's metadata."""
-    model = vllm_config.model_config
-    return not (model.is_hybrid or model.is_encoder_decoder)  # their model states leave req_idx empty
-
-
 def _install(where: str) -> None:
-    """Install the hooks of a kind of process. Raises ConfigurationError if vLLM lacks anything they expect."""
-    for read in READ_CLASSES:
-        if read.where == where:
-            owner = owner_of(read.module, read.owner)
-            if missing := [name for name in read.names if name not in names_of(owner)]:
-                raise _misfit(f"{_path(owner)} has no {', '.join(missing)}")
+    """Install the hooks of a kind of process. Raises ConfigurationError if vLLM lacks a function that they expect."""
     for hook in HOOKS:
         if hook.where == where:
             put_around(owner_of(hook.module, hook.owner), hook.function, hook.wrapper, hook.expects)
 
 
-def names_of(owner: Any) -> set[str]:
-    """Return the names that instances of a class have."""
-    if is_dataclass(owner):
-        return {f.name for f in fields(owner)}
-    constructor_code = getattr(getattr(owner, "__init__", None), "__code__", None)
-    return {*dir(owner), *(constructor_code.co_names if constructor_code else ())}
+def _install_on(target: Any, where: str, value: Any) -> None:
+    """Wrap methods of an object of our engine."""
+    for hook in OBJECT_HOOKS:
+        if hook.where == where:
+            original = _required(type(target), hook.function, getattr(target, hook.function, None), hook.expects)
+            setattr(target, hook.function, functools.wraps(original)(hook.wrapper(original, target, value)))
 
 
 def owner_of(module: str, name: str) -> Any:
@@ -658,23 +533,26 @@ _wrapped: set[tuple[Any, str]] = set()
 
 def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], expects: Sequence[str] = ()) -> None:
     """Wrap a function of vLLM. A function that is wrapped already stays as it is."""
-    original = inspect.getattr_static(owner, name, None)
-    is_classmethod = isinstance(original, classmethod)
-    function = getattr(owner, name) if is_classmethod else original
-    if not callable(function):
-        raise _misfit(f"{_path(owner)}.{name} is missing")
     if (owner, name) in _wrapped:
         return
-    if missing := [parameter for parameter in expects if parameter not in inspect.signature(function).parameters]:
-        raise _misfit(f"{_path(owner)}.{name}{inspect.signature(function)} has no {', '.join(missing)}")
+    original = inspect.getattr_static(owner, name, None)
+    is_classmethod = isinstance(original, classmethod)
+    function = _required(owner, name, getattr(owner, name) if is_classmethod else original, expects)
     wrapped = functools.wraps(getattr(function, "__func__", function))(wrapper(function))
     setattr(wrapped, OURS, True)
     setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
     _wrapped.add((owner, name))
 
 
-def _path(owner: Any) -> str:
-    return owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
+def _required(owner: Any, name: str, function: Any, expects: Sequence[str]) -> Function:
+    """Return a function of vLLM. Raises ConfigurationError if it is missing, or has not all expected parameters."""
+    path = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
+    if not callable(function):
+        raise _misfit(f"{path}.{name} is missing")
+    if missing := [parameter for parameter in expects if parameter not in inspect.signature(function).parameters]:
+        raise _misfit(f"{path}.{name}{inspect.signature(function)} has no {', '.join(missing)}")
+    wrappable: Function = function
+    return wrappable
 
 
 def _misfit(what: str) -> ConfigurationError:

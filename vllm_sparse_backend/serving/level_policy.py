@@ -19,6 +19,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, format_value
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.request_levels import (
     FIELD,
+    SALT_PREFIX,
     LevelPolicy,
     RequestLevel,
     fingerprint,
@@ -35,9 +36,6 @@ logger = logging.getLogger(LOGGER)
 
 RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 """Variable that makes vLLM start its front end in Rust, where no part of this package runs."""
-
-POLICY = "sparse_prefill_policy"
-"""Attribute of vLLM's ``InputProcessor`` that stores its server's policy."""
 
 SALTED_STORES = {
     "OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector",
@@ -73,15 +71,6 @@ def level_policy(vllm_config: VllmConfig, resolved: Resolved | None = None) -> L
     if refusal is not None and default not in uniform_levels:
         raise ConfigurationError(f"{OPTION} {KEY}.requests.default: given {default!r}, but {refusal}")
     return LevelPolicy(plan.level_names, plan.level, fingerprints, refusal, plan.has_shares).under(requests)
-
-
-def policy_of(input_processor: Any) -> LevelPolicy:
-    """Return the policy of a server, computed once for each ``InputProcessor``."""
-    attributes = vars(input_processor)
-    if POLICY not in attributes:
-        attributes[POLICY] = level_policy(input_processor.vllm_config)
-    policy: LevelPolicy = attributes[POLICY]
-    return policy
 
 
 def level_of(policy: LevelPolicy, params: Any, resumable: bool) -> RequestLevel:
@@ -126,6 +115,12 @@ def refuse_unchecked(request: Any) -> None:
             f"{RUST_FRONTEND})",
             parameter="vllm_xargs",
         )
+
+
+def add_heads_to_salt(request: Any, heads: str) -> None:
+    """Add a fingerprint of streaming heads to a salt of ours, before the core hashes the blocks of a new request."""
+    if heads and request.cache_salt and request.cache_salt.startswith(SALT_PREFIX):
+        request.cache_salt = f"{request.cache_salt}:{heads}"
 
 
 def kv_connectors(vllm_config: VllmConfig) -> set[str]:

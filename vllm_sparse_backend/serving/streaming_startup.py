@@ -13,7 +13,6 @@ from vllm.logger import init_logger
 
 from vllm_sparse_backend.calibration.streaming_heads import PROMPT_TOKENS
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.config.resolved import Resolved, carried_streaming
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
@@ -21,9 +20,6 @@ from vllm_sparse_backend.serving.level_policy import SALTED_STORES, kv_connector
 from vllm_sparse_backend.serving.resolution import carry_streaming, resolve, settings_of
 
 logger = init_logger(LOGGER)
-
-HEADS = "sparse_prefill_heads"
-"""Attribute of vLLM's executor: the fingerprint of the streaming heads that its workers found."""
 
 
 def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
@@ -129,30 +125,9 @@ def _flag(part: Any, name: str) -> bool:
     return bool(getattr(part, name, False))
 
 
-def worker_fingerprint(worker: Any) -> str:
-    """Return the fingerprint of the streaming heads of all ranks; empty without streaming heads. Runs in a worker."""
-    from vllm_sparse_backend.serving.worker.streaming_heads import streaming_of
-
-    streaming = streaming_of(worker.vllm_config)
-    return "" if streaming is None else streaming.fingerprint
-
-
-def learn_heads(executor: Any) -> None:
-    """Ask the workers for their fingerprint, in the engine's core, if other servers may read this server's blocks."""
-    vllm_config = executor.vllm_config
-    if carried_streaming(vllm_config.additional_config) and kv_connectors(vllm_config) & SALTED_STORES:
-        vars(executor)[HEADS] = executor.collective_rpc(worker_fingerprint)[0]
-
-
-def add_heads_to_salt(engine_core: Any, request: Any) -> None:
-    """Add the fingerprint to a salt of ours, before the core hashes the blocks of a new request.
-
-    The front process writes the salt, but does not know which heads the workers found: an offline engine asks them
-    nothing at its start, and engines of a server may find different heads.
-    """
-    fingerprint, salt = vars(engine_core.model_executor).get(HEADS), request.cache_salt
-    if fingerprint and salt and salt.startswith(f"{FIELD}:"):
-        request.cache_salt = f"{salt}:{fingerprint}"
+def shares_blocks(vllm_config: VllmConfig) -> bool:
+    """Return whether other servers may read blocks that this server's streaming heads wrote."""
+    return bool(carried_streaming(vllm_config.additional_config) and kv_connectors(vllm_config) & SALTED_STORES)
 
 
 def warn_of_weights(vllm_config: VllmConfig, source: str) -> None:

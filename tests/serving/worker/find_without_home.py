@@ -14,7 +14,8 @@ from tests.helpers.streaming_model import PROMPT, SETTINGS, Model
 from tests.helpers.vllm_objects import make_config, make_layers, make_model
 from vllm_sparse_backend.config.keys import STREAMING
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker import streaming_heads
+from vllm_sparse_backend.serving.worker import streaming
+from vllm_sparse_backend.serving.worker.owner import Worker
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 CHANGING = ("os.mkdir", "os.rename", "os.remove", "os.truncate")
@@ -40,14 +41,15 @@ def main() -> None:
         pipeline_parallel=lambda config: (0, 1),
         gather_over_stages=lambda value: [value],
     )
-    vars(streaming_heads).update(_prompt=lambda vllm_config: PROMPT)
+    vars(streaming).update(_prompt=lambda vllm_config: PROMPT)
+    worker = Worker(config)
     layers = make_layers(config, [0])
     model = Model(layers, {0: {1, 2}})
     torch.randn(2, 2) @ torch.randn(2, 2)  # before the audit hook
     vars(pwd).update(getpwuid=unknown_user)
     sys.addaudithook(refuse_writing)
-    streaming_heads.find_streaming_heads(config, lambda: model)
-    print({number: sorted(heads) for number, heads in layers[0].impl.worker.streaming.by_layer.items()}, flush=True)
+    streaming.find_streaming_heads(worker, lambda: model)
+    print({number: sorted(heads) for number, heads in worker.streaming.by_layer.items()}, flush=True)
 
 
 main()

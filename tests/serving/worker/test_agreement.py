@@ -4,9 +4,8 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -25,40 +24,30 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "lengths": ({}, {"min_tokens": 4096}),
     "method": ({"streaming_heads": None}, {"method": "a_shape", "streaming_heads": None}),
     "version": ({}, {}),
-    "no hook": ({}, {}),
     "error": ({}, {}),
     "absent": ({}, {}),
 }
 """By case, the settings of both ranks."""
 
 
-def break_second(case: str, agreement: Any, cpu_worker: Any) -> Callable[[], None]:
-    """Change this process as the case says. Returns what undoes it."""
+def break_second(case: str, agreement: Any) -> None:
+    """Change the second process as the case says."""
     if case == "version":
         agreement.package_version = lambda package: "9.9.9"
     elif case == "error":
         agreement.settings_of_worker = lambda resolved: 1 / 0
-    elif case == "no hook":
-        real, cpu_worker.CPUWorker.determine_available_memory = cpu_worker.CPUWorker.determine_available_memory, None
-        return lambda: setattr(cpu_worker.CPUWorker, "determine_available_memory", real)
-    real_values = {name: REAL[name] for name in ("package_version", "settings_of_worker")}
-    return lambda: vars(agreement).update(real_values)
-
-
-REAL: dict[str, Any] = {}
 
 
 def run_rank(rank: int, folder: Path, name: str) -> None:
     """Connect with the other process, as a worker does, and compare the settings of each case."""
     from vllm.config import set_current_vllm_config
-    from vllm.v1.worker import cpu_worker, gpu_worker
+    from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
     from tests.helpers.vllm_objects import make_config, make_model
     from vllm_sparse_backend.config.keys import KEY, STREAMING
-    from vllm_sparse_backend.serving import hooks
     from vllm_sparse_backend.serving.worker import agreement
 
-    REAL.update(vars(agreement))
+    real = dict(vars(agreement))
     os.environ["VLLM_DIST_IDENT"] = name
     model = make_model(folder / f"model-{rank}")
 
@@ -73,25 +62,20 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
     results: dict[str, Any] = {}
     for case, settings in SETTINGS.items():
         config = configure(settings[rank])
-        undo = break_second(case, agreement, cpu_worker) if rank else lambda: None
+        if rank:
+            break_second(case, agreement)
         agreement.TIMEOUT_S = 5.0 if case == "absent" else 60.0
         start, message = time.monotonic(), ""
         try:
             with set_current_vllm_config(config):
                 if not results:
-                    hooks._worker_begins(SimpleNamespace(), config)
-                    assert (
-                        cpu_worker.init_worker_distributed_environment is gpu_worker.init_worker_distributed_environment
-                    )
-                    gpu_worker.init_worker_distributed_environment(
-                        config, rank, f"file://{folder}/{name}", rank, "gloo"
-                    )
-                elif case != "absent" or not rank:
+                    init_worker_distributed_environment(config, rank, f"file://{folder}/{name}", rank, "gloo")
+                if case != "absent" or not rank:
                     agreement.agree(config)
         except Exception as error:
             message = str(error)
         finally:
-            undo()
+            vars(agreement).update(real)
         results[case] = [message, config.additional_config[STREAMING], time.monotonic() - start]
     (folder / f"{rank}.json").write_text(json.dumps(results))
     if rank:
@@ -128,10 +112,6 @@ def test_nodes_that_disagree_stop_and_name_both_sides(results: Any, case: str, p
 
 def test_nodes_that_agree_start(results: Any) -> None:
     assert [results[rank]["equal"][:2] for rank in range(2)] == [["", True]] * 2
-
-
-def test_a_rank_that_cannot_find_streaming_heads_leaves_both_without(results: Any) -> None:
-    assert [results[rank]["no hook"][:2] for rank in range(2)] == [["", False]] * 2
 
 
 def test_a_rank_that_does_not_compare_is_named(results: Any) -> None:

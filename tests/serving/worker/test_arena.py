@@ -5,7 +5,6 @@ fit."""
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from benchmarks.arena import UNLIMITED, layer_memory
 from tests.helpers.arena_workers import WORKERS, ArenaSize, count_misses, slabs_of
-from tests.helpers.vllm_objects import CPU, make_builder, make_config, make_layers, make_model, make_step
+from tests.helpers.vllm_objects import CPU, make_builder, make_layers, make_step
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.serving import compat
@@ -29,6 +28,8 @@ from vllm_sparse_backend.serving.worker.arena import (
     StepLimits,
     consecutive_rows,
 )
+from vllm_sparse_backend.serving.worker.layers import reserve_memory
+from vllm_sparse_backend.serving.worker.owner import worker_of
 from vllm_sparse_kernels.layer import Layer, layer_plan
 from vllm_sparse_kernels.memory import META
 from vllm_sparse_kernels.methods import METHODS
@@ -117,8 +118,7 @@ class TestSize:
         for device_bytes in (1 << 40, 1 << 18):
             monkeypatch.setattr(compat, "device_memory_bytes", lambda: device_bytes)  # noqa: B023
             config = configured(method="vertical_slash", params=LINES, min_tokens=MIN_TOKENS)
-            (layer,) = make_layers(config, [0])
-            sizes.append(len(layer.impl.shared_worker(config, CPU).reserve_memory().arena.buffer))
+            sizes.append(len(worker_of(config).reserve_memory().arena.buffer))
         assert sizes[1] <= 1 << 14 < sizes[0]
 
 
@@ -126,40 +126,21 @@ class TestReservation:
     def test_vllms_profile_run_allocates_it_and_all_layers_share_it(self, configured: Callable[..., Any]) -> None:
         """There is no builder yet, and the run is in inference mode. Steps may also run outside of it."""
         config = configured(method="dense", min_tokens=MIN_TOKENS)
-        layers = make_layers(config, [0, 1, 2])
-        query = torch.zeros(5, 4, 32)
+        worker, layers = worker_of(config), make_layers(config, [0, 1, 2])
         with torch.inference_mode():
-            for layer in layers:
-                layer.impl.forward(layer, query, None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        memory = layers[0].impl.shared_worker(config, CPU).memory
+            reserve_memory(worker)
+        memory = worker.memory
         assert memory is not None
         assert not memory.arena.buffer.is_inference()
-        assert all(layer.impl.worker.memory is memory for layer in layers)
-        assert make_builder(config, layers).room is memory.room
+        make_builder(config, layers)
+        assert worker.memory is memory
+        assert all(layer.impl.worker is worker for layer in layers)
 
-    @pytest.mark.parametrize(
-        ("settings", "options"), [({"dense_layers": [9]}, {}), ({}, {"per_layer_sliding_window": 64})]
-    )
-    def test_who_reserves_nothing(self, configured: Callable[..., Any], settings: Any, options: Any) -> None:
-        """Either a part knows only its own configuration, and the builder will know more; or a layer stays dense."""
-        (layer,) = make_layers(configured(method="dense", **settings), [0], **options)
-        layer.impl.forward(layer, torch.zeros(5, 4, 32), None, None, torch.empty(0), None, torch.empty(5, 4, 32))
-        assert layer.impl.worker is None
-
-    def test_a_part_whose_configuration_would_do_gives_the_arena_and_no_plan(
-        self, configured: Callable[..., Any], tmp_path: Path
-    ) -> None:
-        """For example a draft model with fewer layers, if the profile run reaches it first."""
-        config = configured(method="dense", min_tokens=MIN_TOKENS)
-        layers = make_layers(config, [0, 1, 2, 3])
-        part = make_config(make_model(tmp_path, num_hidden_layers=1), config.additional_config["sparse_prefill"])
-        part.compilation_config.static_forward_context.update(config.compilation_config.static_forward_context)
-        memory = layers[3].impl.shared_worker(part, CPU).reserve_memory()
-        builders = [make_builder(config, layers[:2]), make_builder(config, layers[2:])]
-        assert [builder.sparse_layers for builder in builders] == [(0, 1), (2, 3)]
-        assert builders[0].room is builders[1].room is memory.room
-        workers = [layer.impl.worker for layer in layers]
-        assert all(worker is workers[0] and worker.memory is memory for worker in workers)
+    def test_workers_without_a_sparse_layer_reserve_nothing(self, configured: Callable[..., Any]) -> None:
+        config = configured(method="dense")
+        make_layers(config, [0], per_layer_sliding_window=64)
+        reserve_memory(worker_of(config))
+        assert worker_of(config).memory is None
 
 
 class TestForward:
@@ -169,10 +150,10 @@ class TestForward:
         """Tiles of an A-shape are independent, so chunks of whole tiles select the same keys as the row."""
         params = {"sink_tokens": 64, "local_tokens": 128}
         (layer,), builder = built(0, method="a_shape", params=params, check_index=True)
-        step, memory = make_step(layer, self.LENGTHS), layer.impl.worker.memory
+        step, memory = make_step(layer, self.LENGTHS), builder.worker.memory
         outputs = []
         for room in (memory.room, Room(128, ())):
-            builder.room = room
+            builder.worker.memory = replace(memory, room=room)
             metadata = builder.build(0, step.common)
             outputs.append(step.forward(layer, metadata))
             assert memory.arena.overflows == memory.arena.used_bytes == 0

@@ -9,12 +9,10 @@ import torch
 from tests.helpers.batches import random_batch, random_index
 from tests.helpers.masks import mask_of
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.serving.worker import counters
-from vllm_sparse_backend.serving.worker.counters import Recorder, not_counting
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, PADDING_ROW, Recorder, RowKind
 
 CPU = torch.device("cpu")
-SPARSE, DECODE, PADDING = ("sparse", None, "on"), ("decode", None, ""), ("padding", None, "on")
-SHORT = ("dense", Fallback.TOO_SHORT, "on")
+SPARSE, SHORT = RowKind("sparse"), RowKind("dense", Fallback.TOO_SHORT)
 CAUSAL = 4 * 200 * 201 // 2
 
 
@@ -38,11 +36,9 @@ def found(recorder: Recorder, start: bool = True) -> dict[str, float]:
 def test_rows_by_path_and_reason() -> None:
     recorder = make()
     assert found(recorder) == {}
-    recorder.count_rows(SPARSE)
-    recorder.count_rows(("sparse", None, "fast"))
-    recorder.count_rows(SHORT, 3)
-    for way in (DECODE, DECODE, SHORT, PADDING):
-        recorder.count_rows(way)
+    recorder.count_rows([SPARSE, RowKind("sparse", level="fast"), *[SHORT] * 3, PADDING_ROW])
+    recorder.count_rows([DECODE_ROW, SHORT])
+    recorder.count_decodes(1)
     assert found(recorder) == {"rows sparse": 1, "rows sparse  fast": 1, "rows decode": 2, "rows dense too_short": 4}
 
 
@@ -68,7 +64,7 @@ def test_ranks_share_a_layers_heads_but_not_its_rows() -> None:
     totals: dict[str, float] = {}
     for rank in range(4):
         recorder = make(is_first_rank=rank == 0)
-        recorder.count_rows(SPARSE)
+        recorder.count_rows([SPARSE])
         recorder.count_pairs(1, full_index())
         for name, value in found(recorder).items():
             totals[name] = totals.get(name, 0) + value
@@ -99,10 +95,10 @@ class TestPendingCounts:
     def test_what_arrives_is_of_one_moment(self, event: Event) -> None:
         recorder = make()
         recorder.count_pairs(1, full_index())
-        recorder.count_rows(SPARSE)
+        recorder.count_rows([SPARSE])
         assert recorder.samples() == ([], True)
         recorder.count_pairs(1, full_index())  # after that moment, on the host and on the device
-        recorder.count_rows(SPARSE)
+        recorder.count_rows([SPARSE])
         assert recorder.samples() == ([], True)
         event.arrived = True
         once = {"rows sparse": 1, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
@@ -112,9 +108,9 @@ class TestPendingCounts:
 
     def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
         recorder = make()
-        recorder.count_rows(DECODE)
+        recorder.count_decodes(1)
         assert recorder.samples() == ([], True)
-        recorder.count_rows(DECODE)
+        recorder.count_decodes(1)
         event.arrived = True
         assert found(recorder) == {"rows decode": 2}
 
@@ -127,9 +123,9 @@ class TestCountsPastSixtyFourBits:
     def test_the_hosts(self) -> None:
         recorder = make()
         for _ in range(4):
-            recorder.count_rows(SPARSE, self.MANY)
+            recorder._count_rows(SPARSE, self.MANY)
         assert found(recorder) == {"rows sparse": 4 * self.MANY}
-        recorder.count_rows(SPARSE, 2**64)
+        recorder._count_rows(SPARSE, 2**64)
         ((_, _, rows),) = sent(recorder.samples())[0]
         assert rows == float(4 * self.MANY + 2**64)
 
@@ -159,15 +155,6 @@ def sent(answer: Any) -> Any:
     serial_utils = pytest.importorskip("vllm.v1.serial_utils", reason="needs vLLM")
     buffers = serial_utils.MsgpackEncoder().encode(serial_utils.UtilityResult(answer))
     return serial_utils.MsgpackDecoder(serial_utils.UtilityResult).decode(buffers).result
-
-
-def test_a_dummy_run_within_another_ends_only_itself() -> None:
-    """The methods of a worker that run for no request may call each other (see test_model_layers.py)."""
-    with not_counting():
-        with pytest.raises(RuntimeError), not_counting():
-            raise RuntimeError
-        assert not counters.is_counting()
-    assert counters.is_counting()
 
 
 @pytest.mark.gpu

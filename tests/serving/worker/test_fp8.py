@@ -18,7 +18,7 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat, startup
 from vllm_sparse_backend.serving.worker.arena import consecutive_rows, kernel_rows
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
+from vllm_sparse_backend.serving.worker.rows import Slab, SparseStep
 from vllm_sparse_kernels.paged import FP8
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levels in a worker: which request each row of a step belongs to, and each row at its request's level."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
-import numpy
 import torch
-from vllm.config import AttentionConfig
 from vllm.sampling_params import SamplingParams
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
@@ -22,11 +20,10 @@ from tests.helpers.vllm_objects import make_builder, make_common, make_layers, m
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, with_level
-from vllm_sparse_backend.plugin import register
 from vllm_sparse_backend.serving import compat, hooks
-from vllm_sparse_backend.serving.worker import step_context
-from vllm_sparse_backend.serving.worker.layer_adoption import LayerAdoption
-from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
+from vllm_sparse_backend.serving.worker import layers as worker_layers
+from vllm_sparse_backend.serving.worker.owner import LayerLevel
+from vllm_sparse_backend.serving.worker.rows import UNKNOWN, Request as RowRequest, Requests, Step
 from vllm_sparse_kernels.attention import PORTABLE
 
 EXACT, FAST = RequestLevel("exact"), RequestLevel("fast")
@@ -38,153 +35,94 @@ LEVELS: dict[str, Any] = {
 }
 
 
-def requests_of(runner: Any) -> step_context.RunnerRequests:
-    requests = step_context.requests_of(runner)
-    assert requests is not None
-    return requests
-
-
-def scheduled(new: dict[str, RequestLevel | None], finished: Sequence[str] = ()) -> Any:
-    """Return the part of a scheduler's output that describes requests that are new to the worker."""
-    params = {req_id: SamplingParams(extra_args=level and with_level(None, level)) for req_id, level in new.items()}
+def scheduled(order: str, new: Mapping[str, RequestLevel] | None = None, finished: Sequence[str] = ()) -> Any:
+    """Return a scheduler's output for a step of requests, some of which are new to the worker."""
+    levels = new or {}
+    params = {req_id: SamplingParams(extra_args=with_level(None, level)) for req_id, level in levels.items()}
     news = [
         SimpleNamespace(req_id=req_id, sampling_params=sampling_params, prompt_token_ids=[7] * (100 + ord(req_id)))
         for req_id, sampling_params in params.items()
     ]
-    return SimpleNamespace(scheduled_new_reqs=news, finished_req_ids={*finished})
+    tokens = dict.fromkeys(order, 1)
+    return SimpleNamespace(scheduled_new_reqs=news, finished_req_ids={*finished}, num_scheduled_tokens=tokens)
 
 
-PLACES = "dbca"
-"""Requests in the order of their places in a runner's table."""
+class Runner:
+    """A runner of vLLM as the hooks use it. Its steps return each row's level, and keep each row's prompt length."""
+
+    def __init__(self, is_newer: bool) -> None:
+        if not is_newer:
+            self.input_batch = SimpleNamespace(req_ids=[])
+
+    def execute_model(self, scheduler_output: Any, num_rows: int, dummy_run: bool = False) -> list[str] | None:
+        order = list(scheduler_output.num_scheduled_tokens)
+        if hasattr(self, "input_batch"):
+            self.input_batch.req_ids = order
+        elif not dummy_run:
+            self.prepare_attn(SimpleNamespace(req_ids=order))
+        with_prompts = self.requests.of_rows(num_rows, needs_prompts=True)
+        self.prompt_lens = with_prompts and [request.prompt_len for request in with_prompts]
+        rows = self.requests.of_rows(num_rows)
+        return None if rows is None else [row.level.name for row in rows]
+
+    def prepare_attn(self, input_batch: Any) -> None:
+        pass
+
+
+def tracked(is_newer: bool) -> Any:
+    """Return a runner with the hooks of our engine."""
+    runner, worker = Runner(is_newer), SimpleNamespace(requests=Requests())
+    runner.requests = worker.requests
+    hooks._install_on(runner, hooks.RUNNER_OBJECT, worker)
+    if is_newer:
+        hooks._install_on(runner, hooks.RUNNER_OBJECT_V2, worker)
+    return runner
 
 
 class TestRunners:
-    """Rows are identified by the runner's batch, by the arguments of ``prepare_attn``, or by numbers in the
-    metadata."""
+    """Rows are identified by the runner's batch, or by the arguments of ``prepare_attn``."""
 
-    @staticmethod
-    def of(kind: str) -> Any:
-        class Runner:
-            def __init__(self) -> None:
-                register()
-                self.vllm_config = SimpleNamespace(attention_config=AttentionConfig(backend="sparse-prefill"))
-                vars(self)[step_context.REQUESTS] = step_context.RunnerRequests()
-                if kind == "older":
-                    self.input_batch = SimpleNamespace(req_ids=[])
-                else:
-                    self.req_states = SimpleNamespace(index_to_req_id=dict(enumerate(PLACES)))
-
-            def execute_model(
-                self, scheduler_output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False
-            ) -> list[str] | None:
-                common = SimpleNamespace(num_reqs=num_rows, req_idx=None)
-                if kind == "numbered":
-                    common.req_idx = numpy.array(range(num_rows) if dummy_run else [*map(PLACES.index, order)])
-                elif kind == "older":
-                    self.input_batch.req_ids = [*order]
-                elif not dummy_run:
-                    self.prepare_attn(SimpleNamespace(req_ids=[*order]))
-                levels = requests_of(self).levels_of_rows(common)
-                self.prompt_lens = requests_of(self).prompt_lens_of_rows(common)
-                return None if levels is None else [level.name for level in levels]
-
-            def prepare_attn(self, input_batch: Any) -> None:
-                pass
-
-        hooks.put_around(Runner, "execute_model", hooks._known, ("scheduler_output",))
-        if kind == "newer":
-            hooks.put_around(Runner, "prepare_attn", hooks._batch_told, ("input_batch",))
-        runner = Runner()
-        execute_model = runner.execute_model
-
-        def step(output: Any, order: Sequence[str], num_rows: int, dummy_run: bool = False) -> Any:
-            output.num_scheduled_tokens = {"dummy": 1} if dummy_run else dict.fromkeys(order, 1)
-            return execute_model(output, order, num_rows, dummy_run)
-
-        runner.execute_model = step  # type: ignore[method-assign]
-        return runner
-
-    @pytest.fixture(params=["older", "newer", "numbered"])
+    @pytest.fixture(params=[False, True], ids=["older", "newer"])
     def runner(self, request: pytest.FixtureRequest) -> Any:
-        return self.of(request.param)
+        return tracked(request.param)
 
     def test_rows_are_known_by_their_requests_whatever_their_order(self, runner: Any) -> None:
-        levels = {"a": EXACT, "b": None, "c": FAST}
-        assert runner.execute_model(scheduled(levels), "bca", 4) == [ON, "fast", "exact", ON]
-        assert runner.execute_model(scheduled({}), "ac", 2) == ["exact", "fast"]
-        assert runner.execute_model(scheduled({"d": EXACT}, finished="a"), "dcb", 3) == ["exact", "fast", ON]
+        levels = {"a": EXACT, "b": SERVER_LEVEL, "c": FAST}
+        assert runner.execute_model(scheduled("bca", levels), 4) == [ON, "fast", "exact", ON]
+        assert runner.execute_model(scheduled("ac"), 2) == ["exact", "fast"]
+        assert runner.execute_model(scheduled("dcb", {"d": EXACT}, finished="a"), 3) == ["exact", "fast", ON]
 
     def test_a_name_that_comes_again_is_another_request(self, runner: Any) -> None:
         """After an abort, in the same step that reports it, or when a preempted request is sent to the worker again."""
-        assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) == ["exact"]
-        assert runner.execute_model(scheduled({"a": FAST}, finished="a"), "a", 1) == ["fast"]
-        assert runner.execute_model(scheduled({"a": FAST}), "a", 1) == ["fast"]
-        assert runner.execute_model(scheduled({"a": None}), "a", 1) == [ON]
-        assert runner.execute_model(scheduled({"a": SERVER_LEVEL}), "ab", 1) == [ON]
+        assert runner.execute_model(scheduled("a", {"a": EXACT}), 1) == ["exact"]
+        assert runner.execute_model(scheduled("a", {"a": FAST}, finished="a"), 1) == ["fast"]
+        assert runner.execute_model(scheduled("a", {"a": FAST}), 1) == ["fast"]
+        assert runner.execute_model(scheduled("a", {"a": SERVER_LEVEL}), 1) == [ON]
 
     def test_each_row_knows_the_length_of_its_prompt(self, runner: Any) -> None:
         """Prompts of ``scheduled`` have 100 tokens plus the code of the request's name."""
         lengths = {name: 100 + ord(name) for name in "abcd"}
-        runner.execute_model(scheduled(dict.fromkeys("abc")), "bca", 4)
+        runner.execute_model(scheduled("bca", dict.fromkeys("abc", SERVER_LEVEL)), 4)
         assert runner.prompt_lens == [lengths["b"], lengths["c"], lengths["a"], 0]
-        runner.execute_model(scheduled({"d": EXACT}, finished="a"), "db", 2)
+        runner.execute_model(scheduled("db", {"d": EXACT}, finished="a"), 2)
         assert runner.prompt_lens == [lengths["d"], lengths["b"]]
-        assert requests_of(runner)._prompt_lens == {name: lengths[name] for name in "bcd"}
-        runner.execute_model(scheduled({}), "db", 1)
+        runner.execute_model(scheduled("db"), 1)
         assert runner.prompt_lens is None  # not all rows of the step
-        assert requests_of(runner).prompt_lens_of_rows(SimpleNamespace(num_reqs=3)) == [0] * 3
 
     def test_a_prompt_of_embeddings_has_a_length(self) -> None:
         request = SimpleNamespace(prompt_token_ids=None, prompt_embeds=torch.zeros(7, 4))
         assert compat.prompt_length(request) == 7
         assert compat.prompt_length(SimpleNamespace(prompt_token_ids=[1, 2])) == 2
 
-    def test_between_steps_nothing_is_known(self, runner: Any) -> None:
-        runner.execute_model(scheduled({"a": EXACT}), "a", 1)
-        assert requests_of(runner).levels_of_rows(SimpleNamespace(num_reqs=3)) == [SERVER_LEVEL] * 3
-        other = self.of("older")
-        assert other.execute_model(scheduled({}), "a", 1) == [ON]  # nor in other runners of the process
-
     def test_of_a_batch_that_has_not_all_rows_of_its_step_nothing_is_known(self, runner: Any) -> None:
-        assert runner.execute_model(scheduled({}), "ab", 1) == [ON]
-        assert runner.execute_model(scheduled({"a": EXACT}), "ab", 1) is None
-        assert requests_of(runner).step is None
+        assert runner.execute_model(scheduled("ab"), 1) == [ON]
+        assert runner.execute_model(scheduled("ab", {"a": EXACT}), 1) is None
 
-    def test_nor_of_rows_that_are_not_told(self) -> None:
-        """As in Model Runner V2 without the hook, with a model whose metadata does not number rows."""
-        runner = self.of("newer")
-        runner.prepare_attn = lambda batch: None
-        assert runner.execute_model(scheduled({}), "a", 1) == [ON]
-        assert runner.execute_model(scheduled({"a": EXACT}), "a", 1) is None
-
-    def test_an_engine_of_another_backend_in_the_same_process_is_let_pass(self) -> None:
-        """Its clients may put any value under our key."""
-        register()
-        other = SimpleNamespace(vllm_config=SimpleNamespace(attention_config=AttentionConfig()))
-        execute_model = hooks._known(lambda runner, output: output)
-        assert (
-            execute_model(other, "an output without the fields of a step") == "an output without the fields of a step"
-        )
-        assert step_context.REQUESTS not in vars(other)
-
-    def test_a_step_does_not_ask_for_the_backend_again(self, runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every token that is generated takes such a step."""
-        monkeypatch.setattr(hooks, "is_selected", None)
-        assert runner.execute_model(scheduled({"a": EXACT}), "ab", 2) == ["exact", ON]
-
-    @pytest.mark.parametrize("kind", ["newer", "numbered"])
-    def test_a_dummy_batch_has_nobodys_rows(self, kind: str) -> None:
-        """Its rows have the same numbers as those of requests."""
-        runner = self.of(kind)
-        runner.execute_model(scheduled({"a": EXACT}), "a", 1)
-        assert runner.execute_model(scheduled({}), "", 4, dummy_run=True) == [ON] * 4
-
-    @pytest.mark.parametrize("other", [None, "is_hybrid", "is_encoder_decoder"])
-    def test_which_workers_tell_whose_rows_they_have(self, other: str | None) -> None:
-        """vLLM's states of hybrid models and encoder-decoders leave the field empty."""
-        model = {"is_hybrid": False, "is_encoder_decoder": False, **({other: True} if other else {})}
-        config = SimpleNamespace(model_config=SimpleNamespace(**model))
-        assert hooks.numbers_rows(config) == (other is None)
+    def test_a_dummy_batch_has_nobodys_rows(self, runner: Any) -> None:
+        runner.execute_model(scheduled("a", {"a": EXACT}), 1)
+        assert runner.requests.of_rows(4) == [UNKNOWN] * 4  # between steps
+        if not hasattr(runner, "input_batch"):
+            assert runner.execute_model(scheduled("a"), 4, dummy_run=True) == [ON] * 4
 
 
 TAIL: dict[str, Any] = {
@@ -226,15 +164,14 @@ class TestRows:
                 torch.testing.assert_close(out[tokens][cut:], expected, **CLOSE)
                 is_dense = torch.allclose(expected, dense[tokens][cut:], atol=1e-5)
                 assert is_dense == (number not in sparse_at[level]), (number, row)
-        assert made[0].impl.worker.memory.arena.overflows == 0  # it has room for every level
+        assert builder.worker.memory.arena.overflows == 0  # it has room for every level
 
     def test_rows_that_are_not_told_run_dense_and_are_counted(
         self, layers: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
         """If a release builds metadata without naming rows, all rows are exact, and no engine ends."""
         made, builder = layers
-        unnamed = step_context.Step({"0": EXACT}, {str(i): 1 for i in range(len(MIXED))})
-        monkeypatch.setattr(step_context.RunnerRequests, "step", unnamed)
+        monkeypatch.setattr(Requests, "step", Step({"0": RowRequest(EXACT)}, {"0": 1}))
         step = make_step(made[0], MIXED)
         for _ in range(2):
             metadata = builder.build(0, step.common)
@@ -252,8 +189,7 @@ class TestRows:
         (layer,), builder = built(0, **TAIL)
         lengths = [(333, 300), (333, 300), (600, 40), (900, 100)]
         ends = {"0": 633, "1": 5000, "2": 640, "3": 800}  # whole groups; the last prefills its output again
-        at_step([ON] * 4)
-        builder.row_classifier.requests._prompt_lens.update(ends)
+        at_step([ON] * 4, list(ends.values()))
         step = make_step(layer, lengths)
         metadata = builder.build(0, step.common)
         (slab,) = metadata.sparse.slabs
@@ -271,8 +207,7 @@ class TestRows:
         self, built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         _, builder = built(0, **TAIL)
-        unnamed = step_context.Step({}, {str(i): 1 for i in range(len(MIXED))})
-        monkeypatch.setattr(step_context.RunnerRequests, "step", unnamed)
+        monkeypatch.setattr(Requests, "step", Step({}, {"0": 1}))
         rows = builder.row_classifier.classify(make_common(MIXED), 0, 1)
         assert {rows[row].kind.reason for row in SPARSE_ROWS} == {Fallback.UNNAMED}
         _, builder = built(0, min_tokens=MIN_TOKENS, method="anchor_attention")
@@ -325,11 +260,11 @@ class TestRows:
             engine = replace(PORTABLE, name="flash" if is_block_sparse else "portable")
             return replace(level, layer=replace(level.layer, engine=engine))
 
-        def make_ready(self: Any, impls: Any, worker: Any) -> None:
+        def make_ready(worker: Any, impls: Any, *others: Any) -> None:
             for impl in impls:
                 impl.levels = {name: on_engine(level) for name, level in impl.levels.items()}
 
-        monkeypatch.setattr(LayerAdoption, "_make_ready", make_ready)
+        monkeypatch.setattr(worker_layers, "_make_ready", make_ready)
         thresholds = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).row_classifier.thresholds
         numbers = {level: (lengths.min_tokens, lengths.min_query_tokens) for level, lengths in thresholds.items()}
         assert numbers == {ON: (100, 10), "fast": (300, 30)}

@@ -22,9 +22,8 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor
-from vllm_sparse_backend.serving.worker.counters import not_counting
-from vllm_sparse_backend.serving.worker.mla_prefill import MERGED_TOKENS, merge, mla_worker
-from vllm_sparse_backend.serving.worker.model_layers import adopted_worker
+from vllm_sparse_backend.serving.worker.mla_prefill import MERGED_TOKENS, merge
+from vllm_sparse_backend.serving.worker.rows import Requests
 from vllm_sparse_kernels.mla import MlaAShape, MlaPrefill, MlaTopP
 
 MIN_TOKENS = 80
@@ -132,20 +131,20 @@ def test_a_request_with_an_unknown_row_makes_the_step_dense(make_layers: Any, at
     layers = make_layers()
     step = layers.make_step([(0, 150), (96, 70)])
     at_step(["exact", "on"])
-    worker = mla_worker(layers.config).worker
+    worker = layers.worker
     worker.requests.step.req_ids = tuple
     torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
     counts = {tuple(labels): value for name, labels, value in worker.recorder.samples()[0] if name == "rows"}
     assert counts == {("dense", Fallback.UNNAMED.value, "on"): 2}
 
 
-def test_rows_and_pairs_are_counted(make_layers: Any) -> None:
+def test_rows_and_pairs_are_counted(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = make_layers()
     step = layers.make_step(MIXED)
     layers.run(step)
-    with not_counting():
-        layers.run(step, 1)
-    samples, _ = adopted_worker(layers.config).recorder.samples()
+    monkeypatch.setattr(Requests, "step", None)  # a dummy run
+    layers.run(step, 1)
+    samples, _ = layers.worker.recorder.samples()
     counts = {(name, *labels): value for name, labels, value in samples}
     sparse = [row for row, (context, length) in enumerate(MIXED) if context + length > MIN_TOKENS]
     assert counts["rows", "sparse", "", "on"] == len(sparse) == 4
@@ -159,7 +158,7 @@ def test_rows_and_pairs_are_counted(make_layers: Any) -> None:
 def test_listed_layers_and_draft_layers_run_dense(make_layers: Any) -> None:
     """The layers of a group share a backend. Layer 2 is past the model's last, as a draft model's."""
     layers = make_layers({"dense_layers": [0]}, numbers=(0, 1, 2))
-    assert mla_worker(layers.config).layers == {1}
+    assert layers.worker.mla.layers == {1}
     step = layers.make_step(MIXED)
     for number, expected in enumerate([None, a_shape_past(MIN_TOKENS), None]):
         output = layers.run(step, number)
@@ -171,7 +170,7 @@ def test_a_draft_model_s_step_stays_dense_and_is_not_counted(make_layers: Any) -
     build, step = layers.builder.build, layers.make_step(MIXED)
     layers.builder.build = lambda prefix, common: build(prefix, common, fast_build=True)
     torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
-    assert mla_worker(layers.config).worker.recorder.samples()[0] == []
+    assert layers.worker.recorder.samples()[0] == []
 
 
 def test_a_draft_model_of_model_runner_v2_stays_dense_and_is_not_counted(make_layers: Any, at_step: Any) -> None:
@@ -186,13 +185,13 @@ def test_a_draft_model_of_model_runner_v2_stays_dense_and_is_not_counted(make_la
     at_step(["on"] * len(MIXED))
     step = layers.make_step(MIXED)
     torch.testing.assert_close(layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS)), atol=2e-5, rtol=1e-4)
-    counted = mla_worker(layers.config).worker.recorder.samples()[0]
+    counted = layers.worker.recorder.samples()[0]
     layers.builder = draft
     for lengths in (MIXED, [(0, 150)] * (len(MIXED) + 1)):
         other = layers.make_step(lengths)
         torch.testing.assert_close(layers.run(other, 2), layers.expected(other), atol=2e-5, rtol=1e-4)
         assert draft._prefill_backend._step is None
-    assert mla_worker(layers.config).worker.recorder.samples()[0] == counted
+    assert layers.worker.recorder.samples()[0] == counted
 
 
 def test_heads_take_the_memory_of_their_rows_only(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +236,7 @@ def test_all_layers_share_the_memory(make_layers: Any) -> None:
     ],
 )
 def test_memory_is_for_the_queries_that_the_method_scores(make_layers: Any, settings: Any, num_scored: int) -> None:
-    worker = mla_worker(make_layers(settings).config)
+    worker = make_layers(settings).worker.mla
     assert worker.kernels.most_scored == num_scored
     assert (worker.kernels._selection is None) == (num_scored == 0)
 
@@ -254,7 +253,7 @@ def test_warm_up_compiles_every_kind_of_call(
     make_layers: Any, monkeypatch: pytest.MonkeyPatch, method: Any, expected: Any
 ) -> None:
     """Calls of requests differ in their method, their tokens, and the place of their counter."""
-    worker, calls = mla_worker(make_layers().config), []
+    worker, calls = make_layers().worker.mla, []
 
     def record(self: MlaPrefill, method: Any, q: Any, k: Any, v: Any, rows: Any, **options: Any) -> None:
         assert compile_monitor.listener().warming_up
@@ -282,14 +281,13 @@ def test_memory_does_not_depend_on_torch_s_defaults(make_layers: Any, monkeypatc
         original(self, **options)
 
     monkeypatch.setattr(MlaPrefill, "__init__", record)
-    config = make_layers().config
-    context = config.compilation_config.static_forward_context
-    context.clear()
+    layers = make_layers()
+    layers.worker.mla = None
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
             mla_layers.SparseMlaPrefillBackend(
-                mla_layers.HEADS, mla_layers.SCALE, **mla_layers.DIMS, vllm_config=config
+                mla_layers.HEADS, mla_layers.SCALE, **mla_layers.DIMS, vllm_config=layers.config
             )
         assert torch.get_default_dtype() is torch.bfloat16
     finally:

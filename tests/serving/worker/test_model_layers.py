@@ -2,7 +2,6 @@
 """Layers that run sparse: with several groups of layers, draft models, and backends that vLLM derives from ours."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +25,12 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.config.profile import ON
-from vllm_sparse_backend.serving import compat, hooks
-from vllm_sparse_backend.serving.hooks import FOR_NO_REQUEST
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadata, SparsePrefillMetadataBuilder
-from vllm_sparse_backend.serving.worker.model_layers import model_layers
-from vllm_sparse_backend.serving.worker.worker_samples import new_samples
+from vllm_sparse_backend.serving.worker.layers import model_layers
+from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.worker.owner import Worker
+from vllm_sparse_backend.serving.worker.rows import Requests, Step
 
 MIN_TOKENS = 100
 LONG = [(50, 1), (0, 200)]
@@ -129,8 +128,10 @@ class TestGroups:
             config.compilation_config.static_forward_context.clear()
             monkeypatch.setattr(compat, "tensor_parallel", lambda config, rank=rank: (rank, 2))
             (layer,) = layers = make_layers(config, [0])
+            worker = Worker(config)
             lines.clear()
             make_builder(config, layers)
+            assert layer.impl.worker is worker
             assert [(group.heads, type(group.method).__name__) for group in layer.impl.layer.plan.groups] == groups
             assert bool(lines) == (rank == 0)
 
@@ -151,7 +152,7 @@ class TestDrafts:
         make_layers(config, range(4))
         (draft,) = make_layers(config, [4])
         other = make_config(make_model(tmp_path, num_hidden_layers=1, num_attention_heads=2), backend=None)
-        other.compilation_config.static_forward_context.update(config.compilation_config.static_forward_context)
+        other.compilation_config = config.compilation_config
         assert stays_dense(make_builder(other, [draft], SparsePrefillMetadataBuilder))
 
     def test_only_this_pipeline_stages_numbers_are_the_models(
@@ -221,29 +222,16 @@ class TestCounting:
             builder.build(0, common)
         assert self.rows(builders[1]) == {"decode": 2, "sparse": 1, "dense too_short": 1}
 
-    @pytest.mark.parametrize("call", FOR_NO_REQUEST)
-    def test_what_a_worker_runs_for_no_request_counts_nothing(self, built: Configure, call: str) -> None:
-        """vLLM calls its workers by name, through the wrapper around each worker."""
-        from vllm.v1.serial_utils import run_method
-        from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-        layers, builder = built(0)
-        step = make_step(layers[0], [(50, 1), (0, 200)])
-        decodes = make_common([(50, 1)])
-
-        def run(*args: Any, **more: int) -> tuple[Any, ...]:
+    def test_dummy_runs_and_requests_of_vllms_warm_up_count_nothing(
+        self, built: Configure, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (layer,), builder = built(0)
+        step, decodes = make_step(layer, [(50, 1), (0, 200)]), make_common([(50, 1)])
+        for made_up in (None, Step({}, {"_warmup_0_": 1})):
+            monkeypatch.setattr(Requests, "step", made_up)
             builder.build(0, decodes)
-            step.forward(layers[0], builder.build(0, step.common))
-            return args[1:], more
-
-        worker = type("Worker", (), dict.fromkeys(FOR_NO_REQUEST, run))()
-        hooks.add_worker_methods(worker)
-        wrapper = WorkerWrapperBase()
-        wrapper.worker = worker
-        assert run_method(wrapper, call, (1,), {"two": 2}) == ((1,), {"two": 2})
+            step.forward(layer, builder.build(0, step.common))
         assert recorder_of(builder).samples() == ([], False)
-        run()
-        assert self.rows(builder) == {"decode": 2, "sparse": 1}
 
     def test_every_pipeline_stage_counts_rows_and_its_own_layers(
         self, config: Any, monkeypatch: pytest.MonkeyPatch
@@ -255,23 +243,19 @@ class TestCounting:
             indices = "get_layers_start_end_indices"
             monkeypatch.setattr(type(config.model_config), indices, lambda *_, s=stage: (s, s + 1))
             (layer,) = layers = make_layers(config, [stage])
+            worker = Worker(config)
             builder = make_builder(config, layers)
             step = make_step(layer, [(50, 1), (0, 200)])
             step.forward(layer, builder.build(0, step.common))
-            worker, sent = SimpleNamespace(vllm_config=config, rank=stage), {}
-            answer = new_samples(worker, sent, True)
+            answer = worker.new_samples()
             samples = {(name, *labels): value for name, labels, value in answer["samples"]}
             assert {name for name, *_ in samples} <= set(METRICS)
             assert samples["arena_overflows",] == samples["compilations", "serving"] == 0
             assert samples["layers", "torch"] == 1
-            again = {(name, *labels): value for name, labels, value in new_samples(worker, sent, True)["samples"]}
+            again = {(name, *labels): value for name, labels, value in worker.new_samples()["samples"]}
             assert again == {
                 key: value if key[0] in ("layers", "streaming_heads") else 0 for key, value in samples.items()
             }
             assert samples["causal_pairs", str(stage), ON] > 0
             assert samples["rows", "sparse", "", ON] == samples["rows", "decode", "", ""] == 1
             assert not {("causal_pairs", str(1 - stage), ON), ("layers", "dense")} & {*samples}
-
-    def test_a_worker_without_such_layers_has_little_to_tell(self, configured: Configure) -> None:
-        answer = new_samples(SimpleNamespace(vllm_config=configured(method="dense"), rank=0), {}, True)
-        assert {name for name, *_ in answer["samples"]} == {"compilations"}

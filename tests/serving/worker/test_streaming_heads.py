@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,12 +33,11 @@ from vllm_sparse_backend.config.keys import KEY, STREAMING as CARRIED
 from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.serving import compat, hooks
-from vllm_sparse_backend.serving.worker import streaming_heads
-from vllm_sparse_backend.serving.worker.agreement import agree
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker import streaming
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, SparseRow
-from vllm_sparse_backend.serving.worker.model_layers import model_layers
-from vllm_sparse_backend.serving.worker.worker_samples import new_samples
+from vllm_sparse_backend.serving.worker.layers import model_layers
+from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.call import Call
@@ -46,14 +45,14 @@ from vllm_sparse_kernels.layer import Layer, layer_plan
 from vllm_sparse_kernels.memory import META
 from vllm_sparse_kernels.methods import METHODS, name_of
 
-make_prompt = streaming_heads._prompt
+make_prompt = streaming._prompt
 """``single_process`` replaces it."""
 
 
 @pytest.fixture(autouse=True)
 def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "gather_over_stages", lambda value: [value])
-    monkeypatch.setattr(streaming_heads, "_prompt", lambda vllm_config: PROMPT)
+    monkeypatch.setattr(streaming, "_prompt", lambda vllm_config: PROMPT)
 
 
 def without_streaming_settings(additional_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,40 +88,43 @@ class OtherTokenizer:
 
 
 @pytest.fixture
-def by_default(config: Any) -> Any:
+def by_default(config: Any) -> Iterator[Any]:
     """Return the configuration of a server that finds streaming heads by default."""
     config.additional_config = without_streaming_settings(config.additional_config)
-    return config
+    worker = Worker(config)
+    yield config
+    del worker
 
 
 @pytest.fixture
-def config(configured: Callable[..., Any]) -> Any:
+def config(configured: Callable[..., Any]) -> Iterator[Any]:
     config = configured(**SETTINGS)
     config.additional_config[CARRIED] = True
-    return config
+    worker = Worker(config)
+    yield config
+    del worker
 
 
 def find(config: Any, model: torch.nn.Module) -> None:
-    streaming_heads.find_streaming_heads(config, lambda: model)
+    streaming.find_streaming_heads(worker_of(config), lambda: model)
 
 
 def is_without(config: Any, layers: Sequence[Any]) -> bool:
-    """Return whether the worker goes on without streaming heads."""
-    has_none = all(layer.impl.worker is None or layer.impl.worker.streaming is None for layer in layers)
-    return has_none and config.additional_config[CARRIED] is False
+    """Return whether the worker goes on without streaming heads, and its layers as they were."""
+    as_they_were = all("forward" not in vars(layer.impl) for layer in layers)
+    return as_they_were and not worker_of(config).streaming.by_layer and config.additional_config[CARRIED] is False
 
 
 class TestFinding:
     def test_heads_near_their_queries_are_found(self, config: Any, lines: list[str]) -> None:
         layers = make_layers(config, range(3))
         find(config, Model(layers, {0: {1, 2}, 2: {0, 1, 2, 3}}))
-        streaming = layers[0].impl.worker.streaming
-        assert streaming.by_layer == {0: {1, 2}, 1: set(), 2: {0, 1, 2, 3}}
-        assert layers[0].impl.attend_without_cache is None
-        samples = new_samples(SimpleNamespace(vllm_config=config, rank=0), {}, True)["samples"]
-        assert ("streaming_heads", [streaming.fingerprint], 6.0) in samples
+        found = worker_of(config).streaming
+        assert found.by_layer == {0: {1, 2}, 1: set(), 2: {0, 1, 2, 3}}
+        assert "forward" not in vars(layers[0].impl)
+        assert ("streaming_heads", [found.fingerprint], 6.0) in worker_of(config).new_samples()["samples"]
         assert re.search(
-            rf"6 of 12 heads .* \(fingerprint {streaming.fingerprint}, measured in .* s\): .* at least 2500 tokens",
+            rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .* at least 2500 tokens",
             lines[-1],
         )
 
@@ -130,7 +132,7 @@ class TestFinding:
         whole: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {3}})]
         halves: Any = [(rank, {0: 2, 1: 2}, heads) for rank, heads in enumerate([{0: {1}, 1: set()}, {0: {0}, 1: {1}}])]
         others: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {2}})]
-        prints = [streaming_heads.fingerprint(by_rank) for by_rank in (whole, halves, others)]
+        prints = [streaming.fingerprint(by_rank) for by_rank in (whole, halves, others)]
         assert prints[0] == prints[1] != prints[2]
 
     def test_a_second_call_changes_nothing(self, config: Any) -> None:
@@ -152,8 +154,8 @@ class TestFinding:
     def test_an_error_in_the_run_leaves_layers_as_they_were(self, config: Any) -> None:
         layers = make_layers(config, [0])
         with pytest.raises(TypeError):
-            streaming_heads.measure(config, torch.nn.Linear(1, 1), {0: layers[0].impl}, PROMPT)
-        assert layers[0].impl.attend_without_cache is None
+            streaming.measure(config, torch.nn.Linear(1, 1), {0: layers[0].impl}, PROMPT)
+        assert "forward" not in vars(layers[0].impl)
 
     @pytest.mark.parametrize(
         ("options", "problem"),
@@ -197,7 +199,7 @@ class TestFinding:
     def test_by_default_a_tokenizer_that_makes_no_prompt_is_a_warning(
         self, by_default: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str], tokenizer: Any, says: str
     ) -> None:
-        monkeypatch.setattr(streaming_heads, "_prompt", make_prompt)
+        monkeypatch.setattr(streaming, "_prompt", make_prompt)
         monkeypatch.setattr(compat, "tokenizer", lambda vllm_config: tokenizer)
         model = Model(layers := make_layers(by_default, [0]), {})
         find(by_default, model)
@@ -210,7 +212,7 @@ class TestFinding:
     def test_a_required_prompt_that_cannot_be_made_is_an_error(
         self, config: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(streaming_heads, "_prompt", make_prompt)
+        monkeypatch.setattr(streaming, "_prompt", make_prompt)
         monkeypatch.setattr(compat, "tokenizer", lambda vllm_config: Tokenizer(step=100))
         with pytest.raises(ConfigurationError, match="expected at least 16,384"):
             find(config, Model(make_layers(config, [0]), {}))
@@ -233,15 +235,15 @@ class TestFinding:
         self, by_default: Any, lines: list[str], get_model: Callable[[], torch.nn.Module]
     ) -> None:
         layers = make_layers(by_default, [0])
-        streaming_heads.find_streaming_heads(by_default, get_model)
+        streaming.find_streaming_heads(worker_of(by_default), get_model)
         assert is_without(by_default, layers)
-        assert layers[0].impl.attend_without_cache is None
+        assert "forward" not in vars(layers[0].impl)
         assert re.search("all heads score keys in long prompts: rank 0: (AttributeError|TypeError)", lines[-1])
 
     def test_an_error_in_a_layer_does_not_end_the_run_for_which_other_ranks_wait(
         self, by_default: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
-        real, calls = streaming_heads.calibration.attend_and_measure, []
+        real, calls = streaming.calibration.attend_and_measure, []
 
         def attend_and_measure(*arguments: Any) -> Any:
             calls.append(arguments)
@@ -249,18 +251,18 @@ class TestFinding:
                 raise torch.OutOfMemoryError("made up")
             return real(*arguments)
 
-        monkeypatch.setattr(streaming_heads.calibration, "attend_and_measure", attend_and_measure)
+        monkeypatch.setattr(streaming.calibration, "attend_and_measure", attend_and_measure)
         layers = make_layers(by_default, [0, 1])
         find(by_default, Model(layers, {}))
         assert len(calls) == 2
         assert is_without(by_default, layers)
         assert lines[-1].endswith("rank 0: OutOfMemoryError: made up")
 
-    @pytest.mark.parametrize("failed_step", [0, 1, 2], ids=["state", "inputs", "run"])
+    @pytest.mark.parametrize("failed_step", [0, 1], ids=["inputs", "run"])
     def test_no_rank_has_streaming_heads_if_one_of_them_cannot_find_its_own(
         self, by_default: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str], failed_step: int
     ) -> None:
-        problems = iter(["made up" if step == failed_step else None for step in range(3)])
+        problems = iter(["made up" if step == failed_step else None for step in range(2)])
         monkeypatch.setattr(compat, "gather_over_stages", lambda value: [value, next(problems)])
         layers = make_layers(by_default, [0])
         find(by_default, Model(layers, {0: {1}}))
@@ -289,28 +291,14 @@ class TestFinding:
         )
         assert done.stdout.splitlines()[-1:] == ["{0: [1, 2]}"], done.stderr
 
-    def test_an_engine_that_finds_no_heads_is_left_alone_in_a_process_with_the_hook(self, by_default: Any) -> None:
-        """The hook wraps a class of vLLM, which other engines of the process use too."""
+    def test_a_server_that_finds_no_heads_does_not_run_its_model(self, by_default: Any) -> None:
         by_default.additional_config[CARRIED] = False
-        model = Model(layers := make_layers(by_default, [0]), {})
-        hooks._find_streaming_heads(by_default, SimpleNamespace(get_model=lambda: model))
+        model = Model(make_layers(by_default, [0]), {})
+        find(by_default, model)
         assert model.runs == 0
-        assert layers[0].impl.worker is None
 
     def test_a_worker_without_layers_is_left_to_its_builders(self, by_default: Any) -> None:
         find(by_default, Model([], {}))
-
-    def test_by_default_a_release_without_a_place_for_the_measurement_is_a_warning(
-        self, config: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-    ) -> None:
-        monkeypatch.setattr("vllm.v1.worker.cpu_worker.CPUWorker.determine_available_memory", None)
-        monkeypatch.setattr(compat, "gather_over_world", lambda value, timeout_s: [value])
-        with pytest.raises(ConfigurationError, match=r"rank 0: .*determine_available_memory is missing"):
-            agree(config)
-        config.additional_config = without_streaming_settings(config.additional_config)
-        agree(config)
-        assert config.additional_config[CARRIED] is False
-        assert re.search("all heads score keys in long prompts: .*determine_available_memory is missing", lines[-1])
 
     def test_experts_are_no_obstacle(self, config: Any) -> None:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import register_layer_for_moe_forward_op
@@ -318,7 +306,7 @@ class TestFinding:
         make_layers(config, [0])
         runner: Any = SimpleNamespace(layer_name="model.layers.0.mlp.experts")
         register_layer_for_moe_forward_op(config, runner)
-        streaming_heads.refuse_layers(config)
+        streaming.refuse_layers(config)
 
     def test_a_cache_before_the_run_is_an_error(self, config: Any) -> None:
         with pytest.raises(ConfigurationError, match="got its KV cache before it ran the model"):
@@ -387,9 +375,9 @@ class TestRunning:
             assert max(needed) == needed[0]
 
     def test_layers_that_are_found_are_those_of_the_model(self, adopted: Any) -> None:
-        layers, builder = adopted
+        _, builder = adopted
         assert {layer.number for layer in model_layers(builder.vllm_config).values()} == {0, 1}
-        assert layers[0].impl.worker.streaming.by_layer.keys() == {0, 1}
+        assert builder.worker.streaming.by_layer.keys() == {0, 1}
 
 
 def reference(step: Any, row: int, layer: Layer, scale: float) -> tuple[torch.Tensor, SparseIndex]:

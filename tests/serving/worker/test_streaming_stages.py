@@ -25,7 +25,8 @@ def run_stage(stage: int, folder: Path, name: str, problem: str | None) -> None:
     from tests.helpers.vllm_objects import make_config, make_layers, make_model
     from vllm_sparse_backend.config.keys import STREAMING
     from vllm_sparse_backend.serving import compat
-    from vllm_sparse_backend.serving.worker import streaming_heads
+    from vllm_sparse_backend.serving.worker import streaming
+    from vllm_sparse_backend.serving.worker.owner import Worker
 
     os.environ["VLLM_DIST_IDENT"] = name
     settings = {name: value for name, value in SETTINGS.items() if name != "streaming_heads"}  # problems are logged
@@ -35,19 +36,16 @@ def run_stage(stage: int, folder: Path, name: str, problem: str | None) -> None:
         init_distributed_environment(2, stage, f"file://{folder}/{name}", stage, "gloo")
         initialize_model_parallel(1, 2)
     config.parallel_config.pipeline_parallel_size, config.parallel_config.rank = 2, stage
-    streaming_heads._prompt = lambda vllm_config: PROMPT
+    worker = Worker(config)
+    streaming._prompt = lambda vllm_config: PROMPT
     layers = [] if problem == "no layers" and stage else make_layers(config, [2 * stage, 2 * stage + 1])
     model = Model(layers, NEAR[stage])
     if problem == "run" and not stage:
         model.layers = {0: None}
     for _ in range(2):
-        if config.additional_config[STREAMING]:
-            streaming_heads.find_streaming_heads(config, lambda: model)
-    streaming = streaming_heads.streaming_of(config)
-    heads = {} if streaming is None else {number: sorted(of_layer) for number, of_layer in streaming.by_layer.items()}
-    (folder / f"result-{stage}.json").write_text(
-        json.dumps([model.runs, heads, "" if streaming is None else streaming.fingerprint])
-    )
+        streaming.find_streaming_heads(worker, lambda: model)
+    heads = {number: sorted(of_layer) for number, of_layer in worker.streaming.by_layer.items()}
+    (folder / f"result-{stage}.json").write_text(json.dumps([model.runs, heads, worker.streaming.fingerprint]))
     compat.gather_over_stages(None)
     os._exit(0)  # on a normal exit, gloo can abort a process whose peer has already ended
 

@@ -29,8 +29,8 @@ from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
 from vllm_sparse_backend.serving.worker.arena import consecutive_rows
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
-from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
+from vllm_sparse_backend.serving.worker.owner import LayerLevel
+from vllm_sparse_backend.serving.worker.rows import copy_block_table_rows
 from vllm_sparse_backend.serving.worker.warmup import warm_up
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import AttendEngine, FlashAttention

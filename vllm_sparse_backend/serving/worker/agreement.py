@@ -17,15 +17,13 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import PACKAGE, package_version
-from vllm_sparse_backend.serving import compat, hooks
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
-from vllm_sparse_backend.serving.streaming_startup import describe, do_without, warn_of_weights
+from vllm_sparse_backend.serving.streaming_startup import describe, warn_of_weights
 
 TIMEOUT_S = 60.0
 """Seconds to wait for the other workers. vLLM has just connected them, so they arrive together."""
 
-PROBLEM = "streaming heads are not found"
-"""Key of an answer: why this worker cannot find streaming heads; empty if it can."""
 ERROR = "error"
 """Key of an answer: why this worker cannot resolve its settings; empty if it can."""
 
@@ -34,27 +32,26 @@ Answer = Mapping[str, str]
 
 
 def agree(vllm_config: VllmConfig) -> None:
-    """Refuse workers with other settings, and decide for all of them whether they find streaming heads."""
+    """Refuse workers with other settings."""
     if getattr(vllm_config.parallel_config, "enable_elastic_ep", False):
         return  # a worker that joins later has no peers here, and gets its configuration from the first process
     answers = compat.gather_over_world(_answer(vllm_config), TIMEOUT_S)
     _refuse_disagreement(answers)
-    problems = [f"rank {rank}: {answer[PROBLEM]}" for rank, answer in enumerate(answers) if answer[PROBLEM]]
-    extension = getattr(vllm_config.parallel_config, "worker_extension_cls", "")
-    if extension and compat.is_first_rank(vllm_config):
+    if not compat.is_first_rank(vllm_config):
+        return
+    if extension := getattr(vllm_config.parallel_config, "worker_extension_cls", ""):
         warn_of_weights(vllm_config, f"the worker extension {extension}")
-    if problems:
-        do_without(vllm_config, problems[0], is_logged=compat.is_first_rank(vllm_config))
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        warn_of_weights(vllm_config, "--weight-transfer-config")
 
 
 def _answer(vllm_config: VllmConfig) -> Answer:
     """Return this worker's settings as texts. It never raises, because the other workers wait for the answer."""
     try:
         resolved = resolve(vllm_config, *compat.tensor_parallel(vllm_config))
-        problem = hooks.streaming_problem(vllm_config) if resolved.streaming_heads is not None else None
-        return {ERROR: "", PROBLEM: problem or "", **settings_of_worker(resolved)}
+        return {ERROR: "", **settings_of_worker(resolved)}
     except Exception as error:
-        return {ERROR: describe(error), PROBLEM: ""}
+        return {ERROR: describe(error)}
 
 
 def settings_of_worker(resolved: Resolved) -> dict[str, str]:
@@ -83,7 +80,7 @@ def _refuse_disagreement(answers: Sequence[Answer]) -> None:
             raise ConfigurationError(f"sparse-prefill: rank {rank} cannot resolve its settings: {answer[ERROR]}")
     first = answers[0]
     for rank, answer in enumerate(answers):
-        names = dict.fromkeys(name for name in chain(first, answer) if name != PROBLEM)
+        names = dict.fromkeys(chain(first, answer))
         differing = [name for name in names if answer.get(name) != first.get(name)]
         if differing:
             raise ConfigurationError(

@@ -20,8 +20,7 @@ from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.batch_rows import BatchRow
-from vllm_sparse_backend.serving.worker.step import Slab
+from vllm_sparse_backend.serving.worker.rows import BatchRow, Slab
 from vllm_sparse_kernels import TILE_TOKENS, Rows, Workspace
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.memory import META, count_bytes

@@ -12,7 +12,7 @@ from vllm_sparse_backend.serving.compat import (
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-    from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
+    from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadataBuilder
 
 
 class SparsePrefillBackend(DenseBackend):
@@ -33,7 +33,7 @@ class SparsePrefillBackend(DenseBackend):
     @staticmethod
     def get_builder_cls() -> type["SparsePrefillMetadataBuilder"]:
         """Return the class that builds the metadata of steps."""
-        from vllm_sparse_backend.serving.worker.metadata_builder import SparsePrefillMetadataBuilder
+        from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadataBuilder
 
         return SparsePrefillMetadataBuilder
 

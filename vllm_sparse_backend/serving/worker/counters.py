@@ -5,8 +5,9 @@ Nothing here waits for the device, and counting sends nothing. The server calls 
 /metrics (``metrics_endpoint``). The counts of host and device in an answer are from the same moment.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import logging
+from collections import Counter
+from collections.abc import Iterable
 from itertools import product
 from typing import NamedTuple
 
@@ -14,9 +15,12 @@ import torch
 
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import ON
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
+
+logger = logging.getLogger(LOGGER)
 
 Sample = tuple[str, list[str], float]
 """A metric's name, the values of its labels, and its value: a float, because messages between processes cannot contain
@@ -25,37 +29,23 @@ integers beyond 2^64."""
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""
 
-RowLabels = tuple[str, Fallback | None, str]
-"""How a row ran, why it ran dense, and the name of its level (empty for a decode)."""
-
 PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
+"""How a row of a batch runs. Padding rows have no tokens: they fill a batch up to the size of a CUDA graph."""
+
+
+class RowKind(NamedTuple):
+    """How a row of a batch runs, why it runs dense, and the name of its level (empty for a decode)."""
+
+    path: str
+    reason: Fallback | None = None
+    level: str = ON
+
+
+DECODE_ROW = RowKind(DECODE, level="")
+PADDING_ROW = RowKind(PADDING)
 
 COUNTER_RANGE = 1 << 64
 """Number of distinct values of a counter on the device, which wraps around."""
-
-_dummy_runs = 0
-"""Dummy runs that this process is in.
-
-This is state of the module because vLLM has no place for it. A dummy run is known only to the wrapper of the worker's
-method (``hooks``), and vLLM passes neither this method's name nor a flag to metadata builders. Our ``Worker`` cannot
-hold it either: layers create it within the first of these runs.
-"""
-
-
-@contextmanager
-def not_counting() -> Iterator[None]:
-    """Suspend counting within the context, for runs without requests: warm-up, graph capture and dummy steps."""
-    global _dummy_runs
-    _dummy_runs += 1
-    try:
-        yield
-    finally:
-        _dummy_runs -= 1
-
-
-def is_counting() -> bool:
-    """Return whether this process is outside of any ``not_counting``. Metadata builders read it, once per step."""
-    return _dummy_runs == 0
 
 
 class HostCopy:
@@ -112,6 +102,7 @@ class Recorder:
         self._counts: dict[Key, int] = {}
         self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
+        self._logged: set[Fallback] = set()
 
     def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (ON,)) -> None:
         """Add counters for layers, before the first step. Layers that already have counters keep their counts."""
@@ -119,11 +110,22 @@ class Recorder:
             self._places.setdefault(place, len(self._places))
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
 
-    def count_rows(self, labels: RowLabels, rows: int = 1) -> None:
-        """Count rows that ran in the same way. Padding rows are not counted."""
-        path, reason, level = labels
-        if self.is_first_rank and path != PADDING:
-            self._add("rows", (path, reason.value if reason else "", level), rows)
+    def count_decodes(self, rows: int) -> None:
+        """Count decode rows."""
+        self._count_rows(DECODE_ROW, rows)
+
+    def count_rows(self, kinds: Iterable[RowKind]) -> None:
+        """Count the rows of a step, and log each new reason for dense rows. Padding rows are not counted."""
+        for kind, rows in Counter(kinds).items():
+            if kind.path != PADDING:
+                self._count_rows(kind, rows)
+            if kind.reason is not None and kind.reason not in self._logged:
+                self._logged.add(kind.reason)
+                logger.info("sparse-prefill: a row prefills dense: %s (logged once)", kind.reason.explain)
+
+    def _count_rows(self, kind: RowKind, rows: int) -> None:
+        if self.is_first_rank:
+            self._add("rows", (kind.path, kind.reason.value if kind.reason else "", kind.level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = ON) -> None:
         """Count the pairs of one layer in a step. Does not wait for the device."""

@@ -4,28 +4,20 @@
 The cache has been written when ``forward`` is called. Nothing in ``forward`` waits for the device.
 """
 
-import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config
 
-from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.layer_level import LayerLevel
-from vllm_sparse_backend.serving.worker.shared_worker import Worker
-from vllm_sparse_backend.serving.worker.step import Slab, SparseStep
+from vllm_sparse_backend.serving.worker.owner import LayerLevel, Worker
+from vllm_sparse_backend.serving.worker.rows import Slab, SparseStep
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, run, with_kept_mass
 from vllm_sparse_kernels.paged import PagedCache
-
-AttendWithoutCache = Callable[
-    ["SparsePrefillImpl", torch.nn.Module, tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor], None
-]
-"""Writes the output of a layer, given its implementation, vLLM's layer, (query, key, value) and the output."""
 
 
 class SparsePrefillImpl(compat.DenseImpl):
@@ -38,7 +30,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         super().__init__(*args, **kwargs)
         # Bound by name, because releases of vLLM differ in their arguments and in how they pass them.
         arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        self.config = config = get_current_vllm_config()
+        config = get_current_vllm_config()
         self.out_dtype = config.model_config.dtype
         attn_type = arguments.get("attn_type", "decoder")
         traits = LayerTraits(
@@ -52,7 +44,6 @@ class SparsePrefillImpl(compat.DenseImpl):
         self.fallback: Fallback | None = layer_fallback(traits)
         self.worker: Worker | None = None
         self.levels: Mapping[str, LayerLevel] = {}
-        self.attend_without_cache: AttendWithoutCache | None = None
 
     @property
     def is_adopted(self) -> bool:
@@ -88,27 +79,6 @@ class SparsePrefillImpl(compat.DenseImpl):
         self.levels = dict(levels)
         self.worker = worker
 
-    def shared_worker(self, vllm_config: VllmConfig, device: torch.device, planned: bool = False) -> Worker:
-        """Return the object that the worker's layers share. The first layer that needs it creates it.
-
-        A profile run may have created it from the configuration of a part of the model. Its arena is then kept.
-        """
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        impls = [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), SparsePrefillImpl)]
-        workers = [impl.worker for impl in impls if impl.worker is not None]
-        fitting = [worker for worker in workers if not planned or worker.fits(vllm_config)]
-        if fitting:
-            self.worker = fitting[0]
-        else:
-            self.worker = Worker(vllm_config, device, workers[0].memory if workers else None)
-        return self.worker
-
-    def _reserve_in_profile_run(self, device: torch.device) -> None:
-        """Allocate the arena while vLLM measures memory, unless a part of a model knows only its own configuration."""
-        if self.fallback is None and self.worker is None:
-            with contextlib.suppress(ConfigurationError):
-                self.shared_worker(get_current_vllm_config_or_none() or self.config, device).reserve_memory()
-
     def forward(
         self,
         layer: torch.nn.Module,
@@ -126,13 +96,6 @@ class SparsePrefillImpl(compat.DenseImpl):
         The metadata says which tokens run dense, on vLLM's own attention, and which rows run sparse: these select keys
         and attend to them.
         """
-        if attn_metadata is None:  # there is no cache yet: the search for streaming heads, or vLLM's profile run
-            if self.attend_without_cache is not None:
-                assert key is not None
-                assert value is not None
-                self.attend_without_cache(self, layer, (query, key, value), output)
-                return output
-            self._reserve_in_profile_run(query.device)
         step: SparseStep | None = getattr(attn_metadata, "sparse", None)
         if step is None or not self._runs_sparse_in(step):  # decodes, dense prefills and dense layers
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)

@@ -27,17 +27,14 @@ from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.identity import LOGGER, MLA_FLAG
-from vllm_sparse_backend.serving import compat, hooks
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
-from vllm_sparse_backend.serving.worker.counters import is_counting
 from vllm_sparse_backend.serving.worker.mla_step import Call, MlaBatch, MlaStep, SparseRows
-from vllm_sparse_backend.serving.worker.row_classifier import RowClassifier
-from vllm_sparse_backend.serving.worker.row_counter import RowCounter
-from vllm_sparse_backend.serving.worker.shared_worker import Worker
-from vllm_sparse_backend.serving.worker.step_context import Step
+from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
+from vllm_sparse_backend.serving.worker.rows import RowClassifier, Step
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.mla import MlaLimits, MlaPrefill, MlaRow, MlaTopP
 
@@ -70,36 +67,32 @@ class MlaWorker:
     It is created with the first layer, so that vLLM counts its memory before it sizes the KV cache.
     """
 
-    def __init__(self, vllm_config: VllmConfig, shape: MlaShape) -> None:
-        self.shape = shape
+    def __init__(self, worker: Worker, shape: MlaShape) -> None:
+        self.worker, self.shape = worker, shape
         self.layers: frozenset[int] = frozenset()
-        self._served_layers: tuple[Any, ...] = ()
-        self._device = compat.current_device()
-        self._dtype = vllm_config.model_config.dtype
-        self.worker: Worker
-        self.kernels: MlaPrefill | None
-        self.worker, self.kernels = compat.outside_memory_pool(
-            vllm_config, self._device, partial(self._allocate, vllm_config)
-        )
+        self._served_layers: Mapping[int, Any] = {}
+        self._numbers: Mapping[int, int] = {}
+        self._device = worker.device
+        self._dtype = worker.vllm_config.model_config.dtype
+        self.kernels: MlaPrefill | None = None
+        if not worker.resolved.is_dense:
+            self.kernels = compat.outside_memory_pool(worker.vllm_config, self._device, self._allocate)
         self._method: Method | None = None
         self._row_classifier: RowClassifier | None = None
-        self._row_counter: RowCounter | None = None
         self._batch: tuple[Step | None, MlaBatch | None] = (None, None)
 
-    def _allocate(self, vllm_config: VllmConfig) -> tuple[Worker, MlaPrefill | None]:
+    def _allocate(self) -> MlaPrefill:
         with _usual_defaults():
-            return self._allocated(vllm_config)
+            return self._allocated()
 
-    def _allocated(self, vllm_config: VllmConfig) -> tuple[Worker, MlaPrefill | None]:
-        worker = Worker(vllm_config, self._device)
-        if worker.resolved.is_dense:
-            return worker, None
+    def _allocated(self) -> MlaPrefill:
+        vllm_config = self.worker.vllm_config
         shape = self.shape
         refusal = MlaPrefill.refusal(shape.num_heads, shape.qk_head_dim, shape.v_head_dim, self._dtype, self._device)
         if refusal is not None:
             raise ConfigurationError(f"{MLA_FLAG}: {refusal}")
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        method = mla_method(_method_of(worker))
+        method = mla_method(_method_of(self.worker))
         kernels = MlaPrefill(
             num_heads=shape.num_heads,
             scale=shape.scale,
@@ -115,7 +108,7 @@ class MlaWorker:
         )
         if not compat.IS_CPU:
             self._warm_up(kernels, method, step_tokens)
-        return worker, kernels
+        return kernels
 
     def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, step_tokens: int) -> None:
         """Compile every kernel that serves requests.
@@ -148,11 +141,11 @@ class MlaWorker:
         context = row._replace(key_position=0)
         kernels.attend(method, q, k, v, [context], is_causal=False, out=out, lse=lse, kept_pairs=kept_pairs)
 
-    def adopt(self, vllm_config: VllmConfig) -> None:
+    def adopt(self) -> None:
         """Make the layers of this worker run sparse, once vLLM has built them. Later calls change nothing."""
-        if self._row_counter is not None:
+        if self._row_classifier is not None:
             return
-        resolved = self.worker.resolved
+        vllm_config, resolved = self.worker.vllm_config, self.worker.resolved
         all_layers = mla_layers(vllm_config)
         if resolved.is_dense:
             if self.worker.rank == 0:
@@ -167,16 +160,15 @@ class MlaWorker:
                 and resolved.plan.layer(number) is not None
             )
             self._refuse_without_layers(vllm_config, all_layers, numbers)
-        for number in numbers:
-            vars(all_layers[number].impl)[hooks.MLA_LAYER] = number
         self.layers = frozenset(numbers)
-        self._served_layers = tuple(all_layers.values())
+        self._served_layers = all_layers
+        self._numbers = {id(all_layers[number].impl): number for number in numbers}
+        self.worker.attention_names = {
+            number: ATTENTION_NAME if number in self.layers else "dense" for number in all_layers
+        }
         self.worker.recorder.add_layers(numbers, resolved.plans)
         thresholds = self._thresholds(vllm_config)
         self._row_classifier = RowClassifier(thresholds, bool(numbers), self.worker.requests)
-        self._row_counter = RowCounter(self.worker.recorder, counts_rows=True)
-        hooks.install_in_worker(vllm_config)
-        hooks.install_for_mla()
         if numbers:
             self._method = _method_of(self.worker)
             if self.worker.rank == 0:
@@ -227,9 +219,13 @@ class MlaWorker:
         method = self._method
         return mla_method(method if request.kept_mass is None else method.with_kept_mass(request.kept_mass))
 
+    def number_of(self, impl: Any) -> int | None:
+        """Return the number of the layer with this implementation, if it can run sparse."""
+        return self._numbers.get(id(impl))
+
     def serves(self, backend: MLAPrefillBackend) -> bool:
         """Return whether a prefill backend is that of a layer of the served model, not of a draft model."""
-        return any(layer.prefill_backend is backend for layer in self._served_layers)
+        return any(layer.prefill_backend is backend for layer in self._served_layers.values())
 
     def batch_of(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
@@ -246,20 +242,15 @@ class MlaWorker:
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
     ) -> MlaBatch | None:
         assert self._row_classifier is not None
-        assert self._row_counter is not None
-        is_counted = is_counting()
+        recorder, is_counted = self.worker.recorder, self.worker.requests.is_counted
         if common.max_query_len <= 1:
             if is_counted:
-                self._row_counter.count_decodes(common)
+                recorder.count_decodes(int(common.query_start_loc_cpu[common.num_reqs]))
             return None
         rows = self._row_classifier.classify(common, common_prefix_len, max_decode_tokens)
         if is_counted:
-            self._row_counter.count(rows)
+            recorder.count_rows(row.kind for row in rows)
         return MlaBatch(rows, is_counted)
-
-    def attention_names(self, vllm_config: VllmConfig) -> list[str]:
-        """Return the name of each layer's prefill attention, for the metric ``layers``."""
-        return [ATTENTION_NAME if number in self.layers else "dense" for number in mla_layers(vllm_config)]
 
 
 @contextmanager
@@ -305,7 +296,10 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         self.stock = compat.stock_mla_prefill(vllm_config)(**dims)
         refuse_stock_prefill(self.stock)
         self.shape = MlaShape(num_heads, float(scale), qk_nope_head_dim + qk_rope_head_dim, v_head_dim)
-        self.shared = mla_worker(vllm_config) or MlaWorker(vllm_config, self.shape)
+        worker = worker_of(vllm_config)
+        if worker.mla is None:
+            worker.mla = MlaWorker(worker, self.shape)
+        self.shared: MlaWorker = worker.mla
         self._batch: MlaBatch | None = None
         self._step: MlaStep | None = None
         self._layer: int | None = None
@@ -323,7 +317,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         layer of the served model, which vLLM builds first.
         """
         clone: SparseMlaPrefillBackend = super().clone()
-        self.shared.adopt(self.vllm_config)
+        self.shared.adopt()
         clone._is_of_draft_model = not self.shared.serves(self)
         return clone
 
@@ -336,9 +330,9 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         if not self._is_of_draft_model:
             self._batch = self.shared.batch_of(common, common_prefix_len, max_decode_tokens)
 
-    def begin_layer(self, number: int | None) -> None:
-        """Take the number of the layer whose calls follow."""
-        self._layer = number
+    def begin_layer(self, impl: Any) -> None:
+        """Take the implementation of the layer whose calls follow."""
+        self._layer = self.shared.number_of(impl)
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         """Divide the calls of a step among its rows."""
@@ -480,13 +474,6 @@ def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_l
         merged_out += other_out[tokens] * other_weight
         out[tokens] = merged_out
         lse[:, tokens] = merged
-
-
-def mla_worker(vllm_config: VllmConfig) -> MlaWorker | None:
-    """Return the state that the prefill backends of this worker share."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
-    backends = (getattr(layer, "prefill_backend", None) for layer in layers)
-    return next((backend.shared for backend in backends if isinstance(backend, SparseMlaPrefillBackend)), None)
 
 
 def mla_layers(vllm_config: VllmConfig) -> dict[int, Any]:

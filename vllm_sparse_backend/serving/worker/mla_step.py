@@ -21,7 +21,7 @@ import torch
 from vllm_sparse_backend.config.mla import MlaMethod
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.batch_rows import BatchRow, dense_runs
+from vllm_sparse_backend.serving.worker.rows import BatchRow, dense_runs
 from vllm_sparse_kernels.mla import MlaRow
 from vllm_sparse_kernels.rows import to_device
 

@@ -22,7 +22,7 @@ from vllm_sparse_backend.serving.worker.arena import consecutive_rows, kernel_ro
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.step import copy_block_table_rows
+from vllm_sparse_backend.serving.worker.rows import copy_block_table_rows
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.pair_counts import add_listed_pairs

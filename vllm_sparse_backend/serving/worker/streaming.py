@@ -9,6 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,51 +19,53 @@ from vllm.logger import init_logger
 from vllm_sparse_backend.calibration import streaming_heads as calibration
 from vllm_sparse_backend.calibration.capture import begin_ids
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.resolved import carried_streaming
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.streaming_startup import describe, do_without
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.model_layers import model_layers, plain_impls
-from vllm_sparse_backend.serving.worker.shared_worker import StreamingHeads, Worker
+from vllm_sparse_backend.serving.worker.layers import model_layers, plain_impls
+from vllm_sparse_backend.serving.worker.owner import StreamingHeads, Worker, worker_of
 
 logger = init_logger(LOGGER)
 T = TypeVar("T")
 
 
-def find_streaming_heads(vllm_config: VllmConfig, get_model: Callable[[], torch.nn.Module]) -> None:
-    """Find the streaming heads on this rank, before the layers are adopted.
+def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module]) -> None:
+    """Find the streaming heads on this rank, before the layers are adopted, if this server does.
 
     All ranks of all pipeline stages must call this. If one of them cannot find its heads, no rank has streaming heads.
     """
+    vllm_config = worker.vllm_config
+    # vLLM may profile a model again, for example to measure the memory of its CUDA graphs.
+    if not carried_streaming(vllm_config.additional_config) or worker.streaming.by_layer:
+        return
     start = time.monotonic()
     try:
-        # vLLM may profile a model again, for example to measure the memory of its CUDA graphs.
-        if _on_all_ranks(vllm_config, lambda: streaming_of(vllm_config)) is not None:
-            return
-        search = _on_all_ranks(vllm_config, lambda: _Search(vllm_config, get_model()))
-        heads = _on_all_ranks(vllm_config, search.run)
+        search = _on_all_ranks(worker, lambda: _Search(vllm_config, get_model()))
+        heads = _on_all_ranks(worker, search.run)
     except _SearchError as failed:
         do_without(vllm_config, str(failed), is_logged=compat.is_first_rank(vllm_config))
         return
-    by_rank = compat.gather_over_stages((search.worker.rank, search.num_heads, heads))
-    search.worker.streaming = StreamingHeads(heads, fingerprint(by_rank))
+    by_rank = compat.gather_over_stages((worker.rank, search.num_heads, heads))
+    worker.streaming = StreamingHeads(heads, fingerprint(by_rank))
     if compat.is_first_rank(vllm_config):
-        _log(search.worker, by_rank, time.monotonic() - start)
+        _log(worker, by_rank, time.monotonic() - start)
 
 
 class _SearchError(Exception):
     """A rank cannot find its streaming heads. All ranks raise it."""
 
 
-def _on_all_ranks(vllm_config: VllmConfig, function: Callable[[], T]) -> T:
+def _on_all_ranks(worker: Worker, function: Callable[[], T]) -> T:
     """Call a function on all ranks, and wait for the others. If it fails on one rank, it fails on all."""
     problem = None
     try:
         result = function()
     except Exception as error:
-        stage, num_stages = compat.pipeline_parallel(vllm_config)
+        stage, num_stages = compat.pipeline_parallel(worker.vllm_config)
         place = f" of pipeline stage {stage}" if num_stages > 1 else ""
-        problem = f"rank {compat.tensor_parallel(vllm_config)[0]}{place}: {describe(error)}"
+        problem = f"rank {worker.rank}{place}: {describe(error)}"
     first_problem = next(filter(None, compat.gather_over_stages(problem)), None)
     if first_problem is not None:
         raise _SearchError(first_problem)
@@ -78,8 +81,6 @@ class _Search:
         if not self.impls:
             raise ConfigurationError("this worker has no layer that can run sparse")
         refuse_layers(vllm_config)
-        first = next(iter(self.impls.values()))
-        self.worker = first.shared_worker(vllm_config, compat.current_device(), planned=True)
         self.num_heads = {number: impl.num_heads for number, impl in self.impls.items()}
         self.prompt = _prompt(vllm_config)
 
@@ -137,8 +138,19 @@ def measure(
     errors: list[Exception] = []
     impls = plain_impls(vllm_config).values()  # those of a draft model do not run
 
-    def attend(impl: SparsePrefillImpl, layer: Any, qkv: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        query, key, value = qkv
+    def attend(
+        impl: SparsePrefillImpl,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: None,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Stand in for the layer's ``forward`` in this run."""
         try:
             traits = calibration.AttentionTraits(
                 scale=impl.scale * compat.query_scale(query, layer),
@@ -147,19 +159,20 @@ def measure(
                 sinks=impl.sinks,
             )
             attention, measured[impl] = calibration.attend_and_measure(query, key, value, traits)
-            out.copy_(attention.view_as(out))
+            output.copy_(attention.view_as(output))
         except Exception as error:
             # The run goes on: other ranks would wait for this one where the layers exchange activations.
             errors.append(error)
-            out.zero_()
+            output.zero_()
+        return output
 
     for impl in impls:
-        impl.attend_without_cache = attend
+        impl.forward = partial(attend, impl)  # type: ignore[method-assign]
     try:
         compat.run_model(vllm_config, model, prompt)
     finally:
         for impl in impls:
-            impl.attend_without_cache = None
+            del impl.forward
     if errors:
         raise errors[0]
     return {number: measured[impl].streaming_heads() for number, impl in layers.items()}
@@ -180,21 +193,19 @@ def fingerprint(by_rank: Sequence[RankHeads]) -> str:
     return hashlib.sha256(json.dumps(heads).encode()).hexdigest()[:12]
 
 
-def streaming_of(vllm_config: VllmConfig) -> StreamingHeads | None:
-    """Return what this process's worker found."""
-    workers = [layer.impl.worker for layer in model_layers(vllm_config).values()]
-    return next((worker.streaming for worker in workers if worker is not None), None)
+def heads_of_worker(vllm_worker: Any) -> str:
+    """Return the fingerprint of the streaming heads of all ranks; empty without streaming heads. Runs in a worker."""
+    return worker_of(vllm_worker.vllm_config).streaming.fingerprint
 
 
 def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
-    settings, streaming = worker.resolved.streaming_heads, worker.streaming
+    settings = worker.resolved.streaming_heads
     assert settings is not None
-    assert streaming is not None
     logger.info(
         "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): in steps after at "
         "least %d tokens of a request, they keep only %d first and %d nearest keys",
         sum(len(heads) for _, _, by_layer in by_rank for heads in by_layer.values()),
         sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
-        streaming.fingerprint, seconds, settings.min_context_tokens, calibration.SINK_TOKENS,
+        worker.streaming.fingerprint, seconds, settings.min_context_tokens, calibration.SINK_TOKENS,
         calibration.WINDOW_TOKENS,
     )  # fmt: skip

@@ -7,8 +7,8 @@ The first ``min_tokens`` positions of every row are dense, so their cached keys 
 or the chunk size. A row that crosses that boundary is cut there: its first tokens run dense, the others run sparse.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,24 +18,25 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.arena import Room, SparseRow
-from vllm_sparse_backend.serving.worker.batch_rows import BatchRow, dense_runs
-from vllm_sparse_backend.serving.worker.counters import is_counting
-from vllm_sparse_backend.serving.worker.layer_adoption import CacheGroup, LayerAdoption
-from vllm_sparse_backend.serving.worker.model_layers import (
-    ModelLayer,
-    model_layers,
-    require_sparse_layer,
-)
-from vllm_sparse_backend.serving.worker.row_classifier import RowClassifier
-from vllm_sparse_backend.serving.worker.row_counter import RowCounter
-from vllm_sparse_backend.serving.worker.step import (
+from vllm_sparse_backend.serving.worker.arena import SparseRow
+from vllm_sparse_backend.serving.worker.layers import adopt_layers, require_sparse_layer
+from vllm_sparse_backend.serving.worker.owner import worker_of
+from vllm_sparse_backend.serving.worker.rows import (
+    BatchRow,
     DenseRun,
+    RowClassifier,
     Slab,
-    SparsePrefillMetadata,
     SparseStep,
     copy_block_table_rows,
+    dense_runs,
 )
+
+
+@dataclass
+class SparsePrefillMetadata(compat.DenseMetadata):
+    """The dense backend's metadata of the whole batch, for layers that run dense, and the sparse part of the step."""
+
+    sparse: SparseStep | None = None
 
 
 class SparsePrefillMetadataBuilder(compat.DenseBuilder):
@@ -49,8 +50,8 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
 
     # Set only if there are such layers.
     row_classifier: RowClassifier
-    row_counter: RowCounter
-    room: Room | None
+    counts_rows: bool
+    """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
     streaming_context_tokens: int | None
     """Context length in tokens from which rows are long; None without streaming heads."""
 
@@ -64,30 +65,24 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        require_sparse_layer(vllm_config)
+        self.worker = worker_of(vllm_config)
+        require_sparse_layer(self.worker.vllm_config)
         # Builders that vLLM derives from this class split or lengthen requests. Their metadata stays dense.
         if type(self) is SparsePrefillMetadataBuilder:
-            layers = model_layers(vllm_config)
-            if any(name in layers for name in layer_names):
-                self._adopt(layers)
+            self._adopt_layers()
 
-    def _adopt(self, layers: Mapping[str, ModelLayer]) -> None:
+    def _adopt_layers(self) -> None:
         """Make the layers of this group run sparse if they can."""
-        group = CacheGroup(
-            self.vllm_config, self.device, self.layer_names, self.kv_cache_spec, getattr(self, "isa", "")
-        )
-        adopted = LayerAdoption(group, layers).adopt()
+        worker = self.worker
+        adopted = adopt_layers(worker, self.layer_names, self.kv_cache_spec, getattr(self, "isa", ""))
         if adopted is None:
             return
-        worker = adopted.worker
-        self.sparse_layers = adopted.numbers
-        self.room = None if adopted.memory is None else adopted.memory.room
+        self.sparse_layers, self.counts_rows = adopted.numbers, adopted.is_first_group
         self.row_classifier = RowClassifier(
-            adopted.thresholds, self.room is not None, worker.requests, worker.resolved.reads_prompt_length
+            adopted.thresholds, worker.memory is not None, worker.requests, worker.resolved.reads_prompt_length
         )
-        self.row_counter = RowCounter(worker.recorder, counts_rows=adopted.is_first_group)
         streaming = worker.resolved.streaming_heads
-        has_heads = worker.streaming is not None and worker.streaming.count  # else long rows would need a launch
+        has_heads = worker.streaming.count  # else long rows would need a launch
         self.streaming_context_tokens = streaming.min_context_tokens if streaming and has_heads else None
 
     def build(
@@ -98,13 +93,13 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         if not self.sparse_layers:
             return super().build(common_prefix_len, common, fast_build)
         if common.max_query_len <= 1:  # the path of every output token: rows are not inspected
-            if is_counting():
-                self.row_counter.count_decodes(common)
+            if self.counts_rows and self.worker.requests.is_counted:
+                self.worker.recorder.count_decodes(int(common.query_start_loc_cpu[common.num_reqs]))
             return super().build(common_prefix_len, common, fast_build)
         rows = self.row_classifier.classify(common, common_prefix_len, self.reorder_batch_threshold or 1)
-        is_counted = is_counting()
-        if is_counted:
-            self.row_counter.count(rows)
+        is_counted = self.worker.requests.is_counted
+        if is_counted and self.counts_rows:
+            self.worker.recorder.count_rows(row.kind for row in rows)
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._dense_run(common, *run, fast_build) for run in dense_runs(rows))
@@ -116,13 +111,14 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
 
     def _slabs(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> tuple[Slab, ...]:
         """Return the sparse parts of the rows by level and length, divided into slabs that fit into the arena."""
-        assert self.room is not None
+        assert self.worker.memory is not None
+        room = self.worker.memory.room
         slabs: list[Slab] = []
         kinds = {i: (row.request, self._is_long(row)) for i, row in enumerate(rows) if row.is_sparse}
         for kind in sorted(set(kinds.values()), key=lambda kind: (kind[0].name, kind[0].kept_mass or 0, kind[1])):
             ids = [i for i, row_kind in kinds.items() if row_kind == kind]
             parts = [SparseRow.sparse_of(rows[i], number) for number, i in enumerate(ids)]
-            slabs += self.room.slabs(parts, copy_block_table_rows(common.block_table_tensor, ids), *kind)
+            slabs += room.slabs(parts, copy_block_table_rows(common.block_table_tensor, ids), *kind)
         return tuple(slabs)
 
     def _is_long(self, row: BatchRow) -> bool:
@@ -138,7 +134,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         """Return a part of a batch, with the dense backend's metadata for this part."""
         metadata = super().build(0, self._part_of_batch(common, rows, tokens), fast_build)
         compat.keep_schedule(metadata)
-        return DenseRun(rows, tokens, metadata)
+        return DenseRun(tokens, metadata)
 
     def _part_of_batch(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
         """Return a part of a batch as a separate batch. Its first and last row may be cut.

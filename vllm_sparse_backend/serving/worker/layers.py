@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The served model's attention layers: which of them are ours, and their start-up.
+
+When vLLM builds the metadata builder of a cache group, each of its layers gets its part of the plan, and the worker its
+memory, engines and kernels.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.resolved import carried_streaming
+from vllm_sparse_backend.identity import BACKEND, LOGGER
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.startup import no_layer_message, other_decode, slow_path
+from vllm_sparse_backend.serving.streaming_startup import do_without
+from vllm_sparse_backend.serving.worker import startup_log
+from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
+from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
+from vllm_sparse_backend.serving.worker.owner import Worker
+from vllm_sparse_backend.serving.worker.warmup import warm_up
+from vllm_sparse_kernels.cards import status_note
+
+logger = logging.getLogger(LOGGER)
+
+
+# --- which layers are ours ---
+
+
+def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
+    """Return the layers that run this backend itself, by name.
+
+    vLLM derives backends from this one for layers that attend to something other than their own sequence (chunked and
+    cross attention, static sinks, pooled blocks). Such layers stay unchanged.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
+    return {
+        name: impl
+        for name, impl in impls.items()
+        if type(impl) is SparsePrefillImpl and _path(layers[name].get_attn_backend()) == BACKEND
+    }
+
+
+def _path(backend: type) -> str:
+    """Return the qualified name of a backend. Backends that vLLM derives have other names."""
+    return f"{backend.__module__}.{backend.__qualname__}"
+
+
+class ModelLayer(NamedTuple):
+    """A layer of the served model: its number, and its attention implementation."""
+
+    number: int
+    impl: SparsePrefillImpl
+
+
+def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
+    """Return the served model's layers among ``plain_impls``.
+
+    A draft model's layers may have the same numbers. They are built after the served model's, so the first layer
+    with a number belongs to the served model.
+    """
+    first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
+    names: dict[int, str] = {}
+    impls = plain_impls(vllm_config)
+    for name in impls:
+        number = compat.layer_number(name)
+        if number is not None and first <= number < end:
+            names.setdefault(number, name)
+    return {name: ModelLayer(number, impls[name]) for number, name in names.items()}
+
+
+def require_sparse_layer(vllm_config: VllmConfig) -> None:
+    """Check that at least one layer of this worker can run sparse.
+
+    With pipeline parallelism other workers have other layers. A worker without such a layer then only logs a warning.
+    """
+    reasons = {impl.fallback for impl in plain_impls(vllm_config).values()} or {Fallback.NOT_DECODER}
+    if None in reasons:
+        return
+    message = no_layer_message({reason for reason in reasons if reason is not None})
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        raise ConfigurationError(message)
+    logger.warning("%s, in this pipeline stage", message)
+
+
+def reserve_memory(worker: Worker) -> None:
+    """Allocate the arena before vLLM measures the memory that its model needs, if a layer can run sparse."""
+    if any(impl.fallback is None for impl in plain_impls(worker.vllm_config).values()):
+        worker.reserve_memory()
+
+
+# --- their start-up ---
+
+
+class AdoptedLayers(NamedTuple):
+    """The layers of a cache group that run sparse, and the lengths from which rows of each level do."""
+
+    numbers: tuple[int, ...]
+    thresholds: Mapping[str, Thresholds]
+    is_first_group: bool
+
+
+def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str = "") -> AdoptedLayers | None:
+    """Give each layer of a cache group its part of the plan, allocate the arena, compile kernels, and log the result.
+
+    Returns None if no layer of the group runs sparse.
+    """
+    vllm_config, resolved = worker.vllm_config, worker.resolved
+    layers = model_layers(vllm_config)
+    group = {layers[name].number: layers[name].impl for name in names if name in layers}
+    if not group:
+        return None
+    worker.attention_names = dict.fromkeys((number for number, _ in layers.values()), "dense") | worker.attention_names
+    if resolved.is_dense:
+        if worker.rank == 0 and worker.should_log("pooling"):
+            startup_log.log_pooling()
+        return None
+    plans = {number: resolved.layer(number) for number, _ in layers.values()}
+    reasons = {number: impl.dense_reason(plans[number]) for number, impl in layers.values()}
+    if worker.rank == 0:
+        startup_log.log_dense_layers({number: reasons[number] for number in group})
+    impls = {number: impl for number, impl in sorted(group.items()) if reasons[number] is None}
+    if not impls:
+        return None
+    if not worker.streaming.by_layer and carried_streaming(vllm_config.additional_config):
+        do_without(vllm_config, "this worker got its KV cache before it ran the model to find the streaming heads")
+    memory = worker.reserve_memory()
+    worker.recorder.add_layers(impls, resolved.plans)
+    for number, impl in impls.items():
+        impl.adopt(number, worker.layer_levels(number, plans[number], impl.head_size), worker)
+    if memory is not None:
+        _make_ready(worker, list(impls.values()), spec, cpu_isa)
+    worker.attention_names |= {number: impl.layer.attention_name for number, impl in impls.items()}
+    thresholds = _thresholds(worker, list(impls.values()))
+    if worker.rank == 0 and worker.should_log("plans"):
+        startup_log.log_plans(vllm_config, resolved, thresholds)
+    first_sparse = min(number for number, reason in reasons.items() if reason is None)
+    return AdoptedLayers(tuple(impls), thresholds, is_first_group=first_sparse in impls)
+
+
+def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: AttentionSpec, cpu_isa: str) -> None:
+    """Check the cache's layout on a CPU; elsewhere choose engines and compile kernels."""
+    if compat.IS_CPU:
+        compat.check_cpu_layout(cpu_isa, spec)
+        return
+    capability = compat.device_capability()
+    status = None if capability is None else status_note(capability)
+    for line in (status, slow_path(spec.block_size, capability), _other_decode(worker, impls[0], spec)):
+        if line is not None and worker.should_log(line):
+            logger.warning("sparse-prefill: %s", line)
+    order = compat.page_order(worker.vllm_config)
+    warm_up(impls, spec, worker.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
+
+
+def _other_decode(worker: Worker, impl: SparsePrefillImpl, spec: AttentionSpec) -> str | None:
+    """Return why decodes run on a different backend than in stock vLLM; None if they do not."""
+    dtype, has_sink = worker.vllm_config.model_config.dtype, impl.sinks is not None
+    stock = compat.stock_backend(worker.vllm_config, spec.head_size, dtype, impl.kv_cache_dtype, has_sink)
+    return other_decode(stock, compat.DenseBackend.get_name())
+
+
+def _thresholds(worker: Worker, impls: Sequence[SparsePrefillImpl]) -> dict[str, Thresholds]:
+    """Return the lengths from which rows of each level run sparse on the engines that the layers got."""
+    limits = ChunkLimits.of(worker.vllm_config)
+    is_auto = worker.resolved.config.min_query_tokens == AUTO
+    by_level = {}
+    for level in worker.resolved.plans:
+        engines = {impl.levels[level].layer.engine.name for impl in impls}
+        thresholds = worker.resolved.thresholds(level, engines)
+        by_level[level] = thresholds.fitted(*limits) if is_auto else thresholds
+    return by_level

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``Worker``: the owner of all that the layers, builders and hooks of one of vLLM's workers share.
+
+A hook makes it when vLLM's worker is connected with the others, before the model loads. ``worker_of`` leads to it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_sparse_backend.calibration.streaming_heads import STREAMING
+from vllm_sparse_backend.config.metrics import METRICS
+from vllm_sparse_backend.config.settings import SCORING_METHOD
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.resolution import log_other_device, resolve
+from vllm_sparse_backend.serving.worker import compile_monitor
+from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
+from vllm_sparse_backend.serving.worker.counters import Key, Recorder, Sample
+from vllm_sparse_backend.serving.worker.rows import Requests
+from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, layer_plan
+from vllm_sparse_kernels.methods import name_of
+
+
+@dataclass(frozen=True)
+class LayerLevel:
+    """How one attention layer runs the rows of requests at one level."""
+
+    layer: Layer
+    stays_dense: bool = False
+    streaming_layer: Layer | None = None
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """``layer``, and ``streaming_layer`` if there is one."""
+        return (self.layer,) if self.streaming_layer is None else (self.layer, self.streaming_layer)
+
+    def map_layers(self, function: Callable[[Layer], Layer]) -> "LayerLevel":
+        """Apply a function to each of ``layers``."""
+        streaming = None if self.streaming_layer is None else function(self.streaming_layer)
+        return replace(self, layer=function(self.layer), streaming_layer=streaming)
+
+
+@dataclass(frozen=True)
+class StreamingHeads:
+    """The streaming heads of a rank by layer, and a fingerprint of those of all ranks. Empty if none were searched."""
+
+    by_layer: Mapping[int, frozenset[int]]
+    fingerprint: str
+
+    @property
+    def count(self) -> int:
+        """Number of streaming heads on this rank."""
+        return sum(map(len, self.by_layer.values()))
+
+
+class Worker:
+    """The settings, memory, counters, requests and streaming heads of one of vLLM's workers."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        self.device = compat.current_device()
+        self.rank, size = compat.tensor_parallel(vllm_config)
+        self.resolved = resolve(vllm_config, self.rank, size)
+        log_other_device(self.resolved, self.rank)
+        self.recorder = Recorder(self.device, is_first_rank=self.rank == 0)
+        self.requests = Requests()
+        self.streaming = StreamingHeads({}, "")
+        self.memory: Memory | None = None
+        self.mla: Any = None
+        """State of the prefill backends for multi-head latent attention, which the first of them makes."""
+        self.attention_names: dict[int, str] = {}
+        """By layer, the engine or backend that computes its prefills."""
+        self._sent: dict[Key, float] = {}
+        self._logged: set[str] = set()
+        self._layers: dict[tuple[LayerPlan, int | None], Layer] = {}
+        _workers[_key(vllm_config)] = self
+
+    def reserve_memory(self) -> Memory | None:
+        """Return the arena. The first call allocates it."""
+        if self.memory is None and not self.resolved.is_dense:
+            # The profile run is in inference mode; tensors created in it could not be written to outside of it.
+            with torch.inference_mode(False):
+                self.memory = Memory.reserve(
+                    self.vllm_config,
+                    self._layer_memory(),
+                    self.resolved.earliest_thresholds(),
+                    self.device,
+                    self.rank,
+                )
+        return self.memory
+
+    def _layer_memory(self) -> LayerMemory:
+        """Return the layers of this worker at any level, each distinct plan once."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        head_dim = self.resolved.plan.shape.head_dim
+        plans: dict[LayerPlan, None] = {}
+        for number in range(*model.get_layers_start_end_indices(parallel)):
+            levels = self.resolved.layer(number)
+            if all(fits_shared_memory(plan, head_dim, self.device) for plan in levels):
+                plans |= dict.fromkeys(levels)
+        layers = [self.layer(plan, head_dim) for plan in plans]
+        return LayerMemory(layers, model.get_num_kv_heads(parallel), head_dim, model.dtype)
+
+    def layer(self, plan: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
+        """Return the methods and engines of layers with this plan."""
+        key = plan, block_tokens
+        if key not in self._layers:
+            self._layers[key] = Layer.of(plan, head_dim, self.device, self.resolved.config.engine, block_tokens)
+        return self._layers[key]
+
+    def layer_levels(self, number: int, plans: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
+        """Return a layer's methods and engines at each level."""
+        return {
+            level: LayerLevel(
+                self.layer(of_level, head_dim),
+                stays_dense=plan.layer(number) is None,
+                streaming_layer=self._streaming_layer(number, of_level, head_dim),
+            )
+            for (level, plan), of_level in zip(self.resolved.plans.items(), plans, strict=True)
+        }
+
+    def _streaming_layer(self, number: int, plan: LayerPlan, head_dim: int) -> Layer | None:
+        """Return a layer whose streaming heads keep only the first and the nearest keys; None if it has none.
+
+        Its index has blocks of the same width as without streaming heads. The other heads thus keep the same keys, and
+        the arena has room for it.
+        """
+        scored = {head for head, method in enumerate(plan.methods) if name_of(method) == SCORING_METHOD}
+        heads = self.streaming.by_layer.get(number, frozenset()) & scored
+        if not heads:
+            return None
+        streaming = [STREAMING if head in heads else method for head, method in enumerate(plan.methods)]
+        return self.layer(layer_plan(streaming), head_dim, self.layer(plan, head_dim).block_tokens)
+
+    def should_log(self, line: str) -> bool:
+        """Return whether to log a line: True only for the first call with the line."""
+        is_new = line not in self._logged
+        self._logged.add(line)
+        return is_new
+
+    def new_samples(self, start: bool = True) -> dict[str, Any]:
+        """Return what this worker counted since its last answer, and its gauges. Does not wait for the device.
+
+        The server calls this by name (``WORKER_METHOD``). ``start`` begins a copy of newer counts from the device.
+        """
+        counts, is_behind = self.recorder.samples(start)
+        samples = []
+        for name, labels, total in [*counts, *self._gauges()]:
+            value, key = total, (name, tuple(labels))
+            if METRICS[name].type == "counter":
+                value -= self._sent.get(key, 0)
+                self._sent[key] = total
+            samples.append((name, labels, value))
+        return {"rank": self.vllm_config.parallel_config.rank, "behind": is_behind, "samples": samples}
+
+    def _gauges(self) -> list[Sample]:
+        samples: list[Sample] = [("compilations", [when], float(n)) for when, n in compile_monitor.counts().items()]
+        names = list(self.attention_names.values())
+        if self.rank == 0:
+            samples += [("layers", [name], float(names.count(name))) for name in dict.fromkeys(names)]
+        samples.append(("streaming_heads", [self.streaming.fingerprint], float(self.streaming.count)))
+        if self.memory is not None:
+            samples.append(("arena_overflows", [], float(self.memory.arena.overflows)))
+            if self.device.type == "cuda":
+                samples.append(("device_bytes", [], float(torch.cuda.memory_reserved(self.device))))
+        return samples
+
+
+_workers: WeakValueDictionary[int, Worker] = WeakValueDictionary()
+
+
+def _key(vllm_config: VllmConfig) -> int:
+    """Identify a worker's model by vLLM's registry of its layers, which configurations of the model's parts share."""
+    return id(vllm_config.compilation_config.static_forward_context)
+
+
+def worker_of(vllm_config: VllmConfig) -> Worker:
+    """Return the owner of the state of the vLLM worker with this configuration, or with a part of its model."""
+    worker = _workers.get(_key(vllm_config))
+    if worker is None:
+        raise RuntimeError(
+            "sparse-prefill: given a configuration that no worker of this process has, expected that of a vLLM worker "
+            "whose init_device has returned; build layers in vLLM's workers only"
+        )
+    return worker

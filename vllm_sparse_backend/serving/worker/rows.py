@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as values: the requests of its rows, how each row runs, and the parts that layers run dense and sparse.
+
+All of it follows from lengths and levels that the host knows, so nothing here waits for the device.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.profile import EXACT
+from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, is_checked, level_in
+from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, PADDING_ROW, SPARSE, RowKind
+from vllm_sparse_kernels import Rows
+from vllm_sparse_kernels.rows import ceil_div, to_device
+
+TABLE_STEP = 16
+"""Each row of a copied block table has a multiple of this number of entries."""
+
+
+# --- the requests of a step's rows ---
+
+
+class Request(NamedTuple):
+    """A request that a worker knows."""
+
+    level: RequestLevel = SERVER_LEVEL
+    prompt_len: int = 0
+
+
+UNKNOWN = Request()
+"""Request of a row that pads a batch, or that vLLM made up to warm up."""
+
+
+class Step:
+    """A step of a worker's runner while it runs."""
+
+    def __init__(self, requests: Mapping[str, Request], scheduled: Mapping[str, int]) -> None:
+        self.requests, self.scheduled = requests, scheduled
+        self.req_ids: Callable[[], Sequence[str]] = tuple
+        """Returns the request of each row, once the runner has ordered the batch."""
+
+
+class Requests:
+    """The requests of a worker, and the step that it runs. Hooks around its runner fill it in; builders read it."""
+
+    step: Step | None = None
+    """None outside of steps and in vLLM's dummy runs."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, Request] = {}
+
+    @contextmanager
+    def run_step(self, scheduler_output: Any) -> Iterator[Step]:
+        """Update the requests, and let builders read the step while it runs."""
+        for req_id in scheduler_output.finished_req_ids:
+            self._requests.pop(req_id, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            extra_args = getattr(new.sampling_params, "extra_args", None)
+            if new.sampling_params is None or is_checked(extra_args):  # None: for pooling
+                self._requests[new.req_id] = Request(level_in(extra_args), compat.prompt_length(new))
+        self.step = Step(self._requests, scheduler_output.num_scheduled_tokens)
+        try:
+            yield self.step
+        finally:
+            self.step = None
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the step has a request of a client. Dummy runs and the requests of vLLM's warm-up have none."""
+        step = self.step
+        return step is not None and any(req_id in step.requests for req_id in step.scheduled)
+
+    def of_rows(self, num_rows: int, needs_prompts: bool = False) -> list[Request] | None:
+        """Return the request of each row of a batch; None if it cannot be known.
+
+        Rows are not looked up if all of them would get the default. ``needs_prompts`` requires their prompts' lengths.
+        """
+        step = self.step
+        if step is None or not (needs_prompts or self._has_levels(step)):
+            return [UNKNOWN] * num_rows
+        req_ids = step.req_ids()
+        if not 0 < len(req_ids) <= num_rows:
+            return None
+        known = [step.requests.get(req_id, UNKNOWN) for req_id in req_ids]
+        return known + [UNKNOWN] * (num_rows - len(known))
+
+    @staticmethod
+    def _has_levels(step: Step) -> bool:
+        return any(step.requests.get(req_id, UNKNOWN).level != SERVER_LEVEL for req_id in step.scheduled)
+
+
+# --- how each row runs ---
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One request in a step."""
+
+    token: int
+    query_len: int
+    context_len: int
+    kind: RowKind
+    min_tokens: int = 0
+    request: RequestLevel = SERVER_LEVEL
+    prompt_len: int | None = None
+
+    @property
+    def end(self) -> int:
+        """Position after its last query among the queries of the step."""
+        return self.token + self.query_len
+
+    @property
+    def dense_end(self) -> int:
+        """Position after the tokens that run dense: for a sparse row, the tokens within ``min_tokens``."""
+        if self.kind.path != SPARSE:
+            return self.end
+        return self.token + max(self.min_tokens - self.context_len, 0)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any token of the row runs sparse."""
+        return self.dense_end < self.end
+
+
+@dataclass(frozen=True)
+class RowClassifier:
+    """Decides how the rows of batches run: decode and dense rows on the dense backend, sparse rows on our kernels."""
+
+    thresholds: Mapping[str, Thresholds]
+    has_sparse_layers: bool
+    requests: Requests
+    needs_prompts: bool = False
+    """Whether a method depends on the length of a row's prompt."""
+
+    def classify(
+        self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
+    ) -> list[BatchRow]:
+        """Decide how each row of a batch runs."""
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        if common.max_query_len <= max_decode_tokens:  # no row prefills: sequence lengths and levels are not needed
+            return [
+                BatchRow(start, end - start, 0, DECODE_ROW if end > start else PADDING_ROW)
+                for start, end in pairwise(starts)
+            ]
+        seq_lens = compat.host_seq_lens(common)
+        requests = self.requests.of_rows(common.num_reqs, self.needs_prompts)
+        batch_reason = Fallback.UNNAMED if requests is None else _dense_reason_of_batch(common, common_prefix_len)
+        requests = requests or [UNKNOWN] * common.num_reqs
+        prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
+        prefix_lm = common.mm_req_doc_ranges or {}
+        rows = []
+        for i, (start, end) in enumerate(pairwise(starts)):
+            query_len, seq_len, level = end - start, seq_lens[i], requests[i].level
+            if query_len == 0:
+                kind = PADDING_ROW
+            elif query_len <= max_decode_tokens or not prefilling[i]:
+                kind = DECODE_ROW
+            else:
+                reason = Fallback.REQUESTED if level.name == EXACT else batch_reason
+                if reason is None and prefix_lm.get(i):
+                    reason = Fallback.PREFIX_LM
+                if reason is None:
+                    reason = self._dense_reason(query_len, seq_len, level.name)
+                kind = RowKind(SPARSE if reason is None else DENSE, reason, level.name)
+            min_tokens = (self.thresholds[level.name].min_tokens or 0) if kind.path == SPARSE else 0
+            prompt_len = requests[i].prompt_len if self.needs_prompts else None
+            rows.append(BatchRow(start, query_len, seq_len - query_len, kind, min_tokens, level, prompt_len))
+        return rows
+
+    def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:
+        """Return why a row of these lengths in tokens prefills dense; None if it runs sparse."""
+        thresholds = self.thresholds[level]
+        if reason := thresholds.dense_reason(query_len, seq_len):
+            return reason
+        return None if self.has_sparse_layers else Fallback.TOO_SHORT
+
+
+def _dense_reason_of_batch(common: CommonAttentionMetadata, common_prefix_len: int) -> Fallback | None:
+    """Return why no row of the batch can run sparse; None if some may."""
+    if common.causal is not True:
+        return Fallback.NON_CAUSAL
+    return Fallback.CASCADE if common_prefix_len > 0 else None
+
+
+def dense_runs(rows: Sequence[BatchRow]) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows and tokens of each run of consecutive tokens that run on the dense backend."""
+    first = None
+    for i, row in enumerate(rows):
+        if first is None and row.dense_end > row.token:
+            first = i
+        if first is not None and row.is_sparse:
+            yield slice(first, i + (row.dense_end > row.token)), slice(rows[first].token, row.dense_end)
+            first = None
+    if first is not None:
+        yield slice(first, len(rows)), slice(rows[first].token, rows[-1].end)
+
+
+# --- the parts of a step that layers run ---
+
+
+@dataclass(frozen=True)
+class DenseRun:
+    """Consecutive tokens that the dense backend runs."""
+
+    tokens: slice
+    metadata: compat.DenseMetadata
+
+
+class Slab(NamedTuple):
+    """Sparse rows of a step that select and attend together.
+
+    Most steps have one slab for each level. A step has more if the arena cannot hold all its rows at once, or if
+    streaming heads keep fewer keys in some of its rows.
+    """
+
+    rows: Rows
+    request: RequestLevel = SERVER_LEVEL
+    """Level of the requests of all these rows."""
+    is_long: bool = False
+    """Whether all these rows have so long a context that streaming heads keep only the first and the nearest keys."""
+
+    @property
+    def level(self) -> str:
+        """Name of the level."""
+        return self.request.name
+
+
+@dataclass(frozen=True)
+class SparseStep:
+    """The sparse rows and the dense runs of a step."""
+
+    slabs: tuple[Slab, ...]
+    dense_runs: tuple[DenseRun, ...]
+    is_counted: bool = True
+
+
+def copy_block_table_rows(block_table: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """Copy some rows of a block table. Does not wait for the device.
+
+    Rows of the copy begin at multiples of 64 bytes, as in vLLM's block tables: Triton compiles kernels separately for
+    addresses that are multiples of 16 bytes.
+    """
+    max_pages, device = block_table.shape[1], block_table.device
+    padded = torch.empty(len(ids), ceil_div(max_pages, TABLE_STEP) * TABLE_STEP, dtype=torch.int32, device=device)
+    copy = padded[:, :max_pages]
+    if ids[-1] - ids[0] + 1 == len(ids):
+        return copy.copy_(block_table[ids[0] : ids[-1] + 1])
+    return copy.copy_(block_table.index_select(0, to_device(ids, torch.int64, device)))
