@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED
-from vllm_sparse_kernels.mla import MlaLimits, MlaPrefill, MlaRow
+from vllm_sparse_kernels.mla import MlaCall, MlaPrefill, MlaRow, reference
+from vllm_sparse_kernels.mla.calls import KEY_D, VALUE_D, Tensors
+from vllm_sparse_kernels.mla.reference import RunningSums
 
-HEADS, KEY_DIM, VALUE_DIM = 2, 192, 128
+HEADS, KEY_DIM, VALUE_DIM = 2, KEY_D.value, VALUE_D.value
 SCALE = KEY_DIM**-0.5
 POISON = 7777.0
-ROOM = 3000
-"""Tokens of the reference's running sums."""
+MAX_TOKENS = 2304
 
 
 class Inputs(NamedTuple):
@@ -25,10 +25,24 @@ class Inputs(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
 
+    def attend(self, engine: MlaPrefill, call: MlaCall) -> int:
+        """Run a call and return the number of kept pairs."""
+        kept = torch.full((1,), 5, dtype=torch.int64, device=self.q.device)
+        engine.attend(call, self.q, self.k, self.v, out=self.out, lse=self.lse, kept_pairs=kept)
+        return int(kept) - 5
 
-def inputs_of(rows: Sequence[MlaRow], device: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    def check(self, call: MlaCall, kept: int, sums: RunningSums) -> None:
+        """Compare results with the reference's."""
+        out, lse = torch.full_like(self.out, POISON), torch.full_like(self.lse, POISON)
+        assert kept == reference.attend(call, Tensors.of(self.q, self.k, self.v, out, lse), SCALE, sums)
+        tolerance = 2e-4 if self.q.dtype == torch.float32 else 1e-2
+        torch.testing.assert_close(self.out, out, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(self.lse, lse, rtol=tolerance, atol=tolerance)
+
+
+def inputs_of(rows: Sequence[MlaRow], device: str, seed: int = 0) -> Inputs:
     """Return inputs whose last key is the last row's, so a read past it leaves the tensor."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, dtype = torch.Generator().manual_seed(seed), torch.float32 if device == "cpu" else torch.float16
     num_queries = max(row.query_start + row.num_queries for row in rows) + 3
     num_keys = max(row.key_start + row.num_keys for row in rows)
     q = 2 * torch.randn(num_queries, HEADS, KEY_DIM, generator=generator)
@@ -38,7 +52,7 @@ def inputs_of(rows: Sequence[MlaRow], device: str, dtype: torch.dtype = torch.fl
     used = torch.zeros(num_keys, dtype=torch.bool)
     for row in rows:
         used[row.key_start : row.key_start + row.num_keys] = True
-        if row.key_position == 0 and row.num_keys:
+        if row.key_position == 0:
             k[row.key_start] += 0.7 * q.mean((0, 1))
     k[~used], up[~used] = torch.nan, torch.nan
     up[..., :VALUE_DIM] = torch.nan  # keys' part of the up-projection, next to the values
@@ -50,8 +64,9 @@ def inputs_of(rows: Sequence[MlaRow], device: str, dtype: torch.dtype = torch.fl
     )  # fmt: skip
 
 
-def prefill(device: str, dtype: torch.dtype = torch.float32, num_scored: int = ALL_SCORED) -> MlaPrefill:
-    return MlaPrefill(
-        num_heads=HEADS, scale=SCALE, qk_head_dim=KEY_DIM, v_head_dim=VALUE_DIM, dtype=dtype,
-        device=torch.device(device), limits=MlaLimits(2304, 2304, num_scored),
-    )  # fmt: skip
+def prefill(device: str) -> MlaPrefill:
+    return MlaPrefill(HEADS, SCALE, MAX_TOKENS, MAX_TOKENS, torch.device(device), selects=True)
+
+
+def zero_sums(device: str) -> RunningSums:
+    return RunningSums(*torch.zeros(3, HEADS, MAX_TOKENS, device=device))

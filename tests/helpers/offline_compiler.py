@@ -80,7 +80,12 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
     from vllm_sparse_kernels.methods.sale import method as sale
     from vllm_sparse_kernels.methods.share_prefill import block_average
     from vllm_sparse_kernels.methods.top_p import method as top_p, portable as top_p_masses, rounding as top_p_rounding
-    from vllm_sparse_kernels.mla import attention as mla_attention, products as mla_products, selection as mla_selection
+    from vllm_sparse_kernels.mla import (
+        attention as mla_attention,
+        prefill as mla_prefill,
+        products as mla_products,
+        selection as mla_selection,
+    )
     from vllm_sparse_kernels.selection import engine as selection, last_queries
 
     limit_bytes, fp8 = SHARED_KIB[capability] << 10, torch.float8_e4m3fn
@@ -96,9 +101,10 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         (sale_scores, "shared_bytes", limit_bytes),
         (mla_attention, "shared_bytes", limit_bytes),
         (mla_attention, "has_bulk_copies", capability >= 90 and bulk),
-        (mla_products, "shared_bytes", limit_bytes),
+        (mla_prefill, "runs_kernels", True),
         (mla_products, "has_bulk_copies", capability >= 90 and bulk),
-        (mla_products, "product_arithmetic", "float16" if capability == 90 else "float32"),
+        (mla_products, "capability_of", divmod(capability, 10)),
+        (mla_products, "_arithmetic", "float16" if capability == 90 else "float32"),
         (mla_selection, "stored_dtype", fp8 if capability >= 89 else torch.float16),
         (top_p_masses, "_must_widen", False),
         (block_width, "_narrow_blocks_pay", False),  # blocks as wide as the card allows

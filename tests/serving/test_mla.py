@@ -23,13 +23,12 @@ from tests.helpers.vllm_objects import make_config, make_model
 from vllm_sparse_backend import plugin
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.config.mla import describe, mla_method
+from vllm_sparse_backend.config.mla import describe
 from vllm_sparse_backend.identity import FLAG, MLA_BACKEND, MLA_FLAG
 from vllm_sparse_backend.serving import compat, mla_startup
 from vllm_sparse_backend.serving.registration import is_our_mla_prefill, is_selected, why_mla_prefill_displaced
 from vllm_sparse_backend.serving.unread import unread_settings
-from vllm_sparse_kernels.methods.top_p import TopP
-from vllm_sparse_kernels.mla import MlaTopP
+from vllm_sparse_kernels.mla import MlaMethod
 
 CUSTOM = registry.MLAPrefillBackendEnum.CUSTOM
 
@@ -81,9 +80,7 @@ def mla_config(settings: Any = None, *, model: Any = None, attention: Any = None
     "config",
     [
         mla_config(),
-        mla_config({"method": "top_p", "params": {"kept_mass": 0.8, "most_share": 1.0, "channels": "all"}}),
-        mla_config({"params": {"queries": "all"}}),
-        mla_config({"params": {"queries": "half"}}),
+        mla_config({"method": "top_p", "params": {"kept_mass": 0.8, "most_share": 1.0}}),
         mla_config({"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 512}, "dense_layers": [0]}),
         mla_config({"method": "streaming", "min_tokens": 1, "requests": {"default": "exact"}}),
         mla_config(dtype=torch.bfloat16, cache={"cache_dtype": "fp8"}, parallel={"tensor_parallel_size": 2}),
@@ -109,7 +106,11 @@ PLACE = "--additional-config sparse_prefill"
             "given 'minference', expected one of a_shape, top_p, default, streaming",
         ),
         (mla_config({"profile": "auto"}), f"{PLACE}.profile: given 'auto', but profiles describe"),
-        (mla_config({"params": {"queries": "third"}}), r"params: queries: .*third"),
+        (
+            mla_config({"params": {"queries": "half"}}),
+            f"{PLACE}.params.queries: given 'half', but top_p has only the parameters kept_mass, most_share",
+        ),
+        (mla_config({"params": {"kept_mass": 2}}), r"params: kept_mass: .*2"),
         (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', expected 'auto'"),
         (mla_config({"check_index": True}), f"{PLACE}.check_index: given true"),
         (mla_config({"crossover": "/a/table.json"}), f"{PLACE}.crossover: given '/a/table.json', but no crossover"),
@@ -168,12 +169,11 @@ def test_settings_on_a_stock_server_of_such_a_model_name_its_flag() -> None:
     assert f"add {FLAG} to use these settings" in unread_settings(None)
 
 
-def test_methods_have_the_parameters_that_exist() -> None:
-    assert describe(mla_method(make_method("a_shape", {"sink_tokens": 64}))) == (
-        "a_shape(sink_tokens=64, local_tokens=4096)"
-    )
-    assert describe(mla_method(make_method("default", {"queries": "half"}))) == (
-        "top_p(kept_mass=0.9, most_share=0.2, channels=128, queries='half')"
-    )
-    assert mla_method(make_method("default", {})) == MlaTopP(0.9, 0.2, 128, TopP().queries)
-    assert mla_method(make_method("top_p", {"channels": "all"})).channels == 192  # type: ignore[union-attr]
+def test_the_log_shows_the_parameters_that_exist() -> None:
+    for name, described in (
+        ("a_shape", "a_shape(sink_tokens=1024, local_tokens=4096)"),
+        ("default", "top_p(kept_mass=0.9, most_share=0.2)"),
+    ):
+        method = make_method(name, {})
+        assert isinstance(method, MlaMethod)
+        assert describe(method) == described

@@ -342,8 +342,7 @@ def mla_kernels() -> Finding:
 
     from vllm_sparse_kernels.mla import MlaPrefill
 
-    qk_head_dim = model_check.QK_NOPE_HEAD_DIM + model_check.QK_ROPE_HEAD_DIM
-    refusal = MlaPrefill.refusal(1, qk_head_dim, model_check.V_HEAD_DIM, torch.bfloat16, torch.device("cuda"))
+    refusal = MlaPrefill.refusal(torch.device("cuda"))
     if refusal is not None:
         return bad("attention", f"multi-head latent attention: {refusal}")
     return ok("attention", "the kernels for multi-head latent attention")

@@ -12,35 +12,21 @@ from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.methods import name_of
-from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.mla import MlaAShape, MlaTopP
+from vllm_sparse_kernels.mla import MlaMethod
 
 ENGINE = "mla"
 """Name of the attention engine in tables of crossovers. It has not been measured, so ``auto`` is conservative."""
 
-CHANNELS = {"half": 128, "all": 192}
-"""Number of channels that ``top_p`` multiplies, by the value of its parameter ``channels``."""
+PARAMETERS = {"a_shape": ("sink_tokens", "local_tokens"), "top_p": ("kept_mass", "most_share")}
+"""The methods that exist for MLA, with the parameters that they have there."""
 
-MlaMethod = MlaAShape | MlaTopP
-_METHODS: dict[str, type[MlaMethod]] = {"a_shape": MlaAShape, "top_p": MlaTopP}
-
-METHOD_NAMES = (*_METHODS, *(preset for preset, (method, _) in PRESETS.items() if method in _METHODS))
-"""Methods and presets that exist for MLA."""
-
-
-def mla_method(method: Method) -> MlaMethod:
-    """Convert a method to its form for MLA, with the parameters that exist there."""
-    parameters = _METHODS[name_of(method)]
-    values = {name: getattr(method, name) for name in parameters._fields}
-    if "channels" in values:
-        values["channels"] = CHANNELS[values["channels"]]
-    return parameters(**values)
+METHOD_NAMES = (*PARAMETERS, *(preset for preset, (method, _) in PRESETS.items() if method in PARAMETERS))
 
 
 def describe(method: MlaMethod) -> str:
     """Format a method with its parameters for the log."""
-    name = next(name for name, parameters in _METHODS.items() if isinstance(method, parameters))
-    return f"{name}({', '.join(f'{field}={format_value(value)}' for field, value in method._asdict().items())})"
+    name = name_of(method)
+    return f"{name}({', '.join(f'{field}={getattr(method, field)}' for field in PARAMETERS[name])})"
 
 
 def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
@@ -57,7 +43,13 @@ def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
             "exists for multi-head latent attention"
         )
     else:
-        yield from _parameter_problems(config)
+        name, _ = PRESETS.get(config.method, (config.method, {}))
+        for field, value in config.params.items():
+            if field not in PARAMETERS[name]:
+                yield (
+                    f"{place}.params.{field}: given {format_value(value)}, but {name} has only the parameters "
+                    f"{', '.join(PARAMETERS[name])} for multi-head latent attention; leave it out"
+                )
     if config.crossover is not None:
         yield (
             f"{place}.crossover: given {config.crossover!r}, but no crossover of multi-head latent attention is "
@@ -75,19 +67,3 @@ def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
         )
     if config.check_index:
         yield f"{place}.check_index: given true, but multi-head latent attention has no index; leave it out"
-
-
-def _registered_name(config: SparsePrefillConfig) -> str:
-    name, _ = PRESETS.get(config.method, (config.method, {}))
-    return name
-
-
-def _parameter_problems(config: SparsePrefillConfig) -> Iterator[str]:
-    name = _registered_name(config)
-    known = _METHODS[name]._fields
-    for field, value in config.params.items():
-        if field not in known:
-            yield (
-                f"{OPTION} {KEY}.params.{field}: given {format_value(value)}, but {name} has only the parameters "
-                f"{', '.join(known)} for multi-head latent attention; leave it out"
-            )

@@ -5,7 +5,7 @@ A call has either the new tokens of some requests or a chunk of their contexts. 
 the plain torch of ``reference`` where Triton has no device. docs/research/mla.md has the rules.
 """
 
-from vllm_sparse_kernels.mla.calls import MlaAShape, MlaLimits, MlaMethod, MlaRow, MlaTopP
+from vllm_sparse_kernels.mla.calls import MlaCall, MlaMethod, MlaRow
 from vllm_sparse_kernels.mla.prefill import MlaPrefill
 
-__all__ = ["MlaAShape", "MlaLimits", "MlaMethod", "MlaPrefill", "MlaRow", "MlaTopP"]
+__all__ = ["MlaCall", "MlaMethod", "MlaPrefill", "MlaRow"]

@@ -8,7 +8,7 @@ vLLM creates a backend for each layer, and a copy of it for each group of layers
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 
 from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.mla import ENGINE, MlaMethod, describe, mla_method
+from vllm_sparse_backend.config.mla import ENGINE, describe
 from vllm_sparse_backend.config.model_check import QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.ranges import format_ranges
@@ -32,21 +32,19 @@ from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
-from vllm_sparse_backend.serving.worker.mla_step import Call, MlaBatch, MlaStep, SparseRows
+from vllm_sparse_backend.serving.worker.mla_step import MlaBatch, MlaStep, SparseRows, StepCall
 from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
 from vllm_sparse_backend.serving.worker.rows import RowClassifier, Step
-from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.mla import MlaLimits, MlaPrefill, MlaRow, MlaTopP
+from vllm_sparse_kernels.methods.top_p import TopP
+from vllm_sparse_kernels.mla import MlaCall, MlaMethod, MlaPrefill, MlaRow
 
 logger = logging.getLogger(LOGGER)
 
 ATTENTION_NAME = "mla"
 """Name of sparse MLA prefill in the metric ``layers``."""
 
-WARM_UP_TOKENS = (512, 511, 1)
-"""New tokens of the calls that compile kernels. Triton specialises integers that are 1 or a multiple of 16. Kernels
-exempt those that change between calls; an integer that was overlooked takes all its kinds here (as in ``warmup``).
-"""
+WARM_UP_TOKENS = 512
+"""New tokens of the calls that compile kernels. One variant of each kernel serves calls of any size."""
 
 MERGED_TOKENS = 512
 """Tokens that ``merge`` processes at a time: for 16 heads, a float32 temporary takes 4 MiB."""
@@ -57,8 +55,6 @@ class MlaShape(NamedTuple):
 
     num_heads: int
     scale: float
-    qk_head_dim: int
-    v_head_dim: int
 
 
 class MlaWorker:
@@ -77,7 +73,6 @@ class MlaWorker:
         self.kernels: MlaPrefill | None = None
         if not worker.resolved.is_dense:
             self.kernels = compat.outside_memory_pool(worker.vllm_config, self._device, self._allocate)
-        self._method: Method | None = None
         self._row_classifier: RowClassifier | None = None
         self._batch: tuple[Step | None, MlaBatch | None] = (None, None)
 
@@ -86,60 +81,35 @@ class MlaWorker:
             return self._allocated()
 
     def _allocated(self) -> MlaPrefill:
-        vllm_config = self.worker.vllm_config
-        shape = self.shape
-        refusal = MlaPrefill.refusal(shape.num_heads, shape.qk_head_dim, shape.v_head_dim, self._dtype, self._device)
+        refusal = MlaPrefill.refusal(self._device)
         if refusal is not None:
             raise ConfigurationError(f"{MLA_FLAG}: {refusal}")
+        vllm_config, method = self.worker.vllm_config, _method_of(self.worker)
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        method = mla_method(_method_of(self.worker))
-        kernels = MlaPrefill(
-            num_heads=shape.num_heads,
-            scale=shape.scale,
-            qk_head_dim=shape.qk_head_dim,
-            v_head_dim=shape.v_head_dim,
-            limits=MlaLimits(
-                step_tokens,
-                max(step_tokens, compat.mla_chunk_tokens(vllm_config)),
-                method.num_scored,
-            ),
-            dtype=self._dtype,
-            device=self._device,
-        )
+        key_tokens = max(step_tokens, compat.mla_chunk_tokens(vllm_config))
+        kernels = MlaPrefill(*self.shape, step_tokens, key_tokens, self._device, selects=isinstance(method, TopP))
+        self.uncounted = torch.zeros(1, dtype=torch.int64, device=self._device)
         if not compat.IS_CPU:
-            self._warm_up(kernels, method, step_tokens)
+            methods: list[MlaMethod] = [method]
+            if isinstance(method, TopP):  # requests may ask for any p, and 1 needs no selection
+                methods = [replace(method, kept_mass=share) for share in (1.0, 0.5)]
+            with warming_up():
+                for to_compile in methods:
+                    self._warm_up(kernels, to_compile, min(WARM_UP_TOKENS, step_tokens))
         return kernels
 
-    def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, step_tokens: int) -> None:
-        """Compile every kernel that serves requests.
-
-        A server that keeps everything may get requests with a p below 1, so it compiles the kernels of selection too.
-        """
-        methods = [method]
-        if isinstance(method, MlaTopP) and method.kept_mass == 1:
-            methods.append(method._replace(kept_mass=0.5))
-        counters = torch.zeros(2, dtype=torch.int64, device=self._device)
-        with warming_up():
-            for num_tokens in {min(num_tokens, step_tokens) for num_tokens in WARM_UP_TOKENS}:
-                for to_compile in methods:
-                    for kept_pairs in (None, counters[:1], counters[1:]):  # a dummy run; even and odd places
-                        self._run_calls(kernels, to_compile, num_tokens, kept_pairs)
-
-    def _run_calls(
-        self, kernels: MlaPrefill, method: MlaMethod, num_tokens: int, kept_pairs: torch.Tensor | None
-    ) -> None:
+    def _warm_up(self, kernels: MlaPrefill, method: MlaMethod, num_tokens: int) -> None:
         """Run new tokens and a chunk of context, with the layouts in which vLLM passes keys and values."""
-        shape, options = self.shape, {"dtype": self._dtype, "device": self._device}
-        q = torch.randn(num_tokens, shape.num_heads, shape.qk_head_dim, **options)
+        num_heads, options = self.shape.num_heads, {"dtype": self._dtype, "device": self._device}
+        q = torch.randn(num_tokens, num_heads, QK_NOPE_HEAD_DIM + QK_ROPE_HEAD_DIM, **options)
         k = torch.randn_like(q)
-        nope_and_value = torch.randn(num_tokens, shape.num_heads, QK_NOPE_HEAD_DIM + shape.v_head_dim, **options)
-        v = nope_and_value[..., QK_NOPE_HEAD_DIM:]
-        out = torch.empty(num_tokens, shape.num_heads, shape.v_head_dim, **options)
-        lse = torch.empty(shape.num_heads, num_tokens, dtype=torch.float32, device=self._device)
+        v = torch.randn(num_tokens, num_heads, QK_NOPE_HEAD_DIM + V_HEAD_DIM, **options)[..., QK_NOPE_HEAD_DIM:]
+        out = torch.empty(num_tokens, num_heads, V_HEAD_DIM, **options)
+        lse = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=self._device)
         row = MlaRow(0, num_tokens, num_tokens, 0, 0, num_tokens, num_tokens)
-        kernels.attend(method, q, k, v, [row], is_causal=True, out=out, lse=lse, kept_pairs=kept_pairs)
-        context = row._replace(key_position=0)
-        kernels.attend(method, q, k, v, [context], is_causal=False, out=out, lse=lse, kept_pairs=kept_pairs)
+        for is_causal, part in (True, row), (False, row._replace(key_position=0)):
+            call = kernels.prepare(method, [part], is_causal=is_causal)
+            kernels.attend(call, q, k, v, out=out, lse=lse, kept_pairs=self.uncounted)
 
     def adopt(self) -> None:
         """Make the layers of this worker run sparse, once vLLM has built them. Later calls change nothing."""
@@ -169,10 +139,8 @@ class MlaWorker:
         self.worker.recorder.add_layers(numbers, resolved.plans)
         thresholds = self._thresholds(vllm_config)
         self._row_classifier = RowClassifier(thresholds, bool(numbers), self.worker.requests)
-        if numbers:
-            self._method = _method_of(self.worker)
-            if self.worker.rank == 0:
-                self._log(vllm_config, all_layers, thresholds)
+        if numbers and self.worker.rank == 0:
+            self._log(vllm_config, all_layers, thresholds)
 
     def _refuse_without_layers(
         self, vllm_config: VllmConfig, all_layers: Mapping[int, Any], numbers: list[int]
@@ -201,7 +169,7 @@ class MlaWorker:
         config, numbers = self.worker.resolved.config, thresholds[ON]
         logger.info(
             "sparse-prefill: MLA layers %s prefill with %s, for %s; dense rows and decodes run as in stock vLLM",
-            format_ranges(sorted(self.layers)), describe(self.method(RequestLevel(ON))), numbers,
+            format_ranges(sorted(self.layers)), describe(_method_of(self.worker)), numbers,
         )  # fmt: skip
         dense = sorted(set(all_layers) - self.layers)
         if dense:
@@ -213,11 +181,13 @@ class MlaWorker:
             )
         startup_log.log_levels(vllm_config, self.worker.resolved, thresholds)
 
-    def method(self, request: RequestLevel) -> MlaMethod:
-        """Return the method of a level."""
-        assert self._method is not None
-        method = self._method
-        return mla_method(method if request.kept_mass is None else method.with_kept_mass(request.kept_mass))
+    def prepare(self, request: RequestLevel, rows: Sequence[MlaRow], is_causal: bool) -> MlaCall:
+        """Prepare rows of requests of the same level for all layers of a step."""
+        assert self.kernels is not None
+        method = _method_of(self.worker)
+        if isinstance(method, TopP) and request.kept_mass is not None:
+            method = method.with_kept_mass(request.kept_mass)
+        return self.kernels.prepare(method, rows, is_causal=is_causal)
 
     def number_of(self, impl: Any) -> int | None:
         """Return the number of the layer with this implementation, if it can run sparse."""
@@ -265,9 +235,10 @@ def _usual_defaults() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def _method_of(worker: Worker) -> Method:
+def _method_of(worker: Worker) -> MlaMethod:
     """Return the only method of the settings: profiles, which could have several, are refused for MLA."""
     (method,) = worker.resolved.plan.methods
+    assert isinstance(method, MlaMethod)
     return method
 
 
@@ -295,7 +266,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         super().__init__(**dims)
         self.stock = compat.stock_mla_prefill(vllm_config)(**dims)
         refuse_stock_prefill(self.stock)
-        self.shape = MlaShape(num_heads, float(scale), qk_nope_head_dim + qk_rope_head_dim, v_head_dim)
+        self.shape = MlaShape(num_heads, float(scale))
         worker = worker_of(vllm_config)
         if worker.mla is None:
             worker.mla = MlaWorker(worker, self.shape)
@@ -341,7 +312,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         batch, self._batch = self._batch, None
         self._step = None
         if batch is not None:
-            self._step = MlaStep.of(batch, prefill_metadata, self.stock, self.shared.method)
+            self._step = MlaStep.of(batch, prefill_metadata, self.stock, self.shared.prepare)
 
     def _sparse_step(self) -> MlaStep | None:
         """Return the step if the current layer runs any row sparse."""
@@ -379,7 +350,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         if step is None:
             return self.stock.run_prefill_context_chunk(chunk=chunk, q=q, k=k, v=v, out=out)
         call = step.chunks[chunk.index]
-        if call.sparse or call.empty:
+        if call.sparse:
             return self._run(step, call, q, k, v, out, True)
         stock_out, lse = self.stock.run_prefill_context_chunk(chunk=chunk, q=q, k=k, v=v, out=out)
         # FlashAttention 2 pads values to the keys' width, but all parts of a step's output need the same layout.
@@ -388,7 +359,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
     def _run(
         self,
         step: MlaStep,
-        call: Call,
+        call: StepCall,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -399,67 +370,45 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         if out is None:
             out = torch.empty(q.shape[0], self.num_heads, self.v_head_dim, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.num_heads, q.shape[0], dtype=torch.float32, device=q.device)
+        if call.has_gaps:
+            out.zero_()
+            lse.fill_(-torch.inf)
         for run in call.dense:
             tensors = {"q": q[run.queries], "k": k[run.keys], "v": v[run.keys]}
             if run.chunk is not None:
-                part, part_lse = run.stock.run_prefill_context_chunk(chunk=run.chunk, **tensors)
-                lse[:, run.queries] = part_lse
+                part, lse[:, run.queries] = run.stock.run_prefill_context_chunk(chunk=run.chunk, **tensors)
             elif return_softmax_lse:
-                part, part_lse = run.stock.run_prefill_new_tokens(**tensors, return_softmax_lse=True)
-                lse[:, run.queries] = part_lse
+                part, lse[:, run.queries] = run.stock.run_prefill_new_tokens(**tensors, return_softmax_lse=True)
             else:
                 part = run.stock.run_prefill_new_tokens(**tensors, return_softmax_lse=False)
             out[run.queries] = part[..., : self.v_head_dim]
-        for queries in call.empty:
-            out[queries] = 0
-            lse[:, queries] = -torch.inf
+        attend = partial(self._attend, step.is_counted, k, v)
         for rows in call.sparse:
-            self._attend(rows, q, k, v, out, lse, step.is_counted)
-        if call.heads:
-            self._add_heads(step, call, q, k, v, out, lse)
+            attend(rows, q, out, lse)
+        for queries, rows in call.heads:
+            head_out, head_lse = torch.empty_like(out[queries]), torch.empty_like(lse[:, queries])
+            attend(rows, q[queries], head_out, head_lse)
+            merge(out[queries], lse[:, queries], head_out, head_lse)
         return out, lse
-
-    def _add_heads(
-        self,
-        step: MlaStep,
-        call: Call,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Add attention over the dense heads of rows that are cut to the output of these rows' sparse tokens."""
-        for rows in call.heads:
-            for row in rows.rows:
-                queries = slice(row.query_start, row.query_start + row.num_queries)
-                part = replace(rows, rows=(row._replace(query_start=0),))
-                head_out = out.new_empty(row.num_queries, *out.shape[1:])
-                head_lse = lse.new_empty(len(lse), row.num_queries)
-                self._attend(part, q[queries], k, v, head_out, head_lse, step.is_counted)
-                merge(out[queries], lse[:, queries], head_out, head_lse)
 
     def _attend(
         self,
-        rows: SparseRows,
-        q: torch.Tensor,
+        is_counted: bool,
         k: torch.Tensor,
         v: torch.Tensor,
+        rows: SparseRows,
+        q: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        is_counted: bool,
     ) -> None:
-        """Run rows of one method, and count their pairs."""
-        kernels, recorder = self.shared.kernels, self.shared.worker.recorder
-        assert kernels is not None
+        """Run sparse rows, and count their pairs."""
+        assert self.shared.kernels is not None
         assert self._layer is not None
-        attend = partial(kernels.attend, rows.method, q, k, v, is_causal=rows.is_causal, out=out, lse=lse)
-        if not is_counted:
-            attend(rows.rows)
-            return
-        pairs = self.num_heads * rows.causal_pairs
-        kept_pairs = recorder.kept_pairs_counter(self._layer, rows.level, pairs)
-        attend(rows.rows, kept_pairs=kept_pairs)
+        kept_pairs = self.shared.uncounted
+        if is_counted:
+            recorder, pairs = self.shared.worker.recorder, self.num_heads * rows.call.causal_pairs
+            kept_pairs = recorder.kept_pairs_counter(self._layer, rows.level, pairs)
+        self.shared.kernels.attend(rows.call, q, k, v, out=out, lse=lse, kept_pairs=kept_pairs)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor) -> None:

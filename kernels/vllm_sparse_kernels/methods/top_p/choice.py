@@ -112,7 +112,7 @@ def _choose_kernel(
     keeps_all = kept_mass >= 1
     if keeps_all:
         begin = num_blocks  # no candidates
-    b_first = tl.abs(_load_candidates(tile_masses, 0, begin, end, CHUNK))
+    b_first = tl.abs(load_candidates(tile_masses, 0, begin, end, CHUNK))
     max_blocks = tl.ceil(tl.load(shares.most_share + i_selected) * num_blocks).to(tl.int32)
     bits, num_equal = _find_threshold(b_first, tile_masses, begin, end, num_blocks, kept_mass, max_blocks, CHUNK)
 
@@ -122,14 +122,9 @@ def _choose_kernel(
     count, num_seen = 0, 0  # length of the list, and masses equal to the threshold so far
     for first in range(0, num_blocks, LISTED_BLOCKS):
         o_n = first + tl.arange(0, LISTED_BLOCKS)
-        b_masses = _load_candidates(tile_masses, first, begin, end, LISTED_BLOCKS)
-        b_bits = tl.abs(b_masses).to(tl.int32, bitcast=True)
-        b_equal = (b_bits == bits).to(tl.int32)
-        b_above = b_bits > bits
-        b_is_first = (b_equal != 0) & (num_seen + tl.cumsum(b_equal, 0) <= num_equal)
-        b_chosen = b_above | b_is_first | (b_masses < 0)
-        num_seen += tl.sum(b_equal, 0)
-        b_kept = (b_chosen | (o_n < begin) | (o_n >= end)).to(tl.int32)
+        b_masses = load_candidates(tile_masses, first, begin, end, LISTED_BLOCKS)
+        b_chosen, num_seen = above_threshold(tl.abs(b_masses), bits, num_equal, num_seen)
+        b_kept = (b_chosen | (b_masses < 0) | (o_n < begin) | (o_n >= end)).to(tl.int32)
         count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS)
     tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
 
@@ -147,7 +142,7 @@ def _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS:
 
 
 @triton.jit
-def _load_candidates(tile_masses, first, begin, end, CHUNK: tl.constexpr):
+def load_candidates(tile_masses, first, begin, end, CHUNK: tl.constexpr):
     """Load masses of blocks from ``first`` on, 0 for blocks that are no candidates: outside of [begin, end)."""
     o_n = first + tl.arange(0, CHUNK)
     return tl.load(tile_masses + o_n, mask=(o_n >= begin) & (o_n < end), other=0.0)
@@ -159,7 +154,7 @@ def _find_threshold(b_first, tile_masses, begin, end, num_blocks, kept_mass, max
 
     The kept candidates and the blocks that are always kept hold ``kept_mass`` of all mass.
     """
-    candidate_mass, _ = _sum_and_count(b_first, tile_masses, begin, end, 1, CHUNK)
+    candidate_mass, _ = sum_and_count(b_first, tile_masses, begin, end, 1, CHUNK)
     always_mass = tl.zeros([], tl.float32)
     for first in range(0, tl.where(begin < end, num_blocks, 0), CHUNK):
         o_n = first + tl.arange(0, CHUNK)
@@ -181,7 +176,7 @@ def search_threshold(b_first, tile_masses, begin, end, target, max_blocks, CHUNK
     num_low, num_high = end - begin, 0  # number of masses of at least ``low`` (at first a bound), and of ``high``
     while (num_low - num_high > 1) & (high - low > 1):
         middle = low + (high - low) // 2
-        mass, count = _sum_and_count(b_first, tile_masses, begin, end, middle, CHUNK)
+        mass, count = sum_and_count(b_first, tile_masses, begin, end, middle, CHUNK)
         enough = (mass >= target) | (count >= max_blocks)
         low = tl.where(enough, middle, low)
         num_low = tl.where(enough, count, num_low)
@@ -191,21 +186,33 @@ def search_threshold(b_first, tile_masses, begin, end, target, max_blocks, CHUNK
         low -= 1
         num_equal = 0
     else:
-        mass, count = _sum_and_count(b_first, tile_masses, begin, end, low + 1, CHUNK)
+        mass, count = sum_and_count(b_first, tile_masses, begin, end, low + 1, CHUNK)
         num_equal = tl.ceil(tl.minimum((target - mass) / tl.cast(low, tl.float32, bitcast=True), 1e9)).to(tl.int32)
         num_equal = tl.minimum(num_equal, max_blocks - count)
     return low, num_equal
 
 
 @triton.jit
-def _sum_and_count(b_first, tile_masses, begin, end, bits, CHUNK: tl.constexpr):
+def above_threshold(b_masses, bits, num_equal, num_seen):
+    """Flag masses above a threshold, and the first ``num_equal`` of those equal to it, ``num_seen`` of which were seen.
+
+    Returns the flags and the new ``num_seen``.
+    """
+    b_bits = b_masses.to(tl.int32, bitcast=True)
+    b_equal = (b_bits == bits).to(tl.int32)
+    b_is_first = (b_equal != 0) & (num_seen + tl.cumsum(b_equal, 0) <= num_equal)
+    return (b_bits > bits) | b_is_first, num_seen + tl.sum(b_equal, 0)
+
+
+@triton.jit
+def sum_and_count(b_first, tile_masses, begin, end, bits, CHUNK: tl.constexpr):
     """Return sum and number of the masses of at least these bits.
 
     The sum never decreases as more masses count, even in floating point.
     """
     mass, count = _chunk_sum_and_count(b_first, bits)
     for first in range(CHUNK, end, CHUNK):
-        b_masses = tl.abs(_load_candidates(tile_masses, first, begin, end, CHUNK))
+        b_masses = tl.abs(load_candidates(tile_masses, first, begin, end, CHUNK))
         chunk_mass, chunk_count = _chunk_sum_and_count(b_masses, bits)
         mass += chunk_mass
         count += chunk_count
