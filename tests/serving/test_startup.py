@@ -258,10 +258,31 @@ def test_the_first_process_decides_for_all() -> None:
 
 
 def test_slow_paths() -> None:
-    assert [startup.slow_path(*arguments) for arguments in ((128, (9, 0)), (256, (9, 0)), (16, None))] == [None] * 3
-    assert "pages of 16 tokens" in str(startup.slow_path(16, (9, 0)))
-    assert "a multiple of 128" in str(startup.slow_path(544, (9, 0)))
-    assert "compute capability 8.0" in str(startup.slow_path(128, (8, 0)))
+    assert [startup.slow_path(*arguments) for arguments in ((32, 32, (9, 0)), (256, 128, (9, 0)), (16, 32, None))] == [
+        None
+    ] * 3
+    assert "pages of 16 tokens" in str(startup.slow_path(16, 32, (9, 0)))
+    assert "a multiple of 128" in str(startup.slow_path(544, 128, (9, 0)))
+    assert "compute capability 8.0" in str(startup.slow_path(128, 128, (8, 0)))
+
+
+def test_pages_hold_the_widest_block_of_any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reuses whole pages of a cached prefix, so pages are no larger than bulk copies need."""
+    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")  # where blocks are as on Hopper
+    assert startup.fast_page_tokens(served(llama(), {})) == 32
+    assert startup.fast_page_tokens(served(llama(), {"method": "vertical_slash"})) == 64
+
+
+def test_a_graph_covers_the_tokens_that_larger_pages_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 new tokens after a prefix that fills no page of 32 are 528, and must not lose their graph."""
+    graphs = SimpleNamespace(cudagraph_capture_sizes=[256, 512], max_cudagraph_capture_size=512)
+    config: Any = SimpleNamespace(
+        compilation_config=graphs, scheduler_config=SimpleNamespace(max_num_batched_tokens=8192)
+    )
+    for is_hopper, largest in ((False, 512), (True, 528), (True, 528)):  # engine cores check the configuration again
+        monkeypatch.setattr(compat, "prefers_bulk_pages", lambda is_hopper=is_hopper: is_hopper)
+        compat.cover_larger_pages(config)
+        assert graphs.cudagraph_capture_sizes[-1] == graphs.max_cudagraph_capture_size == largest
 
 
 def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:

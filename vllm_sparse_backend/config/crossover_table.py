@@ -95,6 +95,10 @@ class Entry(Section):
     min_query_tokens: Tokens | None
     """Fewest new tokens of a step for which sparse prefill is faster; null if it was never faster."""
 
+    min_pairs: Tokens | None = None
+    """Fewest (query, key) pairs of a step's new tokens with which sparse prefill is faster, as measured after earlier
+    tokens; null: the pairs of the step that measured ``min_tokens``."""
+
     chunk_tokens: Count = 8192
     """Maximum tokens of a step in the measurement."""
 
@@ -127,7 +131,9 @@ class Entry(Section):
 
     @property
     def least_pairs(self) -> int:
-        """(Query, key) pairs of the tokens with which ``min_tokens`` was measured; 0 if it is null."""
+        """``min_pairs``, or the pairs of the tokens with which ``min_tokens`` was measured; 0 if both are null."""
+        if self.min_pairs is not None:
+            return self.min_pairs
         least = self.min_tokens or 0
         return Reach().pairs(least, least + timed_tokens(least, self.chunk_tokens))
 

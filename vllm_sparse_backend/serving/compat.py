@@ -49,6 +49,15 @@ else:
 BULK_PAGE_TOKENS = 128
 """The widest block of keys that one bulk copy reads, if the block lies within a page."""
 
+FINEST_PAGE_TOKENS = 32
+"""The narrowest block of keys of any index."""
+
+USUAL_PAGE_TOKENS = 16
+"""vLLM's page size on NVIDIA devices where no backend prefers another."""
+
+LARGEST_USUAL_GRAPH = 512
+"""Most tokens of a step that vLLM runs as a CUDA graph by default."""
+
 TOKENS_FIRST = (0, 2, 1, 3)
 """The usual order in memory: pages, then tokens, then heads."""
 
@@ -160,8 +169,23 @@ def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
 
 
 def prefers_bulk_pages() -> bool:
-    """Return whether 128-token pages are faster: bulk copies need them, and FlashAttention-3 is faster on them."""
+    """Return whether this device has bulk copies, which read a block of keys if it lies within a page."""
     return not IS_CPU and current_platform.is_device_capability_family(90)
+
+
+def cover_larger_pages(vllm_config: VllmConfig) -> None:
+    """Add a CUDA graph for the tokens that our pages add to a step.
+
+    vLLM reuses whole pages of a cached prefix. A request of 512 new tokens, which runs in the largest graph with the
+    usual pages of 16 tokens, has up to 528 with pages of 32.
+    """
+    if not prefers_bulk_pages():
+        return
+    graphs, size = vllm_config.compilation_config, LARGEST_USUAL_GRAPH + FINEST_PAGE_TOKENS - USUAL_PAGE_TOKENS
+    fits = size <= vllm_config.scheduler_config.max_num_batched_tokens
+    if fits and graphs.max_cudagraph_capture_size == LARGEST_USUAL_GRAPH:
+        graphs.cudagraph_capture_sizes.append(size)
+        graphs.max_cudagraph_capture_size = size
 
 
 def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[Any]:

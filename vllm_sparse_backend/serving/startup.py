@@ -8,6 +8,7 @@ Some options of vLLM do not work with this backend or make it slow. The list com
 import multiprocessing
 from collections.abc import Iterator
 
+import torch
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -20,6 +21,7 @@ from vllm_sparse_backend.serving import compat, streaming_startup
 from vllm_sparse_backend.serving.level_policy import RUST_FRONTEND, level_policy, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
+from vllm_sparse_kernels.block_width import index_block_tokens
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 
 
@@ -46,6 +48,7 @@ def check(vllm_config: VllmConfig) -> None:
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
+    compat.cover_larger_pages(vllm_config)
     if multiprocessing.parent_process() is not None:
         return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
@@ -106,8 +109,23 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
         )
 
 
-def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | None:
-    """Return why kernels cannot read keys by their fastest path."""
+def fast_page_tokens(vllm_config: VllmConfig) -> int:
+    """Return the size of the smallest pages in which each index block of any layer lies whole, as bulk copies need.
+
+    Smaller pages keep more of a cached prefix, because vLLM reuses whole pages. The size is the same on all ranks: it
+    does not depend on which heads a rank has.
+    """
+    resolved = resolve(vllm_config)
+    shape, device = resolved.plan.shape, torch.device(compat.DEVICE_TYPE)
+    plans = [plan for number in range(shape.num_layers) for plan in resolved.layer(number)]
+    methods = {method for plan in plans for method in plan.methods}
+    engine = resolved.config.engine
+    widths = [index_block_tokens([method], shape.head_dim, device, engine) for method in methods]
+    return max(widths, default=compat.BULK_PAGE_TOKENS)
+
+
+def slow_path(page_tokens: int, block_tokens: int, capability: tuple[int, int] | None) -> str | None:
+    """Return why kernels cannot read blocks of keys by their fastest path."""
     if capability is None:
         return None
     if capability < HOPPER_CAPABILITY:
@@ -115,10 +133,10 @@ def slow_path(page_tokens: int, capability: tuple[int, int] | None) -> str | Non
             f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bulk copies: blocks of keys are "
             "gathered token by token; no action, unless another GPU can be used"
         )
-    if page_tokens % compat.BULK_PAGE_TOKENS:
+    if page_tokens % block_tokens:
         return (
-            f"the cache has pages of {page_tokens} tokens: blocks of {compat.BULK_PAGE_TOKENS} keys span several pages "
-            f"and are read by slower paths; remove --block-size, or set it to a multiple of {compat.BULK_PAGE_TOKENS}"
+            f"the cache has pages of {page_tokens} tokens: blocks of {block_tokens} keys span several pages "
+            f"and are read by slower paths; remove --block-size, or set it to a multiple of {block_tokens}"
         )
     return None
 
