@@ -76,7 +76,7 @@ def test_pages_are_on_the_fast_path_whatever_block_size_was_given(hybrid: ModelC
     page_tokens = config.cache_config.block_size
     assert page_tokens > 128
     assert page_tokens % 128 == 0
-    assert startup.slow_path(page_tokens, HOPPER_CAPABILITY) is None
+    assert startup.slow_path(page_tokens, compat.BULK_PAGE_TOKENS, HOPPER_CAPABILITY) is None
     if block_size is not None:
         assert page_tokens % block_size == 0
 
@@ -94,7 +94,7 @@ def test_a_block_size_that_neither_divides_128_nor_is_a_multiple_still_runs(hybr
     config = aligned(hybrid, 48)
     page_tokens = config.cache_config.block_size
     assert page_tokens % 48 == 0
-    assert "remove --block-size" in str(startup.slow_path(page_tokens, HOPPER_CAPABILITY))
+    assert "remove --block-size" in str(startup.slow_path(page_tokens, compat.BULK_PAGE_TOKENS, HOPPER_CAPABILITY))
     with set_current_vllm_config(config):
         assert kernel_page(page_tokens) == page_tokens
 

@@ -152,7 +152,8 @@ def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: Attent
         return
     capability = compat.device_capability()
     status = None if capability is None else status_note(capability)
-    for line in (status, slow_path(spec.block_size, capability), _other_decode(worker, impls[0], spec)):
+    block_tokens = max(layer.block_tokens for impl in impls for level in impl.levels.values() for layer in level.layers)
+    for line in (status, slow_path(spec.block_size, block_tokens, capability), _other_decode(worker, impls[0], spec)):
         if line is not None and worker.should_log(line):
             logger.warning("sparse-prefill: %s", line)
     order = compat.page_order(worker.vllm_config)
