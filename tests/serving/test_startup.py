@@ -21,7 +21,6 @@ import transformers
 from tests.helpers.vllm_configs import llama, served
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.serving import compat, hooks, startup
 from vllm_sparse_backend.serving.resolution import resolve
 
@@ -381,8 +380,7 @@ class TestDecode:
         monkeypatch.setattr(compat, "device_capability", lambda: (10, 0))
         monkeypatch.setattr(compat, "page_order", lambda config: ())
         spec: Any = SimpleNamespace(block_size=128, head_size=64)
-        layers = (SimpleNamespace(block_tokens=32),)
-        levels = {ON: SimpleNamespace(layers=layers)}
+        levels = {"on": SimpleNamespace(layers=(SimpleNamespace(block_tokens=32),))}
         impls: Any = [SimpleNamespace(kv_cache_dtype="fp8", sinks=torch.zeros(4), levels=levels)]
         for _ in range(2):
             layers._make_ready(worker, impls, spec, "")
