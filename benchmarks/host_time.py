@@ -51,7 +51,7 @@ from vllm_sparse_backend.serving.worker.arena import Arena, SparseRow, kernel_ro
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.owner import LayerLevel, Worker
-from vllm_sparse_backend.serving.worker.rows import Slab, SparseStep
+from vllm_sparse_backend.serving.worker.rows import UNKNOWN, Slab, SparseStep, Step
 from vllm_sparse_kernels.attention import engine as attention_engine
 from vllm_sparse_kernels.attention.hopper.engine import HOPPER
 from vllm_sparse_kernels.layer import Layer
@@ -140,11 +140,12 @@ def decode_parts(num_rows: int, folder: Path) -> Iterator[tuple[str, float]]:
         worker = Worker(config)
         builder = builder_class(layers[0].get_kv_cache_spec(config), names, config, CPU)
     common = decoding_rows(num_rows)
+    scheduled = {f"request-{row}": 1 for row in range(num_rows)}
+    worker.requests.step = Step({"request-0": UNKNOWN}, scheduled)
     with patch.object(compat.DenseBuilder, "build", nothing):
         yield "metadata: build", cpu_us(lambda: builder.build(0, common), CALLS)
 
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=()))
-    scheduled = {f"request-{row}": 1 for row in range(num_rows)}
     output = SimpleNamespace(finished_req_ids=(), scheduled_new_reqs=(), num_scheduled_tokens=scheduled)
     execute_model = hooks.track_requests(nothing, runner, worker)
     yield "requests of the step: execute_model", cpu_us(lambda: execute_model(output), CALLS)
