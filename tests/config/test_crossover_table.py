@@ -75,6 +75,15 @@ def test_without_both_measurements_any_number_of_pairs_runs_sparse(fields: dict[
     assert thresholds.dense_reason(2048, 20000) is None
 
 
+def test_new_tokens_count_as_pairs_where_servers_were_measured() -> None:
+    """Few new tokens need a longer prefix: their linear layers hide less of the time to launch selection."""
+    thresholds = resolved(table(entry(3072, 1000, min_pairs=36_000_000, pairs_per_token=4000)))
+    assert (thresholds.min_pairs, thresholds.pairs_per_token) == (36_000_000, 4000)
+    assert thresholds.dense_reason(8192, 8192) is None
+    assert thresholds.dense_reason(2000, 10_000) is Fallback.FEW_PAIRS
+    assert thresholds.dense_reason(2000, 32_000) is None
+
+
 def test_reasons_of_dense_rows() -> None:
     thresholds = Thresholds(3000, 200, min_pairs=1_000_000)
     reasons = {

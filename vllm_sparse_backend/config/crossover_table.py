@@ -96,8 +96,12 @@ class Entry(Section):
     """Fewest new tokens of a step for which sparse prefill is faster; null if it was never faster."""
 
     min_pairs: Tokens | None = None
-    """Fewest (query, key) pairs of a step's new tokens with which sparse prefill is faster, as measured after earlier
-    tokens; null: the pairs of the step that measured ``min_tokens``."""
+    """Fewest (query, key) pairs of a step's new tokens with which sparse prefill is faster, measured after cached
+    prefixes; null: the pairs of the step that measured ``min_tokens``."""
+
+    pairs_per_token: Tokens = 0
+    """Pairs as which each new token counts towards ``min_pairs``: its linear layers keep the GPU busy while the host
+    launches the kernels of selection."""
 
     chunk_tokens: Count = 8192
     """Maximum tokens of a step in the measurement."""
@@ -187,6 +191,7 @@ class Thresholds:
     notes: tuple[str, ...] = ()
     measured: int | None = field(default=None, compare=False)
     min_pairs: int = field(default=0, compare=False)  # follows from a measured min_tokens
+    pairs_per_token: int = field(default=0, compare=False)
 
     def fitted(self, chunk: int, busy: int) -> "Thresholds":
         """Lower ``min_query_tokens`` if steps are too small for it and smaller steps were measured to be faster.
@@ -215,7 +220,11 @@ class Thresholds:
         sparse_len = min(query_len, seq_len - self.min_tokens)
         if sparse_len < self.min_query_tokens:
             return Fallback.SHORT_QUERY
-        return Fallback.FEW_PAIRS if Reach().pairs(seq_len - sparse_len, seq_len) < self.min_pairs else None
+        return Fallback.FEW_PAIRS if self.pairs(sparse_len, seq_len) < self.min_pairs else None
+
+    def pairs(self, query_len: int, seq_len: int) -> int:
+        """Return the pairs of a row's last tokens that count towards ``min_pairs``."""
+        return Reach().pairs(seq_len - query_len, seq_len) + self.pairs_per_token * query_len
 
     @property
     def severity(self) -> tuple[float, int, int]:
@@ -227,7 +236,10 @@ class Thresholds:
         if self.min_tokens is None:
             return "no rows"
         pairs = f", with at least {self.min_pairs:,} pairs of these and earlier keys" if self.min_pairs else ""
-        return f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}"
+        counts = f", each of which counts as {self.pairs_per_token:,} more" if self.pairs_per_token else ""
+        return (
+            f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}{counts}"
+        )
 
 
 class Place(NamedTuple):
@@ -279,8 +291,9 @@ def resolve_thresholds(
     if unmeasured:
         lengths.append(UNMEASURED_MIN_TOKENS)
     is_measured = measured is not None and min_query_tokens == "auto"
-    pairs = max(entry.least_pairs for entry in entries) if is_measured else 0
-    return Thresholds(max(lengths), fewest, tuple(notes), measured, pairs)
+    strictest = max(entries, key=lambda entry: entry.least_pairs) if is_measured else None
+    pairs = (0, 0) if strictest is None else (strictest.least_pairs, strictest.pairs_per_token)
+    return Thresholds(max(lengths), fewest, tuple(notes), measured, *pairs)
 
 
 def timed_tokens(min_tokens: int, chunk_tokens: int) -> int:

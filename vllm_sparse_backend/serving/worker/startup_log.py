@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from vllm.config import VllmConfig
 
-from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import ON, SHARE
@@ -75,7 +74,7 @@ def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> No
             limits.alone, limits.with_decodes, thresholds.min_query_tokens,
         )  # fmt: skip
     most_new = min(limits.alone, max_len - thresholds.min_tokens)
-    if (pairs := Reach().pairs(max_len - most_new, max_len)) < thresholds.min_pairs:
+    if (pairs := thresholds.pairs(most_new, max_len)) < thresholds.min_pairs:
         logger.warning(
             "sparse-prefill: the new tokens of a step have at most %d pairs with earlier keys, but rows with fewer "
             "than %d run dense: raise --max-num-batched-tokens or --max-model-len, or set min_tokens and "
