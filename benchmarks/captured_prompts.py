@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.method_specs import plan_of_heads
 from vllm_sparse_backend.calibration.capture import Capture
-from vllm_sparse_backend.calibration.prompt_chunks import PAGE_TOKENS, paged
+from vllm_sparse_backend.calibration.judge import PAGE_TOKENS, paged
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import load_profile

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from tests.helpers.calibration_cases import COSTS
 from vllm_sparse_backend.calibration.capture import prompt_tokens
-from vllm_sparse_backend.calibration.job import Job
+from vllm_sparse_backend.calibration.loop import Job
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE

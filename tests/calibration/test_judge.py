@@ -12,11 +12,11 @@ import torch
 from tests.helpers.calibration_cases import HEAD_DIM, HEADS, KV_HEADS, StructuredCapturer, make_job
 from tests.helpers.masks import mask_of
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
-from vllm_sparse_backend.calibration.head_errors import Bound, Errors, HeadResult
 from vllm_sparse_backend.calibration.judge import (
+    Bound,
     CapturedLayer,
+    HeadResult,
     LayerPrompt,
-    LayerSetup,
     Served,
     error_quantile,
     extrapolate_unseen,
@@ -25,7 +25,6 @@ from vllm_sparse_backend.calibration.judge import (
 from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels.attention import PORTABLE
-from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
@@ -42,8 +41,7 @@ def layer(tmp_path, request):
 
 def captured_layer(captures: Sequence[Capture], served: Served) -> CapturedLayer:
     """Return layer 1 of some captures."""
-    prompts = [LayerPrompt.read(captured, 1, served, torch.device("cpu")) for captured in captures]
-    return CapturedLayer(prompts, served, None)
+    return CapturedLayer([LayerPrompt.read(captured, 1, served, torch.device("cpu")) for captured in captures])
 
 
 def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,7 +49,7 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torc
     q, k, v = (x.double().transpose(0, 1) for x in captured.read(1))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     errors, absolute, kept, causal = [], 0, 0, 0
-    for _, index in prompt.passes(LayerSetup(layer_plan(methods), None)):
+    for _, index in prompt.passes(methods):
         (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
         whole = torch.ones_like(mask).tril(first)
         scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
@@ -111,10 +109,10 @@ SEEN = HeadResult(error=0.01, p99=0.5, of_default=1.2, absolute=0.3, density=0.1
         (Bound(0.005, 0.9), SEEN, 2, False),
         (Bound(0.05), replace(SEEN, error=math.nan), math.nan, False),
         # The bound includes unseen prompts; the share covers only the prompts themselves.
-        (Bound(0.1, 0.55), replace(SEEN, unseen=Errors(0.01, 0.6, 1, 0.3)), 0.5 / 0.55, False),
-        (Bound(0.1, 0.6), replace(SEEN, unseen=Errors(0.01, 0.6, 1, 0.3)), 0.5 / 0.6, True),
+        (Bound(0.1, 0.55), replace(SEEN, unseen=replace(SEEN, p99=0.6)), 0.5 / 0.55, False),
+        (Bound(0.1, 0.6), replace(SEEN, unseen=replace(SEEN, p99=0.6)), 0.5 / 0.6, True),
         (Bound(of_default=1.5), SEEN, 0.8, True),
-        (Bound(of_default=1.5), replace(SEEN, unseen=Errors(0.01, 0.5, 1.6, 0.3)), 0.8, False),
+        (Bound(of_default=1.5), replace(SEEN, unseen=replace(SEEN, of_default=1.6)), 0.8, False),
         (Bound(absolute=0.4), SEEN, 0.75, True),
         (Bound(absolute=0.25), SEEN, 1.2, False),
     ],
@@ -180,7 +178,7 @@ def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> Non
     for prompt, errors, default in zip(
         judged.prompts, judged._errors_of_default, without._errors_of_default, strict=True
     ):
-        long = prompt.outcome(LayerSetup(layer_plan(streaming), None)).errors
+        long = prompt.outcome(streaming).errors
         begin = 3072 - 100  # the first 100 positions are dense
         assert torch.equal(errors[:begin], default[:begin])
         assert torch.allclose(errors[begin:], long[begin:], atol=1e-6)

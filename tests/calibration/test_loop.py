@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.calibration_cases import COSTS, HEADS, LAYERS, StructuredCapturer, make_job
-from vllm_sparse_backend.calibration.head_errors import Bound
-from vllm_sparse_backend.calibration.job import Job, Progress
-from vllm_sparse_backend.calibration.loop import calibrate
-from vllm_sparse_backend.calibration.profile_builder import with_default_crossover
+from vllm_sparse_backend.calibration.judge import Bound
+from vllm_sparse_backend.calibration.loop import Job, Progress, calibrate, with_default_crossover
 from vllm_sparse_backend.calibration.search import Choose, choose_cheapest
 from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -46,7 +44,7 @@ def test_a_profile_says_what_was_found_and_on_what(tmp_path):
         assert provenance.bounds == {"error": bound.error, "p99": bound.p99}
         assert {"torch", "triton", "vllm-sparse-backend"} <= set(provenance.versions)
         assert set(provenance.held_out) >= {"heads_within_bound", "most_of_bound", "error", "p99_error"}
-        density, error, p99 = (provenance.figures.rows(x, profile.model) for x in ("density", "error", "p99_error"))
+        density, error, p99 = (getattr(provenance.figures, x) for x in ("density", "error", "p99_error"))
         kept = 0.0
         for layer in range(LAYERS):
             if layer in level.dense_layers:
@@ -81,7 +79,7 @@ def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
     job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)), sets_min_tokens=True)
     profile = calibrate(job, cheapest, {"fast": BOUNDS["fast"]}, "a test")
     assert 1 in profile.dense_layers
-    assert profile.provenance.figures.rows("error", profile.model)[1] is None
+    assert set(profile.provenance.figures.error) == {0}
     assert (profile.level, profile.levels, profile.min_tokens) == ("fast", {}, 100)
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes, of
 from vllm_sparse_backend.calibration import loop
 from vllm_sparse_backend.calibration.costs import Cost, Costs
-from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult
+from vllm_sparse_backend.calibration.judge import Bound, HeadResult
 from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
 from vllm_sparse_backend.calibration.search import choose_cheapest, choose_sparsest, halved, ladder_of, sparsest
 from vllm_sparse_backend.config.errors import ConfigurationError

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.calibration_cases import HEADS, StructuredCapturer, make_job
+from vllm_sparse_backend.calibration.loop import profile_of_heads
 from vllm_sparse_backend.calibration.papers import share_prefill as module
 from vllm_sparse_backend.calibration.papers.share_prefill import (
     attention_maps,
@@ -17,7 +18,6 @@ from vllm_sparse_backend.calibration.papers.share_prefill import (
     shared_heads,
     ward_labels,
 )
-from vllm_sparse_backend.calibration.profile_builder import profile_of_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 

@@ -44,3 +44,9 @@ def test_only_regular_files_of_some_size_are_read(reader: str, tmp_path: Path, m
     ):
         with pytest.raises((ConfigurationError, BenchError), match=f"{path}: .*{problem}"):
             READERS[reader](path, model)
+
+
+def test_line_ends_of_texts_are_newlines(tmp_path: Path) -> None:
+    """Equal texts make equal prompts, whatever line ends a checkout has."""
+    (path := tmp_path / "text.py").write_bytes(b"a\r\nb\rc\n")
+    assert read_prompt_text(path) == input_files.read_text(path) == "a\nb\nc\n"

@@ -12,10 +12,9 @@ from hypothesis import given, strategies as st
 from vllm_sparse_backend.config import input_files
 from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.head_figures import HeadFigures
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.profile import Profile, bundled_profiles, load_profile, parse_profile
+from vllm_sparse_backend.config.profile import HeadFigures, Profile, bundled_profiles, load_profile, parse_profile
 from vllm_sparse_backend.config.ranges import format_ranges, parse_ranges
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64)
@@ -317,12 +316,8 @@ def test_a_level_must_fit_the_model_that_is_served() -> None:
         parse_profile(text, "").check_model(SHAPE)
 
 
-def test_figures_by_head() -> None:
-    layers = [[1.0] * 8, [0.123456789] * 7 + [0.2], None, None, None, [0.5] * 8]
-    figures = HeadFigures.of_heads(density=layers, error=[None] * 6)
-    row = (*(0.1235,) * 7, 0.2)
-    assert figures.rows("density", SHAPE) == [(1.0,) * 8, row, None, None, None, (0.5,) * 8]
-    assert figures.rows("error", SHAPE) == [None] * 6
+def test_figures_have_four_digits() -> None:
+    assert HeadFigures(density={0: (0.123456789, 1.0)}).density == {0: (0.1235, 1.0)}
 
 
 def test_what_is_no_file_is_called_what_it_is(tmp_path: Path) -> None:

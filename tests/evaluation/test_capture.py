@@ -9,7 +9,7 @@ import torch
 from benchmarks.capture import capture
 from vllm_sparse_backend.calibration import capture as module
 from vllm_sparse_backend.calibration.capture import Capture
-from vllm_sparse_backend.calibration.prompt_chunks import dense_attention
+from vllm_sparse_backend.calibration.judge import dense_attention
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape
 

@@ -9,8 +9,8 @@ from tests.helpers.folders import model_folder
 from tests.helpers.structured import structured
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, finish_capture
 from vllm_sparse_backend.calibration.costs import Cost, Costs
-from vllm_sparse_backend.calibration.job import Job
 from vllm_sparse_backend.calibration.judge import Served
+from vllm_sparse_backend.calibration.loop import Job
 from vllm_sparse_backend.calibration.prompts import PromptSet
 
 COSTS = Costs(0.0, 4.0, lambda method: Cost(group_ms=0.01, head_ms=0.01, full_ms=1.0))

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from vllm_sparse_backend.calibration.head_errors import HeadResult
+from vllm_sparse_backend.calibration.judge import HeadResult
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 

@@ -10,16 +10,16 @@ The device holds one layer at a time:
 * 8 bytes for each token and head: errors under the method and under the default.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
-from vllm_sparse_backend.calibration.head_errors import BEYOND_P99, BEYOND_P999, LEAST_ERROR, Errors, HeadResult
-from vllm_sparse_backend.calibration.prompt_chunks import chunk_rows, dense_attention, paged
 from vllm_sparse_backend.calibration.streaming_heads import (
     PROMPT_TOKENS,
     STREAMING,
@@ -28,12 +28,95 @@ from vllm_sparse_backend.calibration.streaming_heads import (
 )
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.evaluation.attention_prompts import without_nan
-from vllm_sparse_kernels import PagedCache, SparseIndex
+from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan, run
+from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.rows import ceil_div
+
+PAGE_TOKENS = 128
+
+BEYOND_P99 = 0.01
+"""Share of queries above ``HeadResult.p99``: only few queries retrieve, and a mean hides them."""
+BEYOND_P999 = 0.001
+"""Share of queries that ``HeadResult.of_default`` leaves out: fewer than a hundredth of a prompt's queries may look up
+an answer."""
+
+LEAST_ERROR = 0.02
+"""Lower limit of the default's error in ratios. A smaller denominator would make heads dense needlessly."""
+
+ERRORS = ("error", "p99", "of_default", "absolute")
+"""The errors of ``HeadResult``, which ``Bound`` limits."""
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Figures of one head under one method, over the queries of all prompts, which run chunk by chunk.
+
+    A query's error is ‖o − õ‖₁ / ‖o‖₁, where o is its output under dense attention and õ its output under the method.
+    With several prompts, each error is the largest over the prompts, so a bound holds on every prompt.
+    """
+
+    error: float
+    """Mean over queries."""
+    p99: float
+    """Error that a hundredth of queries (``BEYOND_P99``) exceeds."""
+    of_default: float
+    """Error relative to the server's default: the smallest k for which the mean error is at most k times the default's
+    (or ``LEAST_ERROR``), and at most a thousandth of queries exceed their own error under the default by k − 1.
+
+    Means and tails alone do not show which queries have the errors. Heads that attend everywhere have a tail of 0.8
+    under the default, from queries that lose nothing. A method with the same tail may lose every lookup.
+    """
+    absolute: float
+    """SALE's Err(τ) = ‖O − Õ‖₁ / N (section 3.3): the sum over a head's channels of |o − õ|, averaged over the N tokens
+    of a prompt, including tokens that run dense. Its size depends on the model's values."""
+    density: float
+    """Kept pairs divided by causal pairs."""
+    unseen: "HeadResult | None" = None
+    """Expected errors on an unseen prompt, by leave-one-out: the largest plus its distance to the second largest. With
+    a single prompt, its own errors. ``absolute`` is the largest of the prompts, as SALE compares it."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Upper limits of a head's error."""
+
+    error: float = math.inf
+    """Limit of ``HeadResult.error``."""
+    p99: float = math.inf
+    """Limit of ``HeadResult.p99``."""
+    of_default: float = math.inf
+    """Limit of ``HeadResult.of_default``."""
+    absolute: float = math.inf
+    """Limit of ``HeadResult.absolute``: SALE's θ."""
+
+    def with_margin(self, margin: float) -> "Bound":
+        """Tighten the bound for a search, leaving a margin for unseen prompts.
+
+        ``of_default`` is unchanged, because it compares two methods on the same prompts. ``absolute`` is unchanged,
+        because it is the paper's number.
+        """
+        return replace(self, error=self.error * (1 - margin), p99=self.p99 * (1 - margin))
+
+    def holds(self, figures: HeadResult) -> bool:
+        """Return whether a head meets the bound, including on unseen prompts as ``HeadResult.unseen`` predicts."""
+        return all(share <= 1 for share in self._shares(figures.unseen or figures))
+
+    def used_fraction(self, figures: HeadResult) -> float:
+        """Return the fraction of the bound that a head uses on these prompts."""
+        return max(self._shares(figures))
+
+    def _shares(self, errors: HeadResult) -> list[float]:
+        return [getattr(errors, name) / getattr(self, name) for name in ERRORS]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The finite limits by name."""
+        limits = {name: getattr(self, name) for name in ERRORS}
+        return {name: limit for name, limit in limits.items() if math.isfinite(limit)}
 
 
 class Outcome(NamedTuple):
@@ -55,21 +138,10 @@ class Served:
     """Number of a prompt's earlier tokens from which streaming heads keep fewer keys by default. None if a server of
     this model does not look for them (``streaming_heads.py``)."""
 
-
-class LongContexts(NamedTuple):
-    """Other methods for the chunks of a prompt that have a long context."""
-
-    context_tokens: int
-    plan: LayerPlan
-    block_tokens: int
-
-
-class LayerSetup(NamedTuple):
-    """Methods of a layer's heads, and the attention engines of the device; None to use the references."""
-
-    plan: LayerPlan
-    engines: Mapping[str, AttendEngine] | None
-    long: LongContexts | None = None
+    def has_long_context(self, rows: Rows) -> bool:
+        """Return whether streaming heads keep fewer keys in a chunk by default."""
+        least_context = self.streaming_context_tokens
+        return least_context is not None and rows.context_lens[0] >= least_context
 
 
 @dataclass(frozen=True)
@@ -79,11 +151,20 @@ class LayerPrompt:
     batches: list[Batch]
     dense: list[torch.Tensor]
     """For each chunk, its output under dense attention [query_len, num_heads, head_dim]."""
-    streaming_heads: frozenset[int] = frozenset()
+    served: Served
+    engines: Mapping[str, AttendEngine] | None
+    """Attention engines of the device; None to use the references."""
+    streaming_heads: frozenset[int]
     """Streaming heads on this prompt; empty if no chunk has a context from which they keep fewer keys."""
 
     @staticmethod
-    def read(captured: Capture, layer: int, served: Served, device: torch.device) -> "LayerPrompt":
+    def read(
+        captured: Capture,
+        layer: int,
+        served: Served,
+        device: torch.device,
+        engines: Mapping[str, AttendEngine] | None = None,
+    ) -> "LayerPrompt":
         """Load a captured layer and compute its output under dense attention."""
         tensors, scale = captured.read(layer, device), captured.scales[layer]
         cache = PagedCache(paged(tensors.k), paged(tensors.v))
@@ -93,35 +174,42 @@ class LayerPrompt:
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # replaces NaN in the cache that all chunks share
         streaming_heads: frozenset[int] = frozenset()
-        least_context = served.streaming_context_tokens
-        if least_context is not None and any(chunk.context_lens[0] >= least_context for chunk in rows):
-            streaming_heads = streaming_heads_of(tensors, scale)
-        return LayerPrompt(batches, [whole[span] for span in spans], streaming_heads)
+        if any(map(served.has_long_context, rows)):  # by the rule of a server, on the prompt's first tokens
+            query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
+            streaming_heads = attend_and_measure(query, key, value, AttentionTraits(scale))[1].streaming_heads()
+        return LayerPrompt(batches, [whole[span] for span in spans], served, engines, streaming_heads)
 
     @property
     def num_pairs(self) -> int:
         """Causal (query, key) pairs of all chunks, for one head."""
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
-    def passes(self, setup: LayerSetup) -> Iterator[tuple[torch.Tensor, SparseIndex]]:
-        """Select and attend chunk by chunk, and yield the outputs and indices."""
+    def passes(
+        self, methods: Sequence[Method], long_methods: Sequence[Method] | None = None
+    ) -> Iterator[tuple[torch.Tensor, SparseIndex]]:
+        """Select and attend chunk by chunk, and yield the outputs and indices.
+
+        Chunks with a context from which streaming heads keep fewer keys run ``long_methods``, with the same blocks.
+        """
+        cache, device = self.batches[0].cache, self.batches[0].q.device
+        short = Layer.of(layer_plan(methods), cache.head_dim, device)
+        long = short
+        if long_methods is not None:
+            long = Layer.of(layer_plan(long_methods), cache.head_dim, device, block_tokens=short.block_tokens)
         for batch in self.batches:
             rows = replace(batch.rows)  # no state remains between passes
-            plan, block_tokens = setup.plan, None
-            if setup.long is not None and rows.context_lens[0] >= setup.long.context_tokens:
-                plan, block_tokens = setup.long.plan, setup.long.block_tokens
-            layer = Layer.of(plan, batch.cache.head_dim, batch.q.device, block_tokens=block_tokens)
-            out, call = batch.empty_out(), layer.new_call(batch.q, batch.cache, rows, batch.scale)
-            if setup.engines:  # the engine that a server uses
-                spec = AttendSpec.of(batch.cache, call.index, layer.options)
-                layer = replace(layer, engine=choose_engine(setup.engines, spec).engine)
+            layer = long if self.served.has_long_context(rows) else short
+            out, call = batch.empty_out(), layer.new_call(batch.q, cache, rows, batch.scale)
+            if self.engines:  # the engine that a server uses
+                spec = AttendSpec.of(cache, call.index, layer.options)
+                layer = replace(layer, engine=choose_engine(self.engines, spec).engine)
             run(layer, call, out)
             yield out, call.index
 
-    def outcome(self, setup: LayerSetup) -> Outcome:
+    def outcome(self, methods: Sequence[Method], long_methods: Sequence[Method] | None = None) -> Outcome:
         """Compare the output under a method with the dense output, for all chunks."""
         errors, absolute, pairs = [], [], []
-        for dense, (out, index) in zip(self.dense, self.passes(setup), strict=True):
+        for dense, (out, index) in zip(self.dense, self.passes(methods, long_methods), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
             distances = (out.float() - dense.float()).abs().sum(-1)
             errors.append(distances / norms)
@@ -131,14 +219,8 @@ class LayerPrompt:
         return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
 
 
-def streaming_heads_of(tensors: LayerTensors, scale: float) -> frozenset[int]:
-    """Find a layer's streaming heads by the rule of a server, on the first tokens of a captured prompt."""
-    query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
-    return attend_and_measure(query, key, value, AttentionTraits(scale))[1].streaming_heads()
-
-
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
-    """Reduce queries' errors to the figures of ``Errors``, except the last, ``absolute``."""
+    """Reduce queries' errors to the errors of ``HeadResult``, except the last, ``absolute``."""
     mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
     more = error_quantile(errors - of_default, BEYOND_P999)
     return torch.stack((mean, error_quantile(errors, BEYOND_P99), torch.maximum(mean / default, 1 + more)))
@@ -152,11 +234,9 @@ def error_quantile(of_queries: torch.Tensor, share: float) -> torch.Tensor:
 
 @dataclass
 class CapturedLayer:
-    """One layer of captured prompts, on which methods are measured: a ``LayerJudge`` that remembers its outcomes."""
+    """One layer of captured prompts, on which methods are measured. Remembers the figures of methods."""
 
     prompts: Sequence[LayerPrompt]
-    served: Served
-    engines: Mapping[str, AttendEngine] | None
 
     def __post_init__(self) -> None:
         self._known: dict[tuple[Method, ...], list[HeadResult]] = {}
@@ -174,8 +254,7 @@ class CapturedLayer:
         return self._known[key]
 
     def _measure(self, methods: Sequence[Method]) -> list[HeadResult]:
-        setup = self._setup(methods)
-        outcomes = [prompt.outcome(setup) for prompt in self.prompts]
+        outcomes = [prompt.outcome(methods) for prompt in self.prompts]
         errors = torch.stack(
             [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._errors_of_default)]
         )
@@ -185,7 +264,7 @@ class CapturedLayer:
         seen = torch.cat((errors.amax(0), absolute)).T.tolist()
         unseen = torch.cat((extrapolate_unseen(errors), absolute)).T.tolist()
         return [
-            HeadResult(**Errors(*of_seen)._asdict(), density=kept, unseen=Errors(*of_unseen))
+            HeadResult(*of_seen, density=kept, unseen=HeadResult(*of_unseen, density=kept))
             for of_seen, of_unseen, kept in zip(seen, unseen, density.tolist(), strict=True)
         ]
 
@@ -196,22 +275,35 @@ class CapturedLayer:
         In chunks with a long context, the default's streaming heads keep only the first and the nearest keys. A server
         finds these heads on a prompt of its own. Here, the rule must find a head on every prompt.
         """
-        batch = self.prompts[0].batches[0]
-        default = [make_method("default", {})] * batch.num_heads
-        setup = self._setup(default)
+        default = [make_method("default", {})] * self.num_heads
         streaming_heads = frozenset.intersection(*(prompt.streaming_heads for prompt in self.prompts))
-        if streaming_heads and self.served.streaming_context_tokens is not None:
-            methods = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
-            width = Layer.of(setup.plan, batch.cache.head_dim, batch.q.device).block_tokens
-            plan = layer_plan(methods)
-            setup = setup._replace(long=LongContexts(self.served.streaming_context_tokens, plan, width))
-        return [prompt.outcome(setup).errors for prompt in self.prompts]
-
-    def _setup(self, methods: Sequence[Method]) -> LayerSetup:
-        return LayerSetup(layer_plan(methods), self.engines)
+        in_long_contexts = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
+        return [prompt.outcome(default, in_long_contexts).errors for prompt in self.prompts]
 
 
 def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
     """Extrapolate errors to an unseen prompt: the largest plus its distance to the second largest."""
     ordered = errors.sort(0).values
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
+
+
+def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
+    """Return the steps in which a server prefills a prompt, starting at position ``min_tokens``."""
+    table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
+    spans = [
+        (max(start, min_tokens), min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
+    ]
+    return [Rows((0,), (end - begin,), (begin,), table, (num_tokens,)) for begin, end in spans if begin < end]
+
+
+def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
+    """Compute causal attention over all keys."""
+    q, k, v = (x.transpose(0, 1)[None] for x in tensors)
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def paged(x: torch.Tensor) -> torch.Tensor:
+    """Split keys or values into pages of 128 tokens."""
+    padding = -len(x) % PAGE_TOKENS
+    return pad(x, (0, 0, 0, 0, 0, padding), value=float("nan")).unflatten(0, (-1, PAGE_TOKENS))

@@ -4,17 +4,27 @@
 A choice is judged as a whole: heads share an index (``block_width.py``), so methods that meet the bound separately may
 miss it jointly. If a head misses the bound, the search excludes that method and chooses again, until all heads meet the
 bound. The profile holds methods that were judged this way, and then judged on the held-out prompts.
+
+A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each token and layer: 13 GB for a prompt of
+32,768 tokens of Llama-3.1-8B.
 """
 
+import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import count
+from pathlib import Path
+from statistics import fmean
 
-from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
-from vllm_sparse_backend.calibration.job import Job
+import torch
+
+from vllm_sparse_backend.calibration.capture import Capture, capture_prompts
+from vllm_sparse_backend.calibration.costs import Costs, measure_costs
+from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer, HeadResult, LayerPrompt, Served
 from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
-from vllm_sparse_backend.calibration.profile_builder import LevelResult, profile_of
+from vllm_sparse_backend.calibration.prompts import PromptSet
 from vllm_sparse_backend.calibration.search import (
     Choose,
     choose_cheapest,
@@ -23,15 +33,25 @@ from vllm_sparse_backend.calibration.search import (
     halved,
     ladder_of,
 )
+from vllm_sparse_backend.config.crossover_table import Crossover
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
-from vllm_sparse_backend.config.method_parameters import describe
-from vllm_sparse_backend.config.profile import Profile
+from vllm_sparse_backend.config.method_parameters import describe, make_method
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.profile import HeadFigures, Level, Profile, Provenance
+from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
+from vllm_sparse_backend.evaluation.cuda_device import Card
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
+from vllm_sparse_backend.evaluation.report import versions
+from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_kernels.attention import AttendEngine
+from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-Strategy = Callable[[Job], Choose]
-"""Prepares a search for one model and its prompts."""
+Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path], str, torch.dtype], Iterable[Capture]]
+"""Captures the prompts of a model into folders, as ``capture_prompts`` does."""
 
 MARGIN = 0.1
 """Share of an error bound that is kept as a margin for unseen prompts."""
@@ -41,6 +61,144 @@ MOST_ROUNDS = 8
 
 SHARE_PREFILL = "share_prefill"
 """The method whose paper has no search within a bound (``papers/share_prefill.py``)."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Callbacks through which a run reports its progress."""
+
+    begin: Callable[[str, int], None] = lambda what, steps: None
+    """Called with the name of a stage and its number of steps."""
+    step: Callable[[], None] = lambda: None
+    say: Callable[[str], None] = lambda text: None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The inputs of a calibration. Equal jobs with equal costs produce equal profiles."""
+
+    model: Path
+    prompts: PromptSet
+    held_out: PromptSet
+    served: Served
+    folder: Path
+    """Folder for the captures, which the caller deletes."""
+    device: str = "cpu"
+    seed: int | None = None
+    """Seed of generated prompts; None for the operator's own prompts."""
+    sets_min_tokens: bool = False
+    """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
+    capturer: Capturer = capture_prompts
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        shortest = min((len(ids) for ids in (*self.prompts.prompts, *self.held_out.prompts)), default=0)
+        if shortest <= self.served.min_tokens:
+            expected = f"prompts of more than {self.served.min_tokens} tokens, because shorter prompts run dense"
+            raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Layers, heads and head size of the model."""
+        return ModelShape.from_folder(self.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to capture in: bfloat16 on CUDA; float32 on a CPU, whose bfloat16 is slow."""
+        return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
+
+    @property
+    def device_name(self) -> str:
+        """Name of the CUDA device, or ``CPU``."""
+        return torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else "CPU"
+
+    @cached_property
+    def costs(self) -> Costs:
+        """Times of selection and attention, measured on a CUDA device."""
+        if self.card is None:
+            raise ConfigurationError(
+                f"--device: {unexpected(self.device, 'cuda')}: this search measures times, and those of a CPU do not "
+                "represent a server; use profile calibrate with another method than minference"
+            )
+        return measure_costs(self.card, self._batches)
+
+    def _batches(self) -> Sequence[Batch]:
+        """Load the first prompt's chunks of the first layer that can run sparse."""
+        captured = self.captures["prompts"][0]
+        return LayerPrompt.read(captured, self.layers[0], self.served, torch.device(self.device)).batches
+
+    @cached_property
+    def card(self) -> Card | None:
+        """The CUDA device with the engines that pass a trial, as on a server at start-up; None on a CPU."""
+        card = Card() if self.device.startswith("cuda") else None
+        if card is not None:
+            card.engines = self.correct_engines(card.engines)
+        return card
+
+    def correct_engines(self, engines: Mapping[str, AttendEngine]) -> dict[str, AttendEngine]:
+        """Drop engines whose attention over a generated prompt with the model's heads is wrong."""
+        shape, device = self.shape, torch.device(self.device)
+        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype=self.dtype)
+        plan = layer_plan([Dense()] * shape.num_heads)
+        layer = TimedLayer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
+        layer.select()
+        able = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
+        wrong = {name: why for name, engine in able.items() if (why := layer.wrong(engine))}
+        for name, why in wrong.items():
+            self.progress.say(f"engine {name} not used: {why}")
+        return {name: engine for name, engine in engines.items() if name not in wrong}
+
+    @cached_property
+    def captures(self) -> dict[str, list[Capture]]:
+        """Captures of ``prompts`` and ``held-out``, made with one load of the model."""
+        captures = self.capture([*self.prompts.prompts, *self.held_out.prompts])
+        num_prompts = len(self.prompts.prompts)
+        return {"prompts": captures[:num_prompts], "held-out": captures[num_prompts:]}
+
+    def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
+        """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
+        self._check_disk(prompts)
+        self.progress.say(f"capturing {len(prompts)} prompts")
+        folders = [self.folder / f"prompt-{i}" for i in range(len(prompts))]
+        return list(self.capturer(self.model, prompts, folders, self.device, self.dtype))
+
+    def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:
+        shape = self.shape
+        token_bytes = (
+            shape.num_layers * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * self.dtype.itemsize
+        )
+        wanted, free = token_bytes * sum(map(len, prompts)), shutil.disk_usage(self.folder).free
+        if wanted > free:
+            problem = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB left"
+            raise ConfigurationError(f"{problem}; write the profile to a larger disk, or use fewer or shorter prompts")
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """Numbers of the layers that can run sparse."""
+        return sorted(self.captures["prompts"][0].scales)
+
+    def read_layer(self, kind: str, layer: int) -> CapturedLayer:
+        """Load a layer of the captures of one kind."""
+        device = torch.device(self.device)
+        engines = self.card.engines if self.card else None
+        return CapturedLayer(
+            [LayerPrompt.read(captured, layer, self.served, device, engines) for captured in self.captures[kind]]
+        )
+
+    def provenance(self, source: str) -> Provenance:
+        """Record how a profile was made: versions, device and prompts."""
+        return Provenance(
+            tool_version=package_version(PACKAGE),
+            prompts_sha256=self.prompts.sha256,
+            device=self.device_name,
+            source=source,
+            seed=self.seed,
+            versions=versions(),
+        )
+
+
+Strategy = Callable[[Job], Choose]
+"""Prepares a search for one model and its prompts."""
 
 
 def _search_patterns(job: Job) -> Choose:
@@ -110,26 +268,70 @@ def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
         )
 
 
+@dataclass
+class LevelResult:
+    """Search result for one bound: for each layer of the model, the method of each head with its figures.
+
+    Figures are None for layers that never run sparse, and for dense layers.
+    """
+
+    bound: Bound
+    methods: list[Sequence[Method]] = field(default_factory=list)
+    figures: list[list[HeadResult] | None] = field(default_factory=list)
+    """Figures on the prompts."""
+    held_out: list[HeadResult] = field(default_factory=list)
+    """Figures of the sparse heads on the held-out prompts."""
+
+    def provenance(self, job: Job, source: str) -> Provenance:
+        """Record how the level was made, with its bound and figures."""
+        shares = [self.bound.used_fraction(head) for head in self.held_out]
+        held_out = {
+            "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
+            "most_of_bound": max(shares),
+            "error": fmean(head.error for head in self.held_out),
+            "p99_error": fmean(head.p99 for head in self.held_out),
+        }
+        left_out = sum(1 - head.density for layer in self.figures for head in layer or ())
+        layers = {number: heads for number, heads in enumerate(self.figures) if heads is not None}
+        figures = HeadFigures(
+            density={number: tuple(head.density for head in heads) for number, heads in layers.items()},
+            error={number: tuple(head.error for head in heads) for number, heads in layers.items()},
+            p99_error={number: tuple(head.p99 for head in heads) for number, heads in layers.items()},
+        )
+        return job.provenance(source).model_copy(
+            update={
+                "bounds": self.bound.numbers,
+                "density": float(f"{1 - left_out / sum(map(len, self.methods)):.4g}"),
+                "figures": figures,
+                "held_out": {name: float(f"{value:.4g}") for name, value in held_out.items()},
+            }
+        )
+
+
 def calibrate(job: Job, strategy: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
     """Search for methods within every level's bound, and check them on the held-out prompts."""
     choose = strategy(job)
     levels = {name: LevelResult(bound) for name, bound in bounds.items()}
-    dense: list[Method] = [Dense()] * job.shape.num_heads
     job.progress.begin("layers", len(job.layers))
     for number in range(job.shape.num_layers):
         if number not in job.layers:
             for level in levels.values():
-                level.add_layer(dense)
+                level.methods.append([Dense()] * job.shape.num_heads)
+                level.figures.append(None)
             continue
         layer, held_out = job.read_layer("prompts", number), job.read_layer("held-out", number)
         for level in levels.values():
             methods, figures = choose_jointly(layer, choose, level.bound.with_margin(MARGIN))
-            level.add_layer(methods, figures, held_out.judge(methods) if figures else None)
+            level.methods.append(methods)
+            level.figures.append(figures)
+            if figures is not None:
+                seen = zip(methods, held_out.judge(methods), strict=True)
+                level.held_out += [head for method, head in seen if not isinstance(method, Dense)]
         job.progress.step()
     return profile_of(job, levels, source)
 
 
-def choose_jointly(judge: LayerJudge, choose: Choose, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
+def choose_jointly(judge: CapturedLayer, choose: Choose, bound: Bound) -> tuple[list[Method], list[HeadResult] | None]:
     """Choose methods for a layer until all of its heads meet the bound when they run together.
 
     Returns the methods with their figures; None for a dense layer.
@@ -154,3 +356,50 @@ def choose_jointly(judge: LayerJudge, choose: Choose, bound: Bound) -> tuple[lis
             failed[head].add(methods[head])
         given_up.update(failing if rounds >= MOST_ROUNDS else ())
     return methods, None
+
+
+def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Profile:
+    """Build the profile from each level's result.
+
+    Levels without a sparse head are left out, because they would equal ``exact``.
+    """
+    levels = {
+        name: Level.of_heads(result.methods, result.provenance(job, source))
+        for name, result in results.items()
+        if result.held_out
+    }
+    if (first := next(iter(results))) not in levels:
+        # If another level took its place, it would become the default level of requests.
+        numbers = ":".join(f"{x:g}" for x in results[first].bound.numbers.values())
+        why = f"{source}: no head meets the bound {numbers} of level {first} and saves time"
+        raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")
+    first_level, *others = levels
+    return _profile(job, levels[first_level], level=first_level, levels={name: levels[name] for name in others})
+
+
+def profile_of_heads(job: Job, methods: Sequence[Sequence[Method]], source: str) -> Profile:
+    """Build a profile of methods that were not judged."""
+    return _profile(job, Level.of_heads(methods, job.provenance(source)))
+
+
+def _profile(job: Job, own: Level, **names: object) -> Profile:
+    own_fields = {field: getattr(own, field) for field in Level.model_fields}
+    min_tokens = job.served.min_tokens if job.sets_min_tokens else None
+    return Profile.model_validate({"format": 1, "model": job.shape, "min_tokens": min_tokens, **own_fields, **names})
+
+
+def with_default_crossover(profile: Profile, job: Job, table: Crossover) -> Profile:
+    """Set the lengths from which the default method was measured to be faster than dense attention on this device.
+
+    No head of a profile of `profile best` takes longer than with the default method, which is one of its candidates.
+    The other methods were measured in all heads at once, and would keep longer prompts dense.
+    """
+    shape, default = job.shape, make_method("default", {})
+    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    engines = () if job.card is None else job.card.engines
+    entries = (entry for engine in engines for entry in table.find(job.device_name, engine, default, heads))
+    fastest = next((entry for entry in entries if entry.pays), None)
+    if fastest is None:
+        return profile
+    lengths = {"min_tokens": fastest.min_tokens, "min_query_tokens": fastest.min_query_tokens}
+    return profile.model_copy(update=lengths)

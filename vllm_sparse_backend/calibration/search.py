@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from vllm_sparse_backend.calibration.costs import Costs
-from vllm_sparse_backend.calibration.head_errors import Bound, HeadResult, LayerJudge
+from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer, HeadResult
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
@@ -29,7 +29,7 @@ MethodT = TypeVar("MethodT", bound=Method)
 IsAllowed = Callable[[int, Method], bool]
 """Returns whether a head may use a method: False if the method missed the bound jointly with other heads."""
 
-Choose = Callable[[LayerJudge, Bound, IsAllowed], list[Method]]
+Choose = Callable[[CapturedLayer, Bound, IsAllowed], list[Method]]
 """Chooses a method within the bound for each head of a layer; dense for heads without one."""
 
 
@@ -46,13 +46,13 @@ class Judged(NamedTuple):
         return 1 - self.figures.density
 
 
-def judge_all(judge: LayerJudge, bound: Bound, methods: Sequence[Method]) -> list[Judged]:
+def judge_all(judge: CapturedLayer, bound: Bound, methods: Sequence[Method]) -> list[Judged]:
     """Judge one method for each head in one pass."""
     figures = judge.judge(methods)
     return [Judged(method, of_head, bound.holds(of_head)) for method, of_head in zip(methods, figures, strict=True)]
 
 
-def sparsest(judge: LayerJudge, bound: Bound, ladders: Mapping[int, Sequence[Method]]) -> dict[int, Judged]:
+def sparsest(judge: CapturedLayer, bound: Bound, ladders: Mapping[int, Sequence[Method]]) -> dict[int, Judged]:
     """Find, by bisection, the sparsest setting of each head's ladder that meets the bound.
 
     A pass runs one method on each head, so each step of the bisection judges all heads in one pass, each head at the
@@ -84,14 +84,14 @@ def sparse_enough(judged: Judged | None) -> Method:
 
 
 def allowed_ladders(
-    judge: LayerJudge, settings: Sequence[Method], is_allowed: IsAllowed
+    judge: CapturedLayer, settings: Sequence[Method], is_allowed: IsAllowed
 ) -> dict[int, Sequence[Method]]:
     """Return the settings that each head may use."""
     return {head: [method for method in settings if is_allowed(head, method)] for head in range(judge.num_heads)}
 
 
 def choose_sparsest(
-    judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, settings: Sequence[Method]
+    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, settings: Sequence[Method]
 ) -> list[Method]:
     """Choose each head's sparsest setting of one ladder that meets the bound."""
     judged = sparsest(judge, bound, allowed_ladders(judge, settings, is_allowed))
@@ -99,7 +99,7 @@ def choose_sparsest(
 
 
 def choose_cheapest(
-    judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, settings: Sequence[Method], costs: Costs
+    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, settings: Sequence[Method], costs: Costs
 ) -> list[Method]:
     """Choose the methods that cost a layer least, among the sparsest settings of each kind within the bound.
 

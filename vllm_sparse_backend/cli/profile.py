@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,7 +62,7 @@ def check(profile: ProfileName, model: MaybeModel = None) -> None:
 
 @profile_app.command(epilog="Example: sparse-prefill profile show mine.yaml MODEL")
 def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = None) -> None:
-    """Show a profile by layer and by setting."""
+    """Show a profile by layer."""
     with failures():
         loaded, shape = _load(profile, model)
         if level is not None:
@@ -73,8 +74,7 @@ def show(profile: ProfileName, model: MaybeModel = None, level: LevelOption = No
         for name, value in loaded.provenance.model_dump(exclude_none=True, exclude={"figures"}).items():
             say(f"{name}: {_format_value(value)}")
         if shape is not None:
-            _table(("layers", "heads by method", "settings", "density", "p99 error"), _layer_rows(loaded, shape))
-            _table(("heads", "setting", "layers"), _setting_rows(loaded, shape))
+            _table(("layers", "heads by setting", "density", "p99 error"), _layer_rows(loaded, shape))
 
 
 @profile_app.command("import", epilog="Example: sparse-prefill profile import patterns.json MODEL mine.yaml")
@@ -172,46 +172,32 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
-    """Yield layers with their heads by method, number of settings, mean density and largest p99 error of a head.
+    """Yield layers with their heads by setting, mean density and largest p99 error of a head.
 
     Neighbouring layers with equal values share a row.
     """
-    from vllm_sparse_backend.config.head_figures import HeadFigures
-
-    figures = level.provenance.figures or HeadFigures()
-    densities, errors = (figures.rows(name, shape) for name in ("density", "p99_error"))
+    figures = level.provenance.figures
 
     def row(layer: int) -> tuple[str, ...]:
-        settings = _head_settings(level, shape, layer)
-        counts = Counter(
-            setting.partition(" ")[0] if setting != DENSE_LAYER else setting for setting in settings
-        ).most_common()
-        density, error = densities[layer], errors[layer]
+        density = figures.density.get(layer) if figures else None
+        errors = figures.p99_error.get(layer) if figures else None
         return (
-            ", ".join(f"{count} {name}" for name, count in counts),
-            f"{len(set(settings))}",
-            f"{sum(density) / len(density):.4g}" if density else "",
-            f"{max(error):.4g}" if error else "",
+            ", ".join(f"{count} {setting}" for setting, count in _head_settings(level, shape, layer).most_common()),
+            f"{fmean(density):.4g}" if density else "",
+            f"{max(errors):.4g}" if errors else "",
         )
 
     for cells, layers in groupby(range(shape.num_layers), row):
         yield format_ranges(layers), *cells
 
 
-def _setting_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]:
-    """Yield each setting with its number of heads and its layers, the most common setting first."""
-    places = [(setting, layer) for layer in range(shape.num_layers) for setting in _head_settings(level, shape, layer)]
-    for common_setting, count in Counter(setting for setting, _ in places).most_common():
-        yield count, common_setting, format_ranges(layer for setting, layer in places if setting == common_setting)
-
-
-def _head_settings(level: "Level", shape: ModelShape, layer: int) -> list[str]:
-    """Return each head's setting; nothing for heads of ``dense_layers``."""
+def _head_settings(level: "Level", shape: ModelShape, layer: int) -> Counter[str]:
+    """Count the heads of each setting."""
     from vllm_sparse_backend.evaluation.crossover_bench import method_label
 
     if layer in level.dense_layers:
-        return [DENSE_LAYER] * shape.num_heads
-    return [method_label(method) for method in level.methods_of(layer, shape.num_heads)]
+        return Counter({DENSE_LAYER: shape.num_heads})
+    return Counter(map(method_label, level.methods_of(layer, shape.num_heads)))
 
 
 profile_commands.add_commands(profile_app)

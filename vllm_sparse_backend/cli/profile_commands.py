@@ -25,8 +25,8 @@ from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, un
 from vllm_sparse_backend.evaluation.output_files import write_text
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.calibration.head_errors import Bound
-    from vllm_sparse_backend.calibration.job import Job, Progress
+    from vllm_sparse_backend.calibration.judge import Bound
+    from vllm_sparse_backend.calibration.loop import Job, Progress
     from vllm_sparse_backend.calibration.prompts import PromptSet
     from vllm_sparse_backend.config.profile import Profile
 
@@ -96,7 +96,7 @@ class JobOptions(ABC):
 
     def run(self) -> None:
         """Make the profile, write it, and report its figures."""
-        from vllm_sparse_backend.calibration.job import Progress
+        from vllm_sparse_backend.calibration.loop import Progress
 
         exit_on_sigterm()
         with (
@@ -111,8 +111,8 @@ class JobOptions(ABC):
 
     def _job(self, folder: Path, progress: "Progress") -> "Job":
         from vllm_sparse_backend.calibration.capture import default_text, prompt_tokens
-        from vllm_sparse_backend.calibration.job import Job
         from vllm_sparse_backend.calibration.judge import Served
+        from vllm_sparse_backend.calibration.loop import Job
         from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts
         from vllm_sparse_backend.calibration.streaming_heads import default_context_tokens
 
@@ -157,8 +157,8 @@ class Best(JobOptions):
 
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import loop
-        from vllm_sparse_backend.calibration.head_errors import Bound
-        from vllm_sparse_backend.calibration.profile_builder import with_default_crossover
+        from vllm_sparse_backend.calibration.judge import Bound
+        from vllm_sparse_backend.calibration.loop import with_default_crossover
         from vllm_sparse_backend.config.crossover_table import load_crossover
 
         strategy = loop.cheapest_strategy(self.method or loop.independent_methods())
@@ -197,8 +197,8 @@ class Calibrate(JobOptions):
         return loop.calibrate(make_job(), strategy, bounds, command)
 
     def _share(self, make_job: "Callable[[], Job]", command: str) -> "Profile":
+        from vllm_sparse_backend.calibration.loop import profile_of_heads
         from vllm_sparse_backend.calibration.papers import share_prefill
-        from vllm_sparse_backend.calibration.profile_builder import profile_of_heads
 
         if self.level is not None:
             raise ConfigurationError(
@@ -237,7 +237,7 @@ def _report(profile: "Profile", out: Path) -> None:
 
 def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
     """Parse the bounds of --level options, by the level's name."""
-    from vllm_sparse_backend.calibration.head_errors import Bound
+    from vllm_sparse_backend.calibration.judge import Bound
     from vllm_sparse_backend.config.profile import BOUNDS
 
     bounds: dict[str, Bound] = {}

@@ -51,10 +51,10 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     return content
 
 
-def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Read a regular file of at most ``max_bytes`` in UTF-8."""
+def read_text(path: Path, max_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
+    """Read a regular file of at most ``max_bytes`` in UTF-8. Every line of it ends in a newline only."""
     try:
-        return read_bytes(path, max_bytes).decode()
+        return read_bytes(path, max_bytes).decode(errors=errors).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not UTF-8 at byte {error.start}") from None
 

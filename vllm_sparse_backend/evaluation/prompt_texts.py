@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_bytes
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.evaluation.report import BenchError
 
 _SUBJECTS = "farmer sailor teacher painter doctor baker soldier child neighbor traveler judge miller nurse clerk king"
@@ -26,7 +26,7 @@ def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
     parts: list[str] = []
     try:
         for file in _files(path):
-            parts.append(read_bytes(file, MAX_DATA_BYTES).decode(errors="replace"))
+            parts.append(read_text(file, MAX_DATA_BYTES, errors="replace"))
             if most_chars is not None and sum(map(len, parts)) >= most_chars:
                 break
     except ConfigurationError as error:

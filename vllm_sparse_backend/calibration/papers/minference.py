@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_sparse_backend.calibration.costs import Costs
-from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
+from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer
 from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, judge_all
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -60,7 +60,9 @@ Space = tuple[Method, ...]
 """Candidates of equal cost."""
 
 
-def choose_pattern(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, spaces: Sequence[Space]) -> list[Method]:
+def choose_pattern(
+    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, spaces: Sequence[Space]
+) -> list[Method]:
     """Choose each head's candidate with the least error, in the smallest budget that has one within the bound."""
     chosen: list[Method | None] = [None] * judge.num_heads
     for space in spaces:
@@ -75,7 +77,7 @@ def choose_pattern(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, sp
     return [method or Dense() for method in chosen]
 
 
-def search_spaces(judge: LayerJudge, costs: Costs, budgets: Sequence[float] = BUDGETS) -> Iterator[Space]:
+def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] = BUDGETS) -> Iterator[Space]:
     """Resize the candidates to each budget, in at most twelve passes per candidate."""
     dense_ms = _cost(judge, costs, Dense())[0]
     for budget in sorted(budgets):
@@ -96,7 +98,7 @@ def resized(candidate: Method, steps: int) -> Method:
     return replace(candidate, **changes)
 
 
-def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> Method | None:
+def _fitted(judge: CapturedLayer, costs: Costs, candidate: Method, aim: float) -> Method | None:
     """Return the candidate at the size whose cost is closest to ``aim`` ms; None if none fits or it keeps all."""
 
     def taken(steps: int) -> float:
@@ -110,7 +112,7 @@ def _fitted(judge: LayerJudge, costs: Costs, candidate: Method, aim: float) -> M
     return fitted if _cost(judge, costs, fitted)[1] >= LEAST_SPARSITY else None
 
 
-def _cost(judge: LayerJudge, costs: Costs, method: Method) -> tuple[float, float]:
+def _cost(judge: CapturedLayer, costs: Costs, method: Method) -> tuple[float, float]:
     """Return the time in ms of a layer with this method on all heads, and the share of pairs that it leaves out."""
     densities = [result.density for result in judge.judge([method] * judge.num_heads)]
     shared = costs.of(method).group_ms + costs.base_ms

@@ -6,7 +6,7 @@ prompt: 0.4 for Llama-3.1-8B, 2.0 for Qwen2.5-32B. The authors' code stops at 0.
 every larger τ is dense.
 """
 
-from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
+from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer
 from vllm_sparse_backend.calibration.search import IsAllowed, Judged, judge_all, sparse_enough
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -24,7 +24,7 @@ def thresholds() -> list[float]:
     return taus
 
 
-def choose_threshold(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed) -> list[Method]:
+def choose_threshold(judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed) -> list[Method]:
     """Choose each head's largest τ within the bound."""
     chosen: list[Judged | None] = [None] * judge.num_heads
     for tau in thresholds():

@@ -34,7 +34,7 @@ from torch import nn
 
 from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.calibration.external import require_module
-from vllm_sparse_backend.calibration.job import Job, Progress
+from vllm_sparse_backend.calibration.loop import Job, Progress
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 

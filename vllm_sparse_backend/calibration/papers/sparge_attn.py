@@ -28,7 +28,7 @@ Heads may differ in all three parameters within one launch. The search takes at 
 
 from dataclasses import replace
 
-from vllm_sparse_backend.calibration.head_errors import Bound, LayerJudge
+from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer
 from vllm_sparse_backend.calibration.search import (
     LEAST_SPARSITY,
     IsAllowed,
@@ -50,7 +50,7 @@ MARGINS = tuple(-step / 10 for step in range(1, 351))
 
 
 def choose_thresholds(
-    judge: LayerJudge, bound: Bound, is_allowed: IsAllowed, *, skipping: bool = False
+    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, skipping: bool = False
 ) -> list[Method]:
     """Choose each head's pair of τ and θ that leaves out the most pairs, then with ``skipping`` its λ."""
     pairs = _sparsest_pairs(judge, bound.with_margin(FIRST_MARGIN) if skipping else bound, is_allowed)
@@ -58,7 +58,7 @@ def choose_thresholds(
     return _with_margins(judge, bound, methods, is_allowed) if skipping else methods
 
 
-def _sparsest_pairs(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed) -> dict[int, Judged]:
+def _sparsest_pairs(judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed) -> dict[int, Judged]:
     """Return the sparsest pair within the bound, for each head that has one."""
     sparsest_pairs: dict[int, Judged] = {}
     heads = list(range(judge.num_heads))
@@ -72,7 +72,7 @@ def _sparsest_pairs(judge: LayerJudge, bound: Bound, is_allowed: IsAllowed) -> d
     return sparsest_pairs
 
 
-def _with_margins(judge: LayerJudge, bound: Bound, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:
+def _with_margins(judge: CapturedLayer, bound: Bound, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:
     """Add to each method the λ that skips most within the bound, if there is such a λ."""
     settings = {
         head: [setting for margin in MARGINS if is_allowed(head, setting := replace(method, skip_margin=margin))]
