@@ -264,7 +264,7 @@ class CapturedLayer:
         seen = torch.cat((errors.amax(0), absolute)).T.tolist()
         unseen = torch.cat((extrapolate_unseen(errors), absolute)).T.tolist()
         return [
-            HeadResult(*of_seen, density=kept, unseen=HeadResult(*of_unseen, density=kept))
+            replace(HeadResult(*of_seen, kept), unseen=HeadResult(*of_unseen, kept))
             for of_seen, of_unseen, kept in zip(seen, unseen, density.tolist(), strict=True)
         ]
 
