@@ -264,8 +264,8 @@ class CapturedLayer:
         seen = torch.cat((errors.amax(0), absolute)).T.tolist()
         unseen = torch.cat((extrapolate_unseen(errors), absolute)).T.tolist()
         return [
-            replace(HeadResult(*of_seen, kept), unseen=HeadResult(*of_unseen, kept))
-            for of_seen, of_unseen, kept in zip(seen, unseen, density.tolist(), strict=True)
+            HeadResult(error, p99, of_default, largest, kept, HeadResult(*of_unseen, kept))
+            for (error, p99, of_default, largest), of_unseen, kept in zip(seen, unseen, density.tolist(), strict=True)
         ]
 
     @cached_property
