@@ -258,14 +258,13 @@ class CapturedLayer:
         errors = torch.stack(
             [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._errors_of_default)]
         )
-        absolute = torch.stack([outcome.absolute for outcome in outcomes]).amax(0)[None]
+        absolute = torch.stack([outcome.absolute for outcome in outcomes]).amax(0)
         kept_pairs = torch.stack([outcome.kept_pairs for outcome in outcomes]).sum(0)
-        density = kept_pairs / sum(prompt.num_pairs for prompt in self.prompts)
-        seen = torch.cat((errors.amax(0), absolute)).T.tolist()
-        unseen = torch.cat((extrapolate_unseen(errors), absolute)).T.tolist()
+        same = torch.stack((absolute, kept_pairs / sum(prompt.num_pairs for prompt in self.prompts)))
+        seen, unseen = (torch.cat((part, same)).T.tolist() for part in (errors.amax(0), extrapolate_unseen(errors)))
         return [
-            HeadResult(error, p99, of_default, largest, kept, HeadResult(*of_unseen, kept))
-            for (error, p99, of_default, largest), of_unseen, kept in zip(seen, unseen, density.tolist(), strict=True)
+            replace(HeadResult(*of_seen), unseen=HeadResult(*of_unseen))
+            for of_seen, of_unseen in zip(seen, unseen, strict=True)
         ]
 
     @cached_property
