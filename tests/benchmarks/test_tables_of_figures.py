@@ -242,8 +242,6 @@ def test_two_gpus() -> None:
 
 
 DEVICES = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3", "others, until measured": "another device"}
-KV_HEADS = {32: 8, 8: 2, 9: 3}
-"""kv heads by query heads, of the shapes in the bundled table."""
 
 
 def number(cell: str) -> int:
@@ -253,9 +251,8 @@ def number(cell: str) -> int:
 @pytest.mark.parametrize("row", table("docs/choosing_a_setting.md", "GPU, with the default method"), ids=" ".join)
 def test_dense_prompts(row: list[str]) -> None:
     """The shortest prompt, without a cached prefix and in one row, that runs sparse with the default method."""
-    device, heads, head_dim, dense_below, dense_positions = row
-    num_heads = 32 if heads == "any" else number(heads)
-    shape = (num_heads, KV_HEADS[num_heads], 128 if head_dim == "any" else number(head_dim))
+    device, num_heads, num_kv_heads, head_dim, dense_below, dense_positions = row
+    shape = (32, 8, 128) if head_dim == "any" else (number(num_heads), number(num_kv_heads), number(head_dim))
     crossovers = load_crossover()
     method = METHODS[PRESETS["default"][0]].parameters()
     thresholds = resolve_thresholds(AUTO, AUTO, [method], crossovers, Place(DEVICES[device], "hopper", shape))
