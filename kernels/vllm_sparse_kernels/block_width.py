@@ -28,15 +28,9 @@ from vllm_sparse_kernels.methods.base import Method
 
 
 def index_block_tokens(methods: Sequence[Method], head_dim: int, device: torch.device, engine: str = "auto") -> int:
-    """Return the width of a layer's index blocks.
+    """Return the width of a layer's index blocks, in keys. The engine ``portable`` excludes narrow blocks.
 
     If even blocks of 64 keys do not fit the device's shared memory (``widest_block``), the width is 64 for references.
-
-    Args:
-        methods: The method of each head.
-        head_dim: Elements of a head's query or key.
-        device: Device of the index.
-        engine: Name of the configured engine. ``portable`` excludes narrow blocks.
     """
     usual = min(widest_block(head_dim, shared_bytes(device)) or 64, *(method.block_tokens for method in methods))
     if not _narrow_blocks_pay(methods, device, engine):

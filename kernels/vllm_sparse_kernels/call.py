@@ -21,13 +21,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HeadGroup(Generic[MethodT]):
-    """Query heads that are selected together, and the method of each.
+    """Query heads of this rank that are selected together, and the method of each.
 
     The methods differ at most in the fields that their class lists in ``differing``.
-
-    Attributes:
-        heads: Numbers of the query heads on this rank.
-        methods: The method of each of these heads.
     """
 
     heads: tuple[int, ...]
@@ -81,7 +77,6 @@ class Call:
 
     Attributes:
         q: [num_tokens, num_heads, head_dim] queries of the step, in the cache's dtype.
-        cache: Keys and values of the layer.
         index: The layer's index. Selection overwrites the lists of ``heads``, and attention reads all lists.
         scale: Factor from q·k to scores: the softmax's scale times ``cache.score_scale``. Usually 1/√head_dim.
         heads: The heads to select. Attention covers all heads, and does not read it.

@@ -51,11 +51,7 @@ def find_card(capability: tuple[int, int]) -> Card | None:
 
 
 def status_note(capability: tuple[int, int]) -> str | None:
-    """Return a note for operators on the status of a GPU.
-
-    Args:
-        capability: (major, minor).
-    """
+    """Return a note for operators on the status of GPUs of this (major, minor) compute capability."""
     card = find_card(capability)
     if card is not None and card.is_measured:
         return None
@@ -70,11 +66,7 @@ def status_note(capability: tuple[int, int]) -> str | None:
 
 
 def shared_bytes(device: torch.device) -> int:
-    """Return the maximum shared memory of a program.
-
-    Args:
-        device: The GPU.
-    """
+    """Return the maximum shared memory of a program."""
     if device.type != "cuda":
         return 1 << 62
     return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))

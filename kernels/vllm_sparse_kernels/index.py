@@ -186,9 +186,6 @@ class SparseIndex:
         """Allocate an index with room for every causal block of every tile.
 
         Args:
-            rows: The rows of a step.
-            num_heads: Query heads of this rank.
-            block_tokens: Keys of a block.
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
             workspace: Memory of the index; None for a separate workspace without a buffer.
         """
@@ -210,31 +207,16 @@ class SparseIndex:
         return self.stripe_positions.shape[0] > 0
 
     def clear_stripes(self, heads: torch.Tensor) -> None:
-        """Remove the stripes of some heads.
-
-        Args:
-            heads: [n] int32 on the device, numbers of query heads.
-        """
+        """Remove the stripes of the query heads in ``heads`` [n] int32 on the device."""
         if self.has_stripes:  # otherwise the counts are zeros that all layers share
             self.stripe_counts.index_fill_(0, heads.long(), 0)
 
     def num_causal_blocks(self, tile: Tile) -> int:
-        """Return the number of blocks with a key that a tile's last query may attend to: its list's capacity.
-
-        Args:
-            tile: A tile of ``rows``.
-        """
+        """Return the number of blocks with a key that a tile's last query may attend to: its list's capacity."""
         return ceil_div(tile.last_position + 1, self.block_tokens)
 
     def first_diagonal_block(self, tile: Tile) -> int:
-        """Return the first block that contains a key that at least one query of a tile may not attend to.
-
-        Args:
-            tile: A tile of ``rows``.
-
-        Returns:
-            The block's id.
-        """
+        """Return the id of the first block with a key that at least one query of a tile may not attend to."""
         return tile.position // self.block_tokens
 
     @property
@@ -243,65 +225,34 @@ class SparseIndex:
         return self.num_heads * self.rows.masked_pairs(self.block_tokens)
 
     def kept_pairs(self) -> torch.Tensor:
-        """Count the kept (query, key) pairs of all rows and heads, without synchronising with the device.
-
-        Returns:
-            An int64 scalar on the device.
-        """
+        """Count the kept (query, key) pairs of all rows and heads: int64 scalar on the device. Does not synchronise."""
         return self.listed_pairs().sum() - self.masked_pairs
 
     def pairs_of_heads(self) -> torch.Tensor:
-        """Count the kept (query, key) pairs of each head, without synchronising with the device.
-
-        Returns:
-            [num_heads] int64 on the device.
-        """
+        """Count the kept (query, key) pairs of each head: [num_heads] int64 on the device. Does not synchronise."""
         return self.listed_pairs().sum(1) - self.rows.masked_pairs(self.block_tokens)
 
     def listed_pairs(self) -> torch.Tensor:
-        """Count the listed (query, key) pairs of each head and tile, including those that the mask excludes.
+        """Count the listed (query, key) pairs, including those that the mask excludes: [num_heads, num_tiles] int32.
 
-        Returns:
-            [num_heads, num_tiles] int32 on the device: queries of a tile times keys of its blocks and stripes.
+        A tile's number is its queries times the keys of its blocks and stripes.
         """
         return torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens) * self.rows.tile_lengths
 
     # The methods below synchronise with the device: for references, tests and debugging only.
 
     def blocks_of(self, head: int, i_tile: int) -> torch.Tensor:
-        """Return one list of blocks.
-
-        Args:
-            head: Number of the query head.
-            i_tile: Number of the tile.
-
-        Returns:
-            [n] int64, ids of blocks.
-        """
+        """Return the block ids of one list, [n] int64."""
         start = int(self.block_offsets[i_tile])
         return self.block_ids[head, start : start + int(self.block_counts[head, i_tile])].long()
 
     def stripes_of(self, head: int, i_tile: int) -> torch.Tensor:
-        """Return one list of stripes.
-
-        Args:
-            head: Number of the query head.
-            i_tile: Number of the tile.
-
-        Returns:
-            [n] int64, positions of keys.
-        """
+        """Return the key positions of one list of stripes, [n] int64."""
         start = int(self.stripe_offsets[head, i_tile])
         return self.stripe_positions[start : start + int(self.stripe_counts[head, i_tile])].long()
 
     def set_blocks(self, head: int, i_tile: int, kept: torch.Tensor) -> None:
-        """Write one list of blocks. Blocks on the diagonal are added.
-
-        Args:
-            head: Number of the query head.
-            i_tile: Number of the tile.
-            kept: [num_causal_blocks] bool, whether to keep each block.
-        """
+        """Write one list: the blocks flagged in ``kept`` [num_causal_blocks] bool, and those on the diagonal."""
         tile = self.rows.tile_list[i_tile]
         kept = kept.clone()
         kept[self.first_diagonal_block(tile) :] = True
@@ -311,12 +262,9 @@ class SparseIndex:
         self.block_counts[head, i_tile] = len(ids)
 
     def set_stripes(self, head: int, i_tile: int, positions: torch.Tensor) -> None:
-        """Write one list of stripes. Call ``set_blocks`` first: positions inside kept blocks are left out.
+        """Write one list of stripes: ``positions`` [n] of keys in any order.
 
-        Args:
-            head: Number of the query head.
-            i_tile: Number of the tile.
-            positions: [n] integers, positions of keys in any order.
+        Call ``set_blocks`` first: positions inside kept blocks are left out.
         """
         positions = positions.long().unique()
         inside = torch.isin(positions // self.block_tokens, self.blocks_of(head, i_tile))
@@ -369,11 +317,7 @@ class SparseIndex:
 
 
 def causal_pairs(rows: Rows) -> int:
-    """Count the (query, key) pairs of one head that a causal mask allows.
-
-    Args:
-        rows: The rows of a step.
-    """
+    """Count the (query, key) pairs of one head that a causal mask allows."""
     return rows.once(
         causal_pairs,
         lambda: sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True)),

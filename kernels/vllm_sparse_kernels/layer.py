@@ -38,11 +38,9 @@ class LayerPlan:
 
     @staticmethod
     def of(methods: Sequence[Method], counts: Mapping[Method, int]) -> "LayerPlan":
-        """Build the plan of a layer.
+        """Build the plan of a layer from its heads' methods.
 
-        Args:
-            methods: The method of each head.
-            counts: By ``Method.sharing``, the number of heads in all layers that may share results.
+        ``counts`` has, by ``Method.sharing``, the number of heads in all layers that may share results.
         """
         return LayerPlan(tuple(method if counts[method.sharing] > 1 else method.unshared for method in methods))
 
@@ -61,16 +59,7 @@ def layer_plan(methods: Sequence[Method]) -> LayerPlan:
 
 
 def fits_shared_memory(plan: LayerPlan, head_dim: int, device: torch.device) -> bool:
-    """Return whether the device's shared memory has room for the kernels of a layer.
-
-    Args:
-        plan: The plan of the layer.
-        head_dim: Elements of a head's query or key.
-        device: Device of the layer.
-
-    Returns:
-        False if the attention kernel cannot hold a block of keys, or if a method's selection does not fit.
-    """
+    """Return whether the device's shared memory holds a block of keys for attention, and each method's selection."""
     if widest_block(head_dim, shared_bytes(device)) is None:
         return False
     specs = (SelectSpec(group.method, device, head_dim) for group in plan.groups)
@@ -83,12 +72,7 @@ def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOpt
 
 
 def stripes_of(method: Method, rows: Rows) -> StripeLayout:
-    """Return the room that a head's stripes need, computed once for all layers of the pass.
-
-    Args:
-        method: The method of a head.
-        rows: The rows of a step.
-    """
+    """Return the room that a head's stripes need, computed once for all layers of the pass."""
     return rows.once(method, lambda: method.stripe_layout(rows))
 
 
@@ -119,9 +103,6 @@ class Layer:
         """Build the layer as it runs before any trial. Synchronises with the device: call it outside of steps.
 
         Args:
-            plan: The plan of the layer.
-            head_dim: Elements of a head's query or key.
-            device: Device of the layer.
             engine: Name of the configured attention engine, on which the width of index blocks depends. The layer
                 attends on ``portable`` until another engine is chosen (``dataclasses.replace``).
             block_tokens: Keys of an index block; None for the width that suits the methods (``block_width``).
@@ -146,11 +127,9 @@ class Layer:
         return self.engine.name if self.by_kernels else "torch"
 
     def allocate_index(self, rows: Rows, workspace: Workspace | None = None) -> SparseIndex:
-        """Allocate the layer's index for some rows. Equal layers share the layout of their indices.
+        """Allocate the layer's index for some rows; without ``workspace``, torch allocates every tensor.
 
-        Args:
-            rows: The rows of a step.
-            workspace: Memory of the index; None for a workspace without a buffer.
+        Equal layers share the layout of their indices.
         """
         return rows.once(self, lambda: self._layout(rows)).allocate(workspace or Workspace(rows.device))
 
@@ -163,12 +142,7 @@ class Layer:
     ) -> Call:
         """Allocate the layer's index for some rows, and return the arguments of ``select`` and ``attend``.
 
-        Args:
-            q: [num_tokens, num_heads, head_dim] queries of the step.
-            cache: Keys and values of the layer.
-            rows: The rows of the step.
-            scale: Factor from q·k to scores.
-            workspace: Memory of the index and of temporary tensors; None to let torch allocate every tensor.
+        ``Call`` describes ``q`` and ``scale``. Without ``workspace``, torch allocates every tensor.
         """
         return Call(q, cache, self.allocate_index(rows, workspace), scale)
 
@@ -191,10 +165,7 @@ class Layer:
     def attend(self, call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
         """Compute attention over the index, which ``select`` has filled; see ``attention.engine.Attend``.
 
-        Args:
-            call: The arguments of ``select``.
-            out: Like the queries; written for the tokens of the index's rows.
-            sinks: [num_heads] learnt sinks; None without sinks.
+        ``out`` is like the queries. ``sinks`` has the learnt sinks [num_heads], if the layer has them.
         """
         attend = self.engine.attend if self.by_kernels else reference_attend
         with call.index.workspace.frame():
@@ -203,12 +174,7 @@ class Layer:
 
 @lru_cache(maxsize=1024)
 def with_kept_mass(layer: Layer, share: float) -> Layer:
-    """Return the layer with another share of kept attention mass in all heads whose method has such a share.
-
-    Args:
-        layer: The layer.
-        share: p, in (0, 1].
-    """
+    """Return the layer with the share p in (0, 1] of kept attention mass in all heads whose method has such a share."""
     plan = LayerPlan(tuple(method.with_kept_mass(share) for method in layer.plan.methods))
     return replace(layer, plan=plan)
 
@@ -217,12 +183,11 @@ def run(layer: Layer, call: Call, out: torch.Tensor, sinks: torch.Tensor | None 
     """Select keys and compute attention for the rows' queries. Other tokens of ``out`` stay untouched.
 
     Args:
-        layer: The layer.
         call: The result of ``layer.new_call``.
         out: Like the queries; written.
-        sinks: [num_heads] learnt sinks (``attention.engine.Attend``); None without sinks. Sinks do not affect
-            selection: a sink scales a query's output and leaves the order of its blocks unchanged. Shares and
-            thresholds of methods refer to the attention that remains for keys.
+        sinks: [num_heads] learnt sinks (``attention.engine.Attend``). They do not affect selection: a sink scales a
+            query's output and leaves the order of its blocks unchanged. Shares and thresholds of methods refer to
+            the attention that remains for keys.
         check: Whether to synchronise with the device and check the index, for debugging.
     """
     layer.select(call)

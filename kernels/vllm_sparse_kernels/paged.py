@@ -82,8 +82,7 @@ class PagedCache:
     def strides(self) -> tuple[int, int, int]:
         """(page, token, head) strides in elements, the same for keys and values.
 
-        Raises:
-            ValueError: Keys and values differ in strides, or a head's elements are not contiguous.
+        Raises ValueError if they differ, or if a head's elements are not contiguous.
         """
         if self.keys.stride() != self.values.stride() or self.keys.stride(3) != 1:
             raise ValueError(
@@ -94,14 +93,9 @@ class PagedCache:
         return page, token, head
 
     def gather(self, block_table_row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the keys and values of one row.
+        """Copy the first positions of a row with pages ``block_table_row`` [max_pages] int32.
 
-        Args:
-            block_table_row: [max_pages] int32, the row's pages.
-            seq_len: Number of positions to copy.
-
-        Returns:
-            Keys and values, both [seq_len, num_kv_heads, head_dim].
+        Returns keys and values, both [seq_len, num_kv_heads, head_dim].
         """
         pages = block_table_row[: ceil_div(seq_len, self.page_size)].long()
         return tuple(x[pages].flatten(0, 1)[:seq_len] for x in (self.keys, self.values))  # type: ignore[return-value]

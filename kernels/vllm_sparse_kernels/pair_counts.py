@@ -13,13 +13,7 @@ CHUNK_LISTS = 1024
 
 
 def add_listed_pairs(index: SparseIndex, totals: torch.Tensor, i_total: int) -> None:
-    """Add the sum of ``index.listed_pairs()`` to a counter, in one launch and without synchronisation.
-
-    Args:
-        index: The index of a layer.
-        totals: [n] int64 counters on the index's device.
-        i_total: Number of the counter.
-    """
+    """Add the sum of ``index.listed_pairs()`` to totals[i_total] (int64), in one launch and without synchronisation."""
     num_lists = index.block_counts.numel()
     _add_listed_pairs_kernel[(ceil_div(num_lists, CHUNK_LISTS),)](
         index.block_counts, index.stripe_counts, index.rows.tile_lengths, totals, i_total, num_lists,

@@ -28,26 +28,12 @@ T = TypeVar("T")
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Divide two integers and round up.
-
-    Args:
-        a: The dividend.
-        b: The divisor, at least 1.
-    """
+    """Divide two integers and round up."""
     return -(-a // b)
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy a list of numbers to the device, without synchronising with it.
-
-    Args:
-        values: The numbers.
-        dtype: Type of the tensor's elements.
-        device: Device of the tensor.
-
-    Returns:
-        [len(values)] tensor on the device.
-    """
+    """Copy numbers to a tensor [len(values)] on the device, without synchronising with it."""
     return host_to_device(torch.tensor(values, dtype=dtype), device)
 
 
@@ -132,14 +118,9 @@ class Rows:
         return max((start + query_len for start, query_len in zip(self.query_starts, self.query_lens)), default=0)
 
     def check_tokens(self, name: str, x: torch.Tensor) -> None:
-        """Check that kernels can read or write the tokens of all rows in a tensor.
+        """Check that kernels can read or write the tokens of all rows in ``x`` [num_tokens, num_heads, head_dim].
 
-        Args:
-            name: Name of the tensor, for the error message.
-            x: [num_tokens, num_heads, head_dim].
-
-        Raises:
-            ValueError: The tensor has too few tokens, or the elements of a head are not contiguous.
+        Raises ValueError with ``name`` if tokens are missing, or if the elements of a head are not contiguous.
         """
         if len(x) < self.end_token or x.stride(2) != 1:
             raise ValueError(
@@ -185,11 +166,7 @@ class Rows:
         return tuple(starts)
 
     def tiles_of(self, row: int) -> range:
-        """Return the numbers of a row's tiles.
-
-        Args:
-            row: Number of the row.
-        """
+        """Return the numbers of a row's tiles."""
         return range(self.tile_starts[row], self.tile_starts[row + 1])
 
     @cached_property
@@ -203,37 +180,21 @@ class Rows:
         return torch.tensor([tile.position for tile in self.tile_list], dtype=torch.int64)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Compute a value from these rows once for all layers of the pass.
-
-        Args:
-            key: Key of the value.
-            make: Computes the value, on the first call with this key.
-        """
+        """Make a value from these rows once for all layers of the pass, on the first call with this key."""
         if key not in self._computed:
             self._computed[key] = make()
         value: T = self._computed[key]
         return value
 
     def block_capacities(self, block_tokens: int) -> list[int]:
-        """Return the number of blocks in the causal reach of each tile.
-
-        Args:
-            block_tokens: Keys of a block.
-
-        Returns:
-            Per tile, the number of blocks with a key that its last query may attend to.
-        """
+        """Return, per tile, the number of blocks with a key that its last query may attend to."""
         return self.once(
             ("block_capacities", block_tokens),
             lambda: [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list],
         )
 
     def masked_pairs(self, block_tokens: int) -> int:
-        """Count the (query, key) pairs of one head in diagonal blocks of tiles that a causal mask excludes.
-
-        Args:
-            block_tokens: Keys of a block.
-        """
+        """Count the (query, key) pairs of one head in diagonal blocks of tiles that a causal mask excludes."""
         return self.once(
             ("masked_pairs", block_tokens),
             lambda: sum(

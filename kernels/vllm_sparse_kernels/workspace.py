@@ -39,15 +39,7 @@ class Workspace:
         """Cached (end offset, tensor) by (begin offset, dtype, shape)."""
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Allocate a tensor.
-
-        Args:
-            *shape: Sizes of its dimensions.
-            dtype: Type of its elements.
-
-        Raises:
-            MemoryError: The buffer has no room for it.
-        """
+        """Allocate a tensor. Raises MemoryError if the buffer has no room for it."""
         key = (self.used_bytes, dtype, shape)
         entry = self._views.get(key)
         if entry is None:

@@ -48,12 +48,10 @@ Send = Callable[..., HTTPResponse]
 
 @contextmanager
 def connected(url: str, timeout_s: float = TIMEOUT_S) -> Iterator[Send]:
-    """Connect to a server, directly: requests to loopback must not use the environment's proxy.
-
-    Any failure of the request or of reading its answer raises RequestError.
-    """
+    """Connect to a server. Any failure of the request or of reading its answer raises RequestError."""
     try:
         parts = urlsplit(url)
+        # A direct connection: requests to loopback must not use the environment's proxy.
         connection = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc, timeout=timeout_s)
         with closing(connection):
             connection.connect()

@@ -87,10 +87,7 @@ class Card:
         return run
 
     def linear(self, sizes: LinearSizes, num_tokens: int) -> Run:
-        """Return a function that multiplies tokens by as many weights as a layer's linear layers have, in bf16.
-
-        All calls multiply the same random weights and hidden states.
-        """
+        """Return a function that multiplies tokens by as many weights as a layer's linear layers have, in bf16."""
         shape = (sizes.hidden_size, math.ceil(sizes.weights / sizes.hidden_size))
         weights = torch.randn(shape, device=self.device, dtype=torch.bfloat16)
         hidden = torch.randn(num_tokens, sizes.hidden_size, device=self.device, dtype=torch.bfloat16)

@@ -115,10 +115,7 @@ def gather_over_stages(value: T) -> list[T]:
 
 
 def gather_over_world(value: T, timeout_s: float) -> list[T]:
-    """Gather a value from all workers that vLLM has connected with each other.
-
-    Raises ConfigurationError if one of them does not enter the exchange.
-    """
+    """Gather a value from all workers, or raise ConfigurationError if one does not enter the exchange in time."""
     from vllm.distributed.parallel_state import get_world_group
 
     group = get_world_group()
@@ -189,26 +186,20 @@ def cover_larger_pages(vllm_config: VllmConfig) -> None:
 
 
 def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[Any]:
-    """Replace multiples of fewer tokens by multiples of 128 where vLLM aligns a hybrid's pages on Hopper.
-
-    The model is that of vLLM's current configuration, which is set wherever vLLM aligns pages. A ``--block-size`` that
-    neither divides 128 nor is a multiple of it stays as it is.
-    """
+    """Replace multiples of fewer tokens by multiples of 128 where vLLM aligns a hybrid's pages on Hopper."""
+    # vLLM sets its current configuration wherever it aligns pages.
     config = get_current_vllm_config_or_none()
     if config is None or config.model_config is None or not config.model_config.is_hybrid or not prefers_bulk_pages():
         return sizes
     known = page_tokens or config.cache_config.block_size or BULK_PAGE_TOKENS
+    # A --block-size that neither divides 128 nor is a multiple of it stays.
     can_align = known % BULK_PAGE_TOKENS == 0 or (page_tokens is None and BULK_PAGE_TOKENS % known == 0)
     takes_multiples = any(isinstance(size, MultipleOf) and BULK_PAGE_TOKENS % size.base == 0 for size in sizes)
     return [MultipleOf(BULK_PAGE_TOKENS)] if can_align and takes_multiples else sizes
 
 
 def reads_fp8() -> bool:
-    """Return whether this device's kernels read fp8 caches.
-
-    vLLM's FlashAttention reads them on Hopper, with queries rounded to fp8. FlashAttention 4 reads them on Blackwell,
-    but does not accept the block tables that our engine builds.
-    """
+    """Return whether this device's kernels read fp8 caches."""
     return prefers_bulk_pages()
 
 
@@ -234,10 +225,7 @@ def device_memory_bytes() -> int:
 
 
 def flash_attention() -> FlashAttention | None:
-    """Return vLLM's FlashAttention for paged caches, in the newest version that accepts any block table.
-
-    Version 4 requires pages of its tile size.
-    """
+    """Return vLLM's FlashAttention for paged caches, in the newest version that accepts any block table."""
     if IS_CPU:
         return None
     try:
@@ -306,11 +294,7 @@ def is_from_transformers(tokenizer: Any) -> bool:
 
 
 def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int]) -> None:
-    """Run the model on a prompt without a KV cache, as vLLM's profile run does.
-
-    Attention layers get no metadata. With pipeline parallelism, each stage passes its output on to the next, so all
-    stages must call this. After an error, later stages get an empty output, and raise an error too.
-    """
+    """Run the model on a prompt without a KV cache or attention metadata. All pipeline stages must call this."""
     from vllm.distributed.parallel_state import get_pp_group
     from vllm.sequence import IntermediateTensors
 
@@ -334,6 +318,7 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
             }
     finally:
         if not group.is_last_rank:
+            # Empty after an error, so that later stages raise an error instead of waiting.
             group.send_tensor_dict(passed_on)
 
 

@@ -102,10 +102,7 @@ def set_level(policy: LevelPolicy, request: Any, level: RequestLevel) -> None:
 
 
 def refuse_unchecked(request: Any) -> None:
-    """Refuse a new request in the engine core if no front process of this package has checked its level.
-
-    Its blocks would have the hashes of another level.
-    """
+    """Refuse a new request in the engine core if no front process of this package has checked its level."""
     params = request.sampling_params
     prefills = params is not None and not request.abort_immediately
     if prefills and not is_checked(params.extra_args):

@@ -40,10 +40,7 @@ class _AdditionalConfig:
 
 
 def carry_settings(vllm_config: VllmConfig) -> None:
-    """Add data to the configuration from which other processes resolve the same settings as this process.
-
-    If the configuration already has this data, nothing changes.
-    """
+    """Add the data from which other processes resolve the same settings to the configuration, unless it is there."""
     values = vllm_config.additional_config
     config = settings_of(vllm_config)
     documents = Documents.carried(values) or Documents.read(config, compat.model_shape(vllm_config))

@@ -14,12 +14,10 @@ VARIABLE = "VLLM_ATTENTION_BACKEND"
 
 
 def log_unread_settings(vllm_config: Any) -> None:
-    """Log once that the server ignores this backend's settings or a variable that names it, and which backend runs.
-
-    Nothing is logged if neither is set. Engine cores and workers, which get the same configuration, log nothing.
-    """
+    """Log once that the server ignores this backend's settings or a variable that names it, and which backend runs."""
     from vllm.logger import init_logger
 
+    # Engine cores and workers get the same configuration.
     if multiprocessing.parent_process() is not None:
         return
     backend = vllm_config.attention_config.backend

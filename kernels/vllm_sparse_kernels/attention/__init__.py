@@ -25,9 +25,5 @@ __all__ = [
 
 
 def engines(flash: FlashAttention | None = None) -> dict[str, AttendEngine]:
-    """Return all engines by name, fastest first.
-
-    Args:
-        flash: FlashAttention's function for this device, which the engine ``flash`` calls; None if there is none.
-    """
+    """Return all engines by name, fastest first. ``flash`` is FlashAttention's function for this device, if any."""
     return {engine.name: engine for engine in (HOPPER, flash_engine(flash), PORTABLE)}

@@ -54,14 +54,7 @@ class AttendSpec:
     def of(
         cache: PagedCache, index: SparseIndex, options: AttendOptions | None = None, sinks: torch.Tensor | None = None
     ) -> "AttendSpec":
-        """Build the specification from the arguments of ``attend``.
-
-        Args:
-            cache: Keys and values of the layer.
-            index: The layer's index.
-            options: Approximations that heads request, or None.
-            sinks: [num_heads] learnt sinks; None if the layer has none.
-        """
+        """Build the specification from the arguments of ``attend``."""
         return AttendSpec(
             device=cache.keys.device,
             dtype=cache.keys.dtype,
@@ -107,7 +100,6 @@ class AttendEngine:
     Attributes:
         name: Name by which an operator selects the engine.
         refusal: Returns why the engine cannot serve a layer, as the end of a sentence; None if it can.
-        attend: Computes attention.
     """
 
     name: str

@@ -35,10 +35,7 @@ class AttendOptions:
     ) -> "AttendOptions | None":
         """Build the options from one value for each head. Synchronises with the device: call it outside of steps.
 
-        Args:
-            skip_margins: λ of each head; None for heads that skip nothing.
-            int8_heads: Whether each head has 8-bit scores.
-            device: Device of the tensors.
+        ``skip_margins`` has each head's λ; None for heads that skip nothing.
         """
         margins_tensor, int8_tensor = None, None
         if any(margin is not None for margin in skip_margins):
@@ -56,14 +53,7 @@ class AttendOptions:
         return self.skip_margins is not None
 
     def check(self, num_heads: int) -> None:
-        """Check the number of heads.
-
-        Args:
-            num_heads: Query heads of the layer.
-
-        Raises:
-            ValueError: A tensor does not have one value for each head.
-        """
+        """Raise ValueError if a tensor does not have one value for each of the layer's query heads."""
         for name in ("skip_margins", "int8_heads"):
             values = getattr(self, name)
             if values is not None and values.shape != (num_heads,):

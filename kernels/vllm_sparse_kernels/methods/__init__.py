@@ -19,9 +19,5 @@ def sparse_names() -> list[str]:
 
 @lru_cache(maxsize=4096)
 def name_of(method: Method) -> str:
-    """Return the name under which a method's class is registered.
-
-    Args:
-        method: The method of a head.
-    """
+    """Return the name under which a method's class is registered."""
     return next(name for name, spec in METHODS.items() if spec.parameters is type(method))

@@ -96,29 +96,17 @@ class Method(ABC):
         return None
 
     def with_kept_mass(self, share: float) -> "Method":
-        """Return the method with another share of kept attention mass. Only ``differing`` fields may change.
-
-        Args:
-            share: p, in (0, 1].
-        """
+        """Return the method with the share p in (0, 1] of kept attention mass. Only ``differing`` fields may change."""
         return self
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        """Check whether the methods of a model's heads have an effect together.
-
-        Args:
-            methods: The methods of this class on all heads of the model.
-        """
+        """Return why the methods of this class on all heads of a model have no effect together; None if they have."""
         return None
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """Summarise the methods of many heads for a log.
-
-        Args:
-            methods: Methods with the same ``group_key``; at least one.
-        """
+        """Summarise methods with the same ``group_key``, at least one, for a log."""
         settings = set(methods)
         all_fields = [setting.shown_fields for setting in settings]
         common = {
@@ -129,13 +117,7 @@ class Method(ABC):
         return common if len(settings) == 1 else common | {"settings": len(settings)}
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room that one head's stripes need.
-
-        The default is for methods that keep only blocks.
-
-        Args:
-            rows: The rows of a step.
-        """
+        """Return the room that one head's stripes need. The default is for methods that keep only blocks."""
         return StripeLayout.none(rows)
 
     @property
@@ -148,13 +130,9 @@ class Method(ABC):
         return (SelectEngine(PORTABLE, portable_refusal, select_by_method),)
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the minimum shared memory of the portable engine's kernels.
+        """Return the minimum shared memory of the portable engine's kernels, in bytes.
 
-        Args:
-            head_dim: Elements of a head's query or key, in 16 bits.
-
-        Returns:
-            Bytes; 0 if the kernels fit every GPU whose shared memory holds a block of keys.
+        0 if the kernels fit every GPU whose shared memory holds a block of keys.
         """
         return 0
 
@@ -163,9 +141,6 @@ class Method(ABC):
         """Fill the lists of the call's heads, for all tiles, without synchronising with the device.
 
         This method is ``call.method``. Parameters that differ between heads are in ``call.heads``.
-
-        Args:
-            call: Queries, keys, index and heads. ``call.index.rows`` names the tokens of each row.
         """
 
 

@@ -12,18 +12,11 @@ GROUP = "vllm_sparse_backend.methods"
 
 
 class PluginError(ValueError):
-    """An entry point of an installed package that does not provide a method.
-
-    The message names the package and the entry point, with the given and the expected value.
-    """
+    """An entry point of an installed package that does not provide a method."""
 
 
 class Registry(Mapping[str, MethodSpec]):
-    """Descriptions of methods by name, in alphabetical order.
-
-    Entry points are loaded on first access rather than on construction, because the packages behind them import this
-    package.
-    """
+    """Descriptions of methods by name, in alphabetical order."""
 
     def __init__(self, builtin_specs: Iterable[MethodSpec]) -> None:
         """Create a registry."""
@@ -33,6 +26,7 @@ class Registry(Mapping[str, MethodSpec]):
     def specs(self) -> dict[str, MethodSpec]:
         """All methods by name."""
         specs = {spec.name: spec for spec in self.builtin_specs}
+        # On first access rather than on construction: the packages behind entry points import this package.
         for entry_point in entry_points(group=GROUP):
             for spec in _load_specs(entry_point):
                 if spec.name in specs:

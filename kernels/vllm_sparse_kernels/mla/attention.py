@@ -60,10 +60,7 @@ class Softmax(NamedTuple):
 
 
 def run_attention(tensors: Tensors, call: MlaCall, part: Part, scale: float, lists: BlockLists | None) -> None:
-    """Compute attention of some rows over listed blocks or, without lists, over the call's window.
-
-    With lists, the window is all keys.
-    """
+    """Compute attention of some rows over listed blocks of all keys or, without lists, over the call's window."""
     step, num_stages = _steps(shared_bytes(tensors.q.device))
     attend_kernel[(len(part.tiles), tensors.q.shape[1])](
         tensors, tensors.lse.stride(0), *_matrices(tensors, step), part.tiles, lists, part.width,
@@ -73,10 +70,7 @@ def run_attention(tensors: Tensors, call: MlaCall, part: Part, scale: float, lis
 
 
 def _matrices(tensors: Tensors, step: int) -> list[TensorDescriptor] | list[None]:
-    """Return descriptors for bulk copies of a step of keys, in two parts, and of values; None without bulk copies.
-
-    Rows of these matrices are tokens.
-    """
+    """Return descriptors of token rows for bulk copies of a step's keys, in two parts, and values; None without."""
     if not has_bulk_copies(tensors.q.device):
         return [None, None, None]
     matrices: list[TensorDescriptor] = []

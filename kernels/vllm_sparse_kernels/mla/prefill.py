@@ -35,14 +35,12 @@ class MlaPrefill:
         *,
         selects: bool,
     ) -> None:
-        """Allocate all memory.
+        """Allocate all memory, on a device for which there is no ``refusal``.
 
         Args:
-            num_heads: Heads of this worker.
             scale: The softmax's factor.
             max_query_tokens: New tokens of the largest step.
             max_key_tokens: Keys of the largest call.
-            device: A device for which there is no ``refusal``.
             selects: Whether calls may have ``top_p``, whose scratch memory is allocated then.
         """
         self.num_heads, self.scale, self.device = num_heads, scale, device

@@ -45,11 +45,9 @@ def run_products(call: MlaCall, part: Part, num_heads: int, rounded: Rounded, pr
 
 
 def _arithmetic(device: torch.device) -> str:
-    """Return the type of sums of products; "widened" to multiply in float32 too.
-
-    The interpreter's products are wrong in lower precision.
-    """
+    """Return the type of sums of products; "widened" to multiply in float32 too."""
     if device.type != "cuda":
+        # The interpreter's products are wrong in lower precision.
         return "widened"
     return "float16" if capability_of(device) == HOPPER_CAPABILITY else "float32"
 

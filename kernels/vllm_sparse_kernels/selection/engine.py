@@ -36,10 +36,7 @@ class Selecting(Protocol):
 class SelectSpec:
     """Properties of a layer's selection that are known before the first step.
 
-    Attributes:
-        method: The method of a head; all heads that are selected together have the same ``group_key``.
-        device: Device of the layer.
-        head_dim: Elements of a head's query or key.
+    ``method`` is that of any head: all heads that are selected together have the same ``group_key``.
     """
 
     method: Selecting
@@ -56,10 +53,7 @@ class SelectSpec:
 class SelectEngine:
     """One way to run a method's selection.
 
-    Attributes:
-        name: Name of the engine.
-        refusal: Returns why the engine cannot select for a layer, as the end of a sentence; None if it can.
-        select: Fills the lists of a call's heads.
+    ``refusal`` returns why the engine cannot select for a layer, as the end of a sentence; None if it can.
     """
 
     name: str
@@ -81,14 +75,9 @@ def portable_refusal(spec: SelectSpec) -> str | None:
 def choose_select_engine(
     spec: SelectSpec, trial: Callable[[SelectEngine], str | None] | None = None
 ) -> EngineChoice[SelectEngine]:
-    """Choose the engine that selects for a layer.
+    """Choose the engine that selects for a layer. Raises ValueError if no engine can.
 
-    Args:
-        spec: Properties of the layer.
-        trial: Runs an engine and returns why its selection is wrong, or None if it is correct; None to run no engine.
-
-    Raises:
-        ValueError: No engine can select for the layer.
+    ``trial`` runs an engine and returns why its selection is wrong, or None; without it, no engine runs.
     """
     engines = {engine.name: engine for engine in spec.method.select_engines}
     return choose_engine(engines, spec, trial=trial, work="selection")

@@ -59,10 +59,7 @@ class PooledSlab(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """Means [heads, blocks, head_dim] float32 and, on request, each block's mean cosine over all pairs of its tokens.
-
-    Heads are entries of a list of query heads, or kv heads; blocks are those of all rows or of a slab.
-    """
+    """Means [query heads of a list or kv heads, blocks, head_dim] float32, for blocks of all rows or of a slab."""
 
     means: torch.Tensor
     similarity: torch.Tensor | None  # [heads, blocks] float32

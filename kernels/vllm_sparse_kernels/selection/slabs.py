@@ -111,14 +111,11 @@ def padded(seq_len: int) -> int:
 def ranges_of_runs(
     rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes
 ) -> Iterator[TileRange]:
-    """Return the tiles of each run of some rows.
-
-    Each row is cut separately (``pieces_of_row``). A run then joins pieces of neighbouring rows, at most one piece of
-    each row, as long as all of their tiles fit into ``RUN_BYTES`` at the longest reach among them. Other rows therefore
-    never change where a row is cut.
-    """
+    """Return the tiles of each run of some rows."""
     joined: TileRange | None = None
     for row in range(first_row, end_row):
+        # Each row is cut separately, so other rows never change where it is cut. A run joins pieces of neighbouring
+        # rows, at most one of each, as long as all of their tiles fit at the longest reach among them.
         first_piece, *others = pieces_of_row(rows, row, num_selected, tile_bytes)
         reach = first_piece.reach if joined is None else max(joined.reach, first_piece.reach)
         longer = TileRange(first_piece.first_tile if joined is None else joined.first_tile, first_piece.end_tile, reach)
@@ -135,12 +132,10 @@ def ranges_of_runs(
 
 
 def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[TileRange]:
-    """Divide a row's tiles into as few pieces as ``RUN_BYTES`` allows, of about equal size and at least one tile.
-
-    A piece has an even number of tiles, except for a row's last piece, or if only a single tile fits.
-    """
+    """Divide a row's tiles into as few pieces as ``RUN_BYTES`` allows, of about equal size and at least one tile."""
     first_tile, end_tile, reach = rows.tile_starts[row], rows.tile_starts[row + 1], rows.seq_lens[row]
     num_tiles = end_tile - first_tile
+    # A piece has an even number of tiles, except for a row's last piece, or if only a single tile fits.
     fit = max(RUN_BYTES // tile_bytes(num_selected, reach), 1)
     size = ceil_div(ceil_div(num_tiles, ceil_div(num_tiles, fit)), 2) * 2
     if size > fit:

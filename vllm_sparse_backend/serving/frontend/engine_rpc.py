@@ -9,15 +9,13 @@ Call = Callable[..., Awaitable[Any]]
 
 
 def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
-    """Return functions that call a method of each engine's workers.
-
-    The client's ``collective_rpc`` calls all engines but returns only the first engine's answer.
-    """
+    """Return functions that call a method of each engine's workers."""
     core = engine_client.engine_core
     numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
     if len(numbers) == 1:
         return {numbers[0]: lambda *args: engine_client.collective_rpc(method, None, args)}
 
+    # The client's ``collective_rpc`` calls all engines but returns only the first engine's answer.
     def call_of(engine: Any) -> Call:
         return lambda *args: core._call_utility_async("collective_rpc", method, None, args, None, engine=engine)
 

@@ -58,15 +58,12 @@ def exported_metrics() -> dict[str, Any]:
 
 
 def engine_amounts(workers: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, tuple[str, ...]]]:
-    """Sum the workers' samples by metric and labels.
-
-    Every pipeline stage with a layer that can run sparse sees all rows. The first such stage sees each row before the
-    others, so only its samples of these metrics are used.
-    """
+    """Sum the workers' samples by metric and labels."""
     amounts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     first_ranks: dict[str, int] = {}
     for worker in sorted(workers, key=lambda worker: int(worker["rank"])):
         for name, labels, value in worker["samples"]:
+            # Every pipeline stage with a sparse layer sees all rows; the first such stage sees them before the others.
             if not METRICS[name].seen_by_all or first_ranks.setdefault(name, worker["rank"]) == worker["rank"]:
                 amounts[name, tuple(labels)] += value
     return amounts

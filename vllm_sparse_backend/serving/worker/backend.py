@@ -53,14 +53,11 @@ class SparsePrefillBackend(DenseBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        """Return the page sizes that kernels accept, and that vLLM aligns the pages of hybrid models to.
-
-        vLLM makes a hybrid's pages as long as a recurrent state, in multiples of the smallest size that the backend
-        names. ``--block-size`` may raise that multiple, but not lower it. Pages that bulk copies read therefore need no
-        splitting: blocks of keys lie within any page whose size is a multiple of 128 tokens.
-        """
+        """Return the page sizes that kernels accept, and that vLLM aligns the pages of hybrid models to."""
         spec_if_passed = () if kv_cache_spec is None else (kv_cache_spec,)  # 0.30's method takes no argument
         sizes = super().get_supported_kernel_block_sizes(*spec_if_passed)
+        # vLLM makes a hybrid's pages as long as a recurrent state, in multiples of the smallest of these sizes, which
+        # --block-size can raise but not lower. Blocks of keys lie within any page of a multiple of 128 tokens.
         return hybrid_page_sizes(sizes, getattr(kv_cache_spec, "block_size", None))
 
     @classmethod

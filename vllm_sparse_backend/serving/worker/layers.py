@@ -34,16 +34,13 @@ logger = logging.getLogger(LOGGER)
 
 
 def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
-    """Return the layers that run this backend itself, by name.
-
-    vLLM derives backends from this one for layers that attend to something other than their own sequence (chunked and
-    cross attention, static sinks, pooled blocks). Such layers stay unchanged.
-    """
+    """Return the layers that run this backend itself, by name. Others run backends that vLLM derives from it."""
     layers = vllm_config.compilation_config.static_forward_context
     impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     return {
         name: impl
         for name, impl in impls.items()
+        # vLLM derives backends for chunked and cross attention, static sinks and pooled blocks.
         if type(impl) is SparsePrefillImpl and _path(layers[name].get_attn_backend()) == BACKEND
     }
 
@@ -77,10 +74,7 @@ def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
 
 
 def require_sparse_layer(vllm_config: VllmConfig) -> None:
-    """Check that at least one layer of this worker can run sparse.
-
-    With pipeline parallelism other workers have other layers. A worker without such a layer then only logs a warning.
-    """
+    """Check that a layer of this worker can run sparse; with pipeline parallelism, log a warning if none can."""
     reasons = {impl.fallback for impl in plain_impls(vllm_config).values()} or {Fallback.NOT_DECODER}
     if None in reasons:
         return
@@ -108,10 +102,7 @@ class AdoptedLayers(NamedTuple):
 
 
 def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str = "") -> AdoptedLayers | None:
-    """Give each layer of a cache group its part of the plan, allocate the arena, compile kernels, and log the result.
-
-    Returns None if no layer of the group runs sparse.
-    """
+    """Prepare the layers of a cache group to run sparse, and log the result; None if none of them does."""
     vllm_config, resolved = worker.vllm_config, worker.resolved
     layers = model_layers(vllm_config)
     group = {layers[name].number: layers[name].impl for name in names if name in layers}

@@ -122,10 +122,8 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         return tuple(slabs)
 
     def _is_long(self, row: BatchRow) -> bool:
-        """Return whether streaming heads keep only the first and the nearest keys in a row.
-
-        A request that sets p gets that share in every head.
-        """
+        """Return whether streaming heads keep only the first and the nearest keys in a row."""
+        # A request that sets p gets that share in every head.
         if self.streaming_context_tokens is None or row.request.kept_mass is not None:
             return False
         return row.context_len >= self.streaming_context_tokens
@@ -137,11 +135,8 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         return DenseRun(tokens, metadata)
 
     def _part_of_batch(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
-        """Return a part of a batch as a separate batch. Its first and last row may be cut.
-
-        A cut first row keeps its last tokens, with all keys. A cut last row keeps its first tokens. vLLM's function for
-        microbatches builds the part, and drops fields that number the rows or tokens of the whole batch.
-        """
+        """Return a part of a batch: a cut first row keeps its last tokens and all keys, a cut last row its first tokens."""
+        # vLLM's function for microbatches drops fields that number the rows or tokens of the whole batch.
         (part,) = split_attn_metadata([UBatchSlice(rows, tokens)], common)
         # The device may distribute drafts among decodes: a decode can then be longer than the host knows.
         part.max_query_len = max(part.max_query_len, self.reorder_batch_threshold or 1)

@@ -58,10 +58,7 @@ class MlaShape(NamedTuple):
 
 
 class MlaWorker:
-    """State that the prefill backends of one worker share: settings, scratch memory, counters and the current rows.
-
-    It is created with the first layer, so that vLLM counts its memory before it sizes the KV cache.
-    """
+    """State that the prefill backends of one worker share: settings, scratch memory, counters and the current rows."""
 
     def __init__(self, worker: Worker, shape: MlaShape) -> None:
         self.worker, self.shape = worker, shape

@@ -124,16 +124,13 @@ class Worker:
         }
 
     def _streaming_layer(self, number: int, plan: LayerPlan, head_dim: int) -> Layer | None:
-        """Return a layer whose streaming heads keep only the first and the nearest keys; None if it has none.
-
-        Its index has blocks of the same width as without streaming heads. The other heads thus keep the same keys, and
-        the arena has room for it.
-        """
+        """Return a layer whose streaming heads keep only the first and the nearest keys; None if it has none."""
         scored = {head for head, method in enumerate(plan.methods) if name_of(method) == SCORING_METHOD}
         heads = self.streaming.by_layer.get(number, frozenset()) & scored
         if not heads:
             return None
         streaming = [STREAMING if head in heads else method for head, method in enumerate(plan.methods)]
+        # The same block width: the other heads keep the same keys, and the arena has room for the index.
         return self.layer(layer_plan(streaming), head_dim, self.layer(plan, head_dim).block_tokens)
 
     def should_log(self, line: str) -> bool:

@@ -78,17 +78,10 @@ class FlashAttention:
 
     @staticmethod
     def of_version(version: int, varlen: Callable[..., Any]) -> "FlashAttention":
-        """Describe vLLM's function for a version of FlashAttention.
+        """Describe vLLM's ``flash_attn_varlen_func`` for FlashAttention 2 or 3. Raises ValueError for other versions.
 
         Version 3 reads fp8 and pages of any size. Version 2 reads only pages whose size is a multiple of 16 tokens.
         Version 3 reads pages by bulk copies only if ``max_seqlen_q`` exceeds its tile of 128 queries.
-
-        Args:
-            version: Version of FlashAttention: 2 or 3.
-            varlen: vLLM's ``flash_attn_varlen_func``.
-
-        Raises:
-            ValueError: The version is neither 2 nor 3.
         """
         half = (torch.float16, torch.bfloat16)
         known = {2: (16, TILE_TOKENS, half), 3: (1, 2 * TILE_TOKENS, (*half, FP8))}

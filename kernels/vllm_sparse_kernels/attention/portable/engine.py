@@ -72,10 +72,7 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute attention; ``engine.Attend`` describes it. fp16, bf16 or fp8; fp32 in the interpreter.
-
-    Exact to rounding without ``options``.
-    """
+    """Compute attention, exact to rounding without ``options``, in fp16, bf16 or fp8; fp32 in the interpreter."""
     check_shapes(call, out, sinks)
     q, cache, index, rows = call.q, call.cache, call.index, call.rows
     num_heads, head_dim = index.num_heads, cache.head_dim
@@ -131,12 +128,7 @@ def refusal(spec: AttendSpec) -> str | None:
 
 
 def widest_block(head_dim: int, limit_bytes: int) -> int | None:
-    """Return the widest block for which ``attend`` has shared memory. Blocks of 128 need two buffers to pay off.
-
-    Args:
-        head_dim: Channels of a head.
-        limit_bytes: Shared memory of a program.
-    """
+    """Return the widest block for which ``attend`` has shared memory. Blocks of 128 need two buffers to pay off."""
     if _needed_bytes(128, head_dim, 2, limit_bytes) <= limit_bytes:
         return 128
     return 64 if _needed_bytes(64, head_dim, 1, limit_bytes) <= limit_bytes else None
@@ -153,10 +145,7 @@ def program_queries(head_dim: int, limit_bytes: int) -> int | None:
 
 
 def _program_bytes(block_tokens: int, head_dim: int, num_buffers: int, num_queries: int) -> int:
-    """Return the shared memory of 16-bit queries and buffered keys and values.
-
-    The number is that of kernels compiled for Hopper; Ampere needs no more.
-    """
+    """Return the shared memory of 16-bit queries and buffered keys and values on Hopper; Ampere needs no more."""
     block_d = triton.next_power_of_2(head_dim)
     return 2 * block_d * (num_queries + 2 * num_buffers * block_tokens) + 1024
 
@@ -179,12 +168,9 @@ def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:
 
 
 def _buffers_ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_margins: bool) -> int:
-    """Return the number of buffers for whole steps.
-
-    Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier.
-
-    The number is 0 if these do not fit: the compiler then loads keys and values separately, which margins do not allow.
-    """
+    """Return the number of buffers for whole steps; 0 if two of them do not fit and there are no margins."""
+    # Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier. Without them, the
+    # compiler loads keys and values separately, which margins do not allow.
     extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
     return 2 if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) + extra <= limit_bytes else int(with_margins)
 
@@ -229,14 +215,8 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
 def _option_args(
     options: AttendOptions, cache: PagedCache, index: SparseIndex, bulk: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
-    """Return the kernel arguments of the options.
-
-    These are margins to skip, 8-bit keys with their descriptor for bulk copies, and flags of the 8-bit heads unless
-    all heads are 8-bit.
-
-    Each is None unless it is requested. They are separate arguments because Triton 3.6 cannot compare a tuple that
-    contains None with None.
-    """
+    """Return margins to skip, flags of the 8-bit heads, 8-bit keys and their descriptor, or None for each."""
+    # The results are separate arguments: Triton 3.6 cannot compare a tuple that contains None with None.
     options.check(index.num_heads)
     if options.int8_heads is None:
         return options.skip_margins, None, None, None
@@ -249,10 +229,7 @@ def _option_args(
 
 
 def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex, index_args: IndexArgs) -> torch.Tensor:
-    """Compute each block's first row in the matrix, without the kv head's part.
-
-    The result is int32, laid out like ``index.block_ids``.
-    """
+    """Compute each block's first row in the matrix, without the kv head's part: int32 like ``index.block_ids``."""
     places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
         index_args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,

@@ -50,12 +50,10 @@ class Int8Keys(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """The keys and values of one row and kv head, and its 8-bit keys for bulk copies.
-
-    The descriptor is not in ``Int8Keys``: Triton 3.6 cannot compare a tuple that contains None with None.
-    """
+    """The keys and values of one row and kv head, and its 8-bit keys for bulk copies."""
 
     plain: Any  # KeyValueSource
+    # Not in ``Int8Keys``: Triton 3.6 cannot compare a tuple that contains None with None.
     int8_matrix: Any  # descriptor of the 8-bit keys, or None
 
 

@@ -246,11 +246,7 @@ class AnchorAttention(Method):
         return group_start + self.span_tokens - 1 if self.dense_tail else group_start
 
     def groups_of(self, rows: Rows, dense_tail: bool) -> list[list[Group]]:
-        """Return the groups of every row, in the order of their tiles.
-
-        Groups of a row begin at consecutive multiples of the span, and their windows ``window_tokens`` before them. A
-        dense tail is one group, whose window begins at 0.
-        """
+        """Return the groups of every row, in the order of their tiles. A dense tail is one group."""
         offset, grouped = 0, []
         for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
             groups, first_tile, row_end = [], rows.tile_starts[row], rows.tile_starts[row + 1]
@@ -382,10 +378,7 @@ def _num_stages(block_d: int, block_n: int, by_bulk_copies: bool, limit_bytes: i
 
 
 def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:
-    """Return descriptors of the keys for bulk copies of ``block_tokens`` rows.
-
-    They are (None, None) if blocks or cache do not allow such copies.
-    """
+    """Return descriptors of the keys for bulk copies of ``block_tokens`` rows; (None, None) without bulk copies."""
     matrix = matrix_args(cache) if cache.page_size % block_tokens == 0 and supports_bulk(cache) else None
     if matrix is None:
         return None, None

@@ -83,10 +83,7 @@ def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> tor
 def set_lines(
     columns: torch.Tensor, diagonals: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
 ) -> None:
-    """Write the lists of one tile.
-
-    Blocks crossed by a kept diagonal and whole blocks are kept as blocks, and the other kept columns as stripes.
-    """
+    """Keep whole blocks and blocks crossed by a kept diagonal as blocks, and the other kept columns as stripes."""
     tile = index.rows.tile_list[i_tile]
     crossed = torch.zeros(index.num_causal_blocks(tile) * index.block_tokens, dtype=torch.bool, device=columns.device)
     for query_block in range(tile.position // BAND_TOKENS, tile.last_position // BAND_TOKENS + 1):

@@ -21,11 +21,7 @@ TOP_BLOCKS = (8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 100, 128, 1
 
 
 def a_shape_ladder() -> tuple[dict[str, int], ...]:
-    """List the settings of A-shape that searches choose from.
-
-    The first keys are an eighth of the window, rounded down to blocks of 128 keys: at least one block, at most eight.
-    The paper's setting, with more first keys, is added.
-    """
+    """List the settings of A-shape that searches choose from, and the paper's, which has more first keys."""
     settings = [{"sink_tokens": 128 * min(max(local // 1024, 1), 8), "local_tokens": local} for local in LOCAL_TOKENS]
     paper = {"sink_tokens": 1024, "local_tokens": 4096}
     return tuple(sorted([*settings, paper], key=lambda setting: sum(setting.values())))

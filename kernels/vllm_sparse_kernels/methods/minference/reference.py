@@ -109,15 +109,7 @@ def mean_pool(x: torch.Tensor) -> torch.Tensor:
 
 
 def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Flag the kept blocks of tiles of two query blocks.
-
-    Args:
-        scores: The result of ``block_scores``.
-        k: k_b.
-
-    Returns:
-        [tiles, key blocks] bool.
-    """
+    """Flag the kept blocks of tiles of two query blocks, [tiles, key blocks] bool; k is k_b."""
     return by_tile(top(scores, k) & (scores > -torch.inf))
 
 

@@ -31,10 +31,7 @@ LEAST_CHANNELS = 32
 
 
 class Means(NamedTuple):
-    """Means of each row's keys and new queries, and the channels of the estimate.
-
-    Means are float32, padded with zeros to BLOCK_D.
-    """
+    """Float32 means of each row's keys and new queries, padded with zeros, and the channels of the estimate."""
 
     keys: Any  # [num_rows, num_kv_heads, BLOCK_D]
     queries: Any  # [num_rows, num_heads, BLOCK_D]

@@ -150,19 +150,12 @@ class Sale(Method):
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
-
-        Args:
-            head_dim: Elements of a head's query or key.
-        """
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         block_d = triton.next_power_of_2(head_dim)
         return 640 * block_d if block_d > 256 else 0
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads on the first engine that does not refuse: see ``Method.select``.
-
-        A server tries the engines at start-up, and calls the chosen engine itself.
-        """
+        """Fill the lists of the call's heads on the first engine that does not refuse: see ``Method.select``."""
         choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
 
 

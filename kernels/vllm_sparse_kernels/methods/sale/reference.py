@@ -74,10 +74,7 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
 
 
 def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:
-    """Flag the blocks of Algorithm 1, lines 9 and 12.
-
-    These are sink and local blocks, and blocks between them in which an element passed.
-    """
+    """Flag sink, local blocks and blocks between them in which an element passed: Algorithm 1, lines 9 and 12."""
     num_blocks = tile.last_position // KEY_BLOCK + 1
     kept = torch.zeros(len(starts), num_blocks, dtype=torch.bool, device=passed.device)
     for i, (start, last) in enumerate(zip(starts, last_positions(tile))):

@@ -135,19 +135,12 @@ class SharePrefill(Method):
 
     @property
     def unshared(self) -> "SharePrefill":
-        """The method without a cluster.
-
-        The only head of a cluster would be a dense pivot whose pattern no head uses.
-        """
+        """The method without a cluster: a cluster's only head would be a dense pivot whose pattern no head uses."""
         return replace(self, cluster=NOISE)
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        """Check whether heads with these methods could share anything: see ``Method.objection``.
-
-        Args:
-            methods: The method of each head.
-        """
+        """Check whether heads with these methods could share anything: see ``Method.objection``."""
         members = Counter(m.sharing for m in methods if m.shares([m]))
         if any(count > 1 for count in members.values()):
             return None
@@ -158,11 +151,7 @@ class SharePrefill(Method):
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """Summarise the methods of many heads for a log: see ``Method.summary``.
-
-        Args:
-            methods: The method of each head.
-        """
+        """Summarise the methods of many heads for a log: see ``Method.summary``."""
         fields = {name: value for name, value in methods[0].group_key.shown_fields.items() if name != "cluster"}
         gammas = {method.gamma for method in methods}
         fields["gamma"] = gammas.pop() if len(gammas) == 1 else f"{min(gammas):g} to {max(gammas):g}"
@@ -175,42 +164,22 @@ class SharePrefill(Method):
         return FlexVerticalSlash(self.gamma, last_queries=self.last_queries, estimating=self.estimating)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room for one head's stripes: see ``Method.stripe_layout``.
-
-        Args:
-            rows: The rows of a step.
-        """
+        """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         return self.fallback.stripe_layout(rows)
 
     def shares(self, heads: Sequence["SharePrefill"]) -> bool:
-        """Return whether any of these heads could reuse a pattern; otherwise no pivot is worth its dense attention.
-
-        Args:
-            heads: The method of each head.
-        """
+        """Return whether any of these heads could reuse a pattern; otherwise no pivot is worth its dense attention."""
         return self.max_sparsity > 0 and self.max_distance > 0 and any(head.cluster != NOISE for head in heads)
 
     def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
-        """Return the state that layers keep for later layers, created by the first layer.
-
-        Heads with other thresholds do not share it.
-
-        Args:
-            rows: The rows of a step.
-            kind: Name of the state.
-            make: Creates the value.
-        """
+        """Return the state of this kind and threshold that layers keep for later layers; the first layer makes it."""
         key = (kind, self.group_key)
         if key not in rows.state:
             rows.state[key] = make()
         return rows.state[key]
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``.
-
-        Args:
-            head_dim: Elements of a head's query or key.
-        """
+        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         return least_shared_bytes(self.last_queries, head_dim)
 
     def select(self, call: Call) -> None:
@@ -237,8 +206,7 @@ class SharePrefill(Method):
 class Pivots:
     """The pivots of one forward pass, by slot and row. A cluster gets its slot in the first layer that has it.
 
-    They are not in the workspace, because later layers read them. A map has 4 bytes per (tile, block) and 1 KiB per
-    tile. Room is made for twice as many clusters at a time, so that few layers wait for a copy.
+    They are not in the workspace, because later layers read them.
     """
 
     def __init__(self, index: SparseIndex) -> None:
@@ -257,6 +225,7 @@ class Pivots:
         for cluster in clusters:
             self.slots.setdefault(cluster, len(self.slots))
         if len(self.slots) > len(self.exists):
+            # Room for twice as many clusters at a time, so that few layers wait for a copy.
             room = triton.next_power_of_2(len(self.slots))
             before, self.exists = self.exists, self.exists.new_zeros(room, self.exists.shape[1])
             self.exists[: len(before)] = before
@@ -278,11 +247,7 @@ def _share(
     call: Call, pivots: Pivots, averages: BlockAverages, places: torch.Tensor, slots: torch.Tensor,
     patterns: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Run Algorithms 3 and 2.
-
-    Algorithm 3 fills patterns [heads, num_rows] int32, makes the maps of new pivots and keeps their estimates ã.
-    Algorithm 2 writes the lists of shared and dense heads.
-    """
+    """Run Algorithm 3, which fills patterns [heads, num_rows] int32 and makes new pivots, and Algorithm 2."""
     index, rows, empty = call.index, call.rows, call.index.workspace.empty
     estimates, sparsity = averages.estimates()
     num_heads, num_rows = sparsity.shape

@@ -72,10 +72,8 @@ def softmax_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def num_top_blocks(top_share: float, num_blocks: int) -> int:
-    """Return the number of blocks that ``top_share`` keeps.
-
-    It is rounded as in the released code: down, in float32, but to at least 1.
-    """
+    """Return the number of blocks that ``top_share`` keeps, rounded as in the released code."""
+    # In float32, rounded down.
     return max(1, int(torch.tensor(top_share, dtype=torch.float32) * num_blocks))
 
 

@@ -146,11 +146,7 @@ class TopP(Method):
         return self.kept_mass
 
     def with_kept_mass(self, share: float) -> "TopP":
-        """Return the method with another p and without an upper bound on kept blocks (``most_share`` 1).
-
-        Args:
-            share: p, in (0, 1].
-        """
+        """Return the method with p = ``share`` and without an upper bound on kept blocks (``most_share`` 1)."""
         return replace(self, kept_mass=share, most_share=1.0)
 
     @property
@@ -159,20 +155,11 @@ class TopP(Method):
         return ALL_SCORED if self.queries == "all" else HALF_SCORED
 
     def kept_channels(self, head_dim: int) -> int:
-        """Return the number of channels that the estimate multiplies.
-
-        Args:
-            head_dim: Elements of a head's query or key.
-        """
+        """Return the number of channels that the estimate multiplies."""
         return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
 
     def storage(self, head_dim: int, dtype: torch.dtype) -> Storage:
-        """Return sizes and format of the rounded queries and keys.
-
-        Args:
-            head_dim: Elements of a head's query or key.
-            dtype: Type in which e4m3 numbers are stored.
-        """
+        """Return sizes and format of the rounded queries and keys; ``dtype`` stores e4m3 numbers."""
         return Storage(self.kept_channels(head_dim), self.num_scored, dtype)
 
     @property
@@ -189,18 +176,11 @@ class TopP(Method):
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``.
-
-        Args:
-            head_dim: Elements of a head's query or key.
-        """
+        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``."""
         return rounding_bytes(padded_dim(head_dim), self.kept_channels(head_dim))
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads on the first engine that does not refuse; see ``Method.select``.
-
-        A server tries the engines at start-up, and calls the chosen engine itself.
-        """
+        """Fill the lists of the call's heads on the first engine that does not refuse; see ``Method.select``."""
         choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
 
 
