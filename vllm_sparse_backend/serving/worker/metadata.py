@@ -135,7 +135,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         return DenseRun(tokens, metadata)
 
     def _part_of_batch(self, common: CommonAttentionMetadata, rows: slice, tokens: slice) -> CommonAttentionMetadata:
-        """Return a part of a batch: a cut first row keeps its last tokens and all keys, a cut last row its first tokens."""
+        """Return a part of a batch. A cut first row keeps its last tokens, with all keys; a cut last row its first."""
         # vLLM's function for microbatches drops fields that number the rows or tokens of the whole batch.
         (part,) = split_attn_metadata([UBatchSlice(rows, tokens)], common)
         # The device may distribute drafts among decodes: a decode can then be longer than the host knows.

@@ -266,6 +266,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         self.shape = MlaShape(num_heads, float(scale))
         worker = worker_of(vllm_config)
         if worker.mla is None:
+            # With the first layer, so that vLLM counts its memory before it sizes the KV cache.
             worker.mla = MlaWorker(worker, self.shape)
         self.shared: MlaWorker = worker.mla
         self._batch: MlaBatch | None = None

@@ -125,7 +125,7 @@ def set_tiles(num_scored: int) -> int:
 
 
 def compute_masses(call: Call, rounded: Rounded, run: slabs.Run, masses: torch.Tensor) -> None:
-    """Do as ``portable.compute_masses``; the first of a tile's own blocks gets the mass of all of them, the others 0."""
+    """Do as ``portable.compute_masses``; the first of a tile's own blocks gets all of their mass, the others 0."""
     empty, tiles, method = call.index.workspace.empty, call.rows.tiles, call.method
     heads, kept_mass, group, first_tile = call.head_ids, call.parameters("kept_mass"), call.group, run.first_tile
     num_selected, num_sets, num_tiles, num_scored = (
