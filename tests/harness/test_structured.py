@@ -16,12 +16,6 @@ def probabilities(data, head):
     return scores.masked_fill_(~causal, -torch.inf).softmax(-1)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 3, 64), (4, 4, 16), (4, 2, 66)])
-def test_shapes_that_cannot_be_made_are_refused(heads, kv_heads, head_dim):
-    with pytest.raises(ValueError, match=f"given head_dim {head_dim}, {heads} heads on {kv_heads} kv heads"):
-        structured(8, 8, heads, kv_heads, head_dim)
-
-
 def oracle_density(data: Structured, mass: float = 0.95, num_queries: int = 32) -> torch.Tensor:
     """Return the smallest share of causal keys that keeps ``mass`` of a query's exact softmax, averaged over queries.
 

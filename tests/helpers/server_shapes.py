@@ -7,7 +7,6 @@ Models are made in FOLDER with random weights, in float32 on a CPU and bfloat16 
 backend, or on this backend with everything kept, and writes a line of JSON:
 
 * the tokens, and the number of times that each layer ran sparse;
-* the share of (query, key) pairs of a further prompt that ran sparse, by the counters and by doctor's forecast;
 * log-probabilities of the prompts' tokens in exact requests, sent together, and with stock also one by one.
 
 If a shape fails, its line has the error instead. Do not run this in pytest: Triton interprets kernels there, including
@@ -118,7 +117,6 @@ SHAPES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "hybrid": (qwen3_next, {"dtype": "bfloat16"} | ({"gdn_prefill_backend": "triton"} if has_cuda() else {})),
     # vLLM's CPU build fails in Mamba 2 on prompts of several chunks (0.32: stock's backend too).
     **({"hybrid-mamba": (nemotron_h, {"dtype": "bfloat16"})} if has_cuda() else {}),
-    "lora": (llama, {"enable_lora": True, "max_lora_rank": 8}),
     "n-grams": (llama, {"speculative_config": NGRAMS}),
 }
 """The model's configuration and arguments of vLLM's ``LLM``, by name.
@@ -140,27 +138,6 @@ def make(name: str, folder: Path) -> Path:
             weights.data += 5.0  # about the weight of all keys of a prompt together
     model.save_pretrained(folder / name)
     return folder / name
-
-
-def adapter(folder: Path) -> Path:
-    """Make a LoRA adapter of rank 8 for the query and value projections, with weights that change the answers."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    hidden, rank = SIZE["hidden_size"], 8
-    widths = {"q_proj": SIZE["num_attention_heads"], "v_proj": SIZE["num_key_value_heads"]}
-    generator = torch.Generator().manual_seed(1)
-    weights = {}
-    for layer in range(SIZE["num_hidden_layers"]):
-        for module, heads in widths.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
-            weights[f"{name}.lora_B.weight"] = torch.randn(heads * SIZE["head_dim"], rank, generator=generator)
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(widths), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
-    return folder
 
 
 def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -195,23 +172,20 @@ def logprobs(llm: Any, requests: Sequence[Any], **more: Any) -> list[list[float]
     return [[next(iter(at.values())).logprob for at in output.prompt_logprobs[1:]] for output in outputs]
 
 
-def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, Any]:
+def answers(run: str, model: Path, **more: Any) -> dict[str, Any]:
     """Return tokens and log-probabilities."""
     from vllm import LLM, SamplingParams, TokensPrompt
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.lora.request import LoRARequest
 
     options = {"max_model_len": 2048, "max_num_batched_tokens": 512} | (ON_GPU if has_cuda() else ON_CPU)
     llm = LLM(str(model), skip_tokenizer_init=True, enforce_eager=True, seed=0, **(options | more))
     try:
         sampling = SamplingParams(temperature=0, max_tokens=12, detokenize=False, ignore_eos=True)
         requests = [TokensPrompt(prompt_token_ids=token_ids) for token_ids in prompts()]
-        lora_request = None if lora is None else LoRARequest("adapter", 1, str(lora))
-        outputs = llm.generate(requests, sampling, use_tqdm=False, lora_request=lora_request)
+        outputs = llm.generate(requests, sampling, use_tqdm=False)
         exact = {"extra_args": {"sparse_prefill": 0}} if run == OURS else {}
-        # A server with LoRA returns no log-probabilities of a prompt (vLLM 0.32, on a CPU).
-        together = logprobs(llm, requests, **exact) if lora is None else []
-        one_by_one = [logprobs(llm, [token_ids])[0] for token_ids in requests] if together and run == STOCK else []
+        together = logprobs(llm, requests, **exact)
+        one_by_one = [logprobs(llm, [token_ids])[0] for token_ids in requests] if run == STOCK else []
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         return {"tokens": tokens, "exact": together, "one by one": one_by_one}
     finally:
@@ -225,11 +199,10 @@ def answers(run: str, model: Path, lora: Path | None, **more: Any) -> dict[str, 
 def line_of(run: str, name: str, folder: Path) -> dict[str, Any]:
     """Return the line of a shape."""
     model, more = make(name, folder), SHAPES[name][1]
-    lora = adapter(folder / "adapter") if "enable_lora" in more else None
     ours = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": SETTINGS}}
     try:
         with counted() as runs:
-            answered = answers(run, model, lora, **more, **(ours if run == OURS else {}))
+            answered = answers(run, model, **more, **(ours if run == OURS else {}))
         return {"name": name, "sparse": dict(runs), **answered}
     except Exception as error:
         traceback.print_exc()

@@ -96,13 +96,7 @@ def structured(
     device: str | torch.device = "cpu",
     seed: int = 0,
 ) -> Structured:
-    """Return the same data for the same arguments and kind of device. Raises ValueError on a head_dim below 32 or
-    odd."""
-    if head_dim < 32 or head_dim % 4 or num_heads % num_kv_heads:
-        raise ValueError(
-            f"structured: given head_dim {head_dim}, {num_heads} heads on {num_kv_heads} kv heads, expected a head_dim "
-            "from 32 on that 4 divides, and heads that are a multiple of the kv heads"
-        )
+    """Return the same data for the same arguments and kind of device; 4 divides head_dim, which is at least 32."""
     device, seq_len = torch.device(device), context_len + query_len
     made = _Maker(head_dim, torch.Generator(device).manual_seed(seed), device)
     kinds = tuple(SEQUENCE[head % len(SEQUENCE)] for head in range(num_heads))

@@ -6,14 +6,10 @@ blocks kept. Both must equal stock.
 """
 
 import http.client
-import itertools
 import json
 import re
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +76,6 @@ def test_echo_with_logprobs_over_a_cached_prefix(servers: Servers, level: str) -
         first, *logprobs = choice["logprobs"]["token_logprobs"]
         assert first is None
         assert_close(logprobs, stock["logprobs"]["token_logprobs"][1:])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("level", LEVELS)
-def test_thirty_lengths_in_one_batch(servers: Servers, level: str) -> None:
-    """x-attention#12 and SpargeAttn#59: a batch with several rows, all of different lengths."""
-    prompts = {str(length): (scenario.prompt(length, seed=2000 + length), 2) for length in range(7, 600, 20)}
-    assert len(prompts) == 30
-    expected = scenario.ask_together(servers.stock, prompts)
-    answers = scenario.ask_together(servers.ours, {name: (*request, level) for name, request in prompts.items()})
-    assert_answers(answers, expected)
 
 
 def assert_answers(answers: Mapping[str, Answer], expected: Mapping[str, Answer]) -> None:
@@ -190,14 +175,6 @@ class TestConfiguredByNestedYaml:
         assert [choice["text"] for choice in complete(server, prompt, **options)] == expected
 
     @pytest.mark.parametrize("level", LEVELS)
-    def test_forty_eight_equal_prompts_in_short_chunks(self, server: Server, servers: Servers, level: str) -> None:
-        """vllm#27491, with ``--long-prefill-token-threshold 128``."""
-        token_ids = scenario.prompt(700, seed=4001)
-        expected = scenario.ask(servers.stock, token_ids, 4)
-        answers = scenario.ask_together(server, {str(i): (token_ids, 4, level) for i in range(48)})
-        assert_answers(answers, dict.fromkeys(answers, expected))
-
-    @pytest.mark.parametrize("level", LEVELS)
     def test_preemption_by_priority(self, server: Server, servers: Servers, level: str) -> None:
         """vllm#9342: later requests with a higher priority take the memory of running requests."""
 
@@ -218,32 +195,3 @@ class TestConfiguredByNestedYaml:
         for token_ids, answer in zip(prompts, answers, strict=True):
             more = {"max_tokens": 48, "ignore_eos": True}
             assert answer == [choice["text"] for choice in complete(servers.stock, token_ids, **more)]
-
-    def test_counters_of_several_processes_never_fall(self, server: Server) -> None:
-        """vllm#18053: this holds for any answering process while requests run, without waiting for an engine."""
-        pages: list[dict[str, float]] = []
-        answered: list[scenario.Answer] = []
-        numbers, enough = itertools.count(), threading.Event()
-
-        def send_requests() -> None:
-            while not enough.is_set():
-                number = next(numbers)
-                answered.append(scenario.ask(server, scenario.prompt(3000 + number % 6, seed=6000 + number), 8))
-
-        deadline = time.monotonic() + scenario.DEADLINE_S
-        with ThreadPoolExecutor(3) as pool:
-            clients = [pool.submit(send_requests) for _ in range(3)]
-            try:
-                while len(pages) <= 20 or len(answered) < 6 or pages[-1] == pages[0]:
-                    assert not any(client.done() for client in clients)
-                    assert time.monotonic() < deadline
-                    samples = re.findall(r"(?m)^(sparse_prefill_\w+_total{.*}) (\S+)$", server.get("/metrics"))
-                    pages.append({name: float(value) for name, value in samples})
-            finally:
-                enough.set()
-        for client in clients:
-            client.result()
-        for earlier, later in pairwise(pages):
-            assert {name for name, value in earlier.items() if later.get(name, -1.0) < value} == set()
-        (last, again) = (scenario.counted(server) for _ in range(2))
-        assert last == again

@@ -165,16 +165,6 @@ def test_it_answers_as_a_server_without_plugins(pair: Pair) -> None:
     assert statuses.count(200) > REQUESTS // 10
 
 
-def test_a_level_of_no_form_does_not_end_its_engine(pair: Pair) -> None:
-    """The tokens fill a whole block, including decoded tokens, which are hashed as they arrive."""
-    body = {"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": True, "temperature": 0, "vllm_xargs": {FIELD: 5}}
-    request = Hostile("/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    expected, said = map(ask, pair, (request, request))
-    assert said == expected
-    assert said.status == 200
-    assert pair.bystander.exit_code() is None
-
-
 def test_its_log_says_that_settings_are_not_read(pair: Pair) -> None:
     """This also shows that the plugin was loaded."""
     log = pair.bystander.log_path.read_text(errors="replace")

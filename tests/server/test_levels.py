@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levels on real servers: answers and cached blocks of each level over the same prompt, and what is refused.
 
-``test_serve.py`` mixes levels in one step, ``test_several_workers.py`` has several engines and API servers,
+``test_serve.py`` mixes levels in one step, ``test_several_workers.py`` has several workers,
 ``test_disaggregated.py`` a prefill and a decode server.
 """
 

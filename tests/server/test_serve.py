@@ -124,18 +124,6 @@ def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(answered: Answe
     assert_same(answered.exact.answers, answered.stock.answers)
 
 
-def test_requests_read_only_blocks_of_their_level(answered: Answered) -> None:
-    assert answered.sparse.answers["chunks"].cached_tokens == 0
-    assert answered.exact.answers["chunks"].cached_tokens == 0
-    for name, cached in scenario.CACHED.items():
-        assert answered.sparse.answers[name].cached_tokens == answered.exact.answers[name].cached_tokens == cached, name
-    # The server's default level reads its own blocks.
-    assert (
-        answered.exact.answers["beside concurrent: 1301"].cached_tokens
-        == 650 // scenario.PAGE_TOKENS * scenario.PAGE_TOKENS
-    )
-
-
 def test_levels_by_name(answered: Answered) -> None:
     """All levels run at once on the same prompt. Each reads its own blocks and gives its own answer."""
     cached_tokens = scenario.CACHED["prefix: same prompt"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other shapes than Llama's, n-grams as drafts, and LoRA; on a card if there is one.
+"""Models of other shapes than Llama's, and n-grams as drafts; on a card if there is one.
 
 Tokens equal stock's. Log-probabilities of exact requests are no further from stock's than stock's own in other batches.
 """
@@ -32,7 +32,6 @@ SPARSE_LAYERS = {
     "experts": EVERY,
     "sinks": {"1", "3"},
     "n-grams": EVERY,
-    "lora": EVERY,
 }
 COMPARED = [] if has_cuda() else [name for name in SPARSE_LAYERS if name != "hybrid"]
 """Shapes in float32, in which rounding cannot change a random model's tokens."""
@@ -79,5 +78,5 @@ def test_tokens_are_stocks_and_layers_that_can_ran_sparse(lines_by_server: dict[
     apart, spread = furthest(line["exact"], stock["exact"]), furthest(stock["exact"], stock["one by one"])
     print(f"{name}: log-probabilities {apart:.2e} from stock's, which spread by {spread:.2e}")
     assert apart <= spread
-    assert bool(line["exact"]) == (name != "lora")
+    assert line["exact"]
     assert max(LENGTHS) > 512 > SETTINGS["min_tokens"]  # chunks, and rows past the border

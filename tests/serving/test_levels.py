@@ -401,12 +401,7 @@ class TestMiddleware:
     @pytest.mark.parametrize(
         ("path", "body", "said"),
         [
-            ("/v1/completions", X | BEAMS, "beam search makes new sampling parameters"),
             ("/v1/chat/completions", X | BEAMS | {"messages": [{"content": "a" * 100_000}]}, "beam search"),
-            ("/invocations", X | BEAMS, "beam search"),
-            ("/generative_scoring", X, "scoring makes new"),
-            ("/v1/systemone", X, "structured decisions"),
-            ("/inference/v1/generate", X, "reads a level from sampling_params.extra_args"),
             ("/cohere/v2/chat", X, "no field for it"),
             *((path, X, "one level for all") for path in ("/v1/embeddings", "/pooling", "/classify", "/rerank")),
         ],

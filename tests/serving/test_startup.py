@@ -322,7 +322,6 @@ class TestDecode:
         ("capability", "refused", "stock"),
         [
             ((10, 0), (), "FLASHINFER"),
-            ((10, 3), (), "FLASHINFER"),
             ((10, 0), ("FLASHINFER",), "FLASH_ATTN"),  # FlashInfer is not installed, or does not support the model
             ((12, 0), (), "FLASH_ATTN"),
         ],
@@ -334,27 +333,6 @@ class TestDecode:
         assert (config.head_size, config.dtype, config.kv_cache_dtype, config.has_sink) == (
             128, torch.bfloat16, "fp8", True,
         )  # fmt: skip
-
-    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
-    def test_earlier_cards_need_no_question_as_flash_attention_is_first_there(
-        self, monkeypatch: pytest.MonkeyPatch, capability: Any
-    ) -> None:
-        from vllm.platforms.interface import DeviceCapability
-
-        cuda, questions = cuda_platform(monkeypatch), self.on(monkeypatch, *capability)
-        assert compat.stock_backend(None, 128, torch.bfloat16) == "FLASH_ATTN"
-        assert questions == []
-        assert cuda._get_backend_priorities(False, DeviceCapability(*capability))[0].name == "FLASH_ATTN"
-
-    def test_devices_of_others_and_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        dense = compat.DenseBackend.get_name()
-        assert compat.stock_backend(None, 128, torch.bfloat16) == dense
-        monkeypatch.setattr(compat, "IS_CPU", False)
-        for capability in None, SimpleNamespace(major=12):
-            monkeypatch.setattr(
-                compat, "current_platform", SimpleNamespace(get_device_capability=lambda c=capability: c)
-            )
-            assert compat.stock_backend(None, 128, torch.bfloat16) == dense
 
     def test_the_line_says_what_decodes_why_what_it_costs_and_what_to_do(self) -> None:
         assert startup.other_decode("FLASH_ATTN", "FLASH_ATTN") is None
@@ -390,13 +368,6 @@ class TestDecode:
         assert [line for line in lines if "decodes and dense rows run on" in line] == [
             f"sparse-prefill: {startup.other_decode('FLASHINFER', 'FLASH_ATTN')}"
         ]
-
-    def test_the_two_names_come_from_the_one_enum(self) -> None:
-        """The name of the dense backend on a GPU, and vLLM's list of candidates."""
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-        assert FlashAttentionBackend.get_name() == AttentionBackendEnum.FLASH_ATTN.name
 
 
 class TestSleepMode:

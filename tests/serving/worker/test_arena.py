@@ -103,10 +103,6 @@ class TestSize:
         assert one_tile.room.max_tokens == 128
         assert one_tile.count_misses([SparseRow(0, 0, 8192, 100_000)]) == 0
 
-    def test_a_slab_that_takes_more_is_a_miss(self) -> None:
-        arena = replace(ArenaSize.of((10, 2, 128), 8192), room=Room(16_384, ()))
-        assert arena.count_misses([SparseRow(0, 0, 16_384, 100_000)]) == 1
-
     def test_no_row_runs_sparse(self) -> None:
         for max_len, thresholds in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):
             assert StepLimits.of(8192, 256, max_len, thresholds) is None

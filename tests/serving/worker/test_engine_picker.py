@@ -25,7 +25,7 @@ from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.engine_trial import expected_attention
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.layer import Layer, layer_plan, run
+from vllm_sparse_kernels.layer import Layer, layer_plan
 from vllm_sparse_kernels.methods.top_p.method import TopP, select_on_portable
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
@@ -161,19 +161,6 @@ def test_no_engine_is_left_to_select(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopP, "select_engines", engines)
     with pytest.raises(ConfigurationError, match=r"no engine can run selection: hopper: it fails.*portable: it fails"):
         EnginePicker(table=table(PORTABLE)).pick_selection(LAYER, SELECTED)
-
-
-def test_out_of_memory_in_a_step_surfaces_and_the_layer_keeps_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    fails: list[bool] = [False]
-    offered(monkeypatch, select_engine("hopper", lambda index: out_of_memory(index) if fails[0] else None))
-    layer = replace(LAYER, select_engines=EnginePicker(table=table(PORTABLE)).pick_selection(LAYER, SELECTED))
-    call = layer.new_call(SELECTED.q, SELECTED.cache, SELECTED.rows, SELECTED.scale)
-    fails[0] = True
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        run(layer, call, SELECTED.empty_out())
-    fails[0] = False
-    run(layer, call, SELECTED.empty_out(), check=True)
-    assert [engine.name for engine in layer.select_engines] == ["hopper"]
 
 
 def test_tensor_parallel_ranks_take_the_same_engines(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:

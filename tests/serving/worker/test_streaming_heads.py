@@ -2,13 +2,9 @@
 """Streaming heads of a worker: how they are found, and run."""
 
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +32,6 @@ from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import streaming
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, SparseRow
-from vllm_sparse_backend.serving.worker.layers import model_layers
 from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
@@ -76,15 +71,6 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [self.first + byte for byte in text.encode()[:: self.step]]
-
-
-class OtherTokenizer:
-    """A tokenizer with another interface."""
-
-    bos_token_id = None
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
 
 
 @pytest.fixture
@@ -151,12 +137,6 @@ class TestFinding:
         spread = out.std(0).mean(-1)
         assert spread[3] > 2 * spread[2]
 
-    def test_an_error_in_the_run_leaves_layers_as_they_were(self, config: Any) -> None:
-        layers = make_layers(config, [0])
-        with pytest.raises(TypeError):
-            streaming.measure(config, torch.nn.Linear(1, 1), {0: layers[0].impl}, PROMPT)
-        assert "forward" not in vars(layers[0].impl)
-
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
@@ -170,12 +150,6 @@ class TestFinding:
         with pytest.raises(
             ConfigurationError, match=rf"streaming_heads: .* layer model.layers.1.self_attn.attn {problem}"
         ):
-            find(config, Model(layers, {}))
-
-    def test_a_layer_without_plain_attention_is_named(self, config: Any) -> None:
-        layers = make_layers(config, [0])
-        config.compilation_config.static_forward_context["model.layers.1.mixer"] = torch.nn.Identity()
-        with pytest.raises(ConfigurationError, match=r"layer model.layers.1.mixer is Identity, not plain attention"):
             find(config, Model(layers, {}))
 
     def test_by_default_such_layers_leave_all_heads_to_the_method(self, by_default: Any, lines: list[str]) -> None:
@@ -192,9 +166,8 @@ class TestFinding:
         [
             (Tokenizer(step=100), "ConfigurationError: .* expected at least 16,384"),
             (Tokenizer(first=70_000), "ConfigurationError: .* makes token 70"),
-            (OtherTokenizer(), "TypeError: .*add_special_tokens"),
         ],
-        ids=["few tokens", "tokens of another model", "another interface"],
+        ids=["few tokens", "tokens of another model"],
     )
     def test_by_default_a_tokenizer_that_makes_no_prompt_is_a_warning(
         self, by_default: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str], tokenizer: Any, says: str
@@ -208,14 +181,6 @@ class TestFinding:
         assert re.search(f"all heads score keys in long prompts: rank 0: {says}", lines[-1])
         assert make_builder(by_default, layers).streaming_context_tokens is None
         assert sum("all heads score keys" in line for line in lines) == 1
-
-    def test_a_required_prompt_that_cannot_be_made_is_an_error(
-        self, config: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(streaming, "_prompt", make_prompt)
-        monkeypatch.setattr(compat, "tokenizer", lambda vllm_config: Tokenizer(step=100))
-        with pytest.raises(ConfigurationError, match="expected at least 16,384"):
-            find(config, Model(make_layers(config, [0]), {}))
 
     def test_a_long_text_makes_the_tokenizer_print_nothing(
         self, config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -258,17 +223,6 @@ class TestFinding:
         assert is_without(by_default, layers)
         assert lines[-1].endswith("rank 0: OutOfMemoryError: made up")
 
-    @pytest.mark.parametrize("failed_step", [0, 1], ids=["inputs", "run"])
-    def test_no_rank_has_streaming_heads_if_one_of_them_cannot_find_its_own(
-        self, by_default: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str], failed_step: int
-    ) -> None:
-        problems = iter(["made up" if step == failed_step else None for step in range(2)])
-        monkeypatch.setattr(compat, "gather_over_stages", lambda value: [value, next(problems)])
-        layers = make_layers(by_default, [0])
-        find(by_default, Model(layers, {0: {1}}))
-        assert is_without(by_default, layers)
-        assert lines[-1].endswith("all heads score keys in long prompts: made up")
-
     def test_required_heads_that_another_rank_cannot_find_are_an_error(
         self, config: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -276,20 +230,6 @@ class TestFinding:
         monkeypatch.setattr(compat, "gather_over_stages", lambda value: [value, "made up"])
         with pytest.raises(ConfigurationError, match="streaming_heads: made up; leave streaming_heads out"):
             find(config, Model(make_layers(config, [0]), {}))
-
-    def test_a_home_that_is_missing_or_read_only_changes_nothing(self, tmp_path: Path) -> None:
-        """Streaming heads need no file. pwd has no entry for the user of some containers."""
-        script = Path(__file__).with_name("find_without_home.py")
-        env = {name: value for name, value in os.environ.items() if name not in ("HOME", "VLLM_CACHE_ROOT")}
-        done = subprocess.run(
-            [sys.executable, str(script), str(tmp_path)],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.stdout.splitlines()[-1:] == ["{0: [1, 2]}"], done.stderr
 
     def test_a_server_that_finds_no_heads_does_not_run_its_model(self, by_default: Any) -> None:
         by_default.additional_config[CARRIED] = False
@@ -373,11 +313,6 @@ class TestRunning:
                 for methods in ([STREAMING] * number + [scored] * (8 - number) for number in range(9))
             ]
             assert max(needed) == needed[0]
-
-    def test_layers_that_are_found_are_those_of_the_model(self, adopted: Any) -> None:
-        _, builder = adopted
-        assert {layer.number for layer in model_layers(builder.vllm_config).values()} == {0, 1}
-        assert builder.worker.streaming.by_layer.keys() == {0, 1}
 
 
 def reference(step: Any, row: int, layer: Layer, scale: float) -> tuple[torch.Tensor, SparseIndex]:

@@ -196,18 +196,6 @@ class TestKeys:
         assert served <= warm
         assert "_a_shape_kernel" in {name for name, _ in served}
 
-    def test_the_log_reports_the_engines_of_levels_at_which_layers_run_sparse(
-        self, monkeypatch: pytest.MonkeyPatch, lines: list[str]
-    ) -> None:
-        impls = make_impls("top_p", {}, CPU)
-        dense = make_impls("dense", {}, CPU)
-        by_plan, left_dense = impls[0].levels[ON], replace(dense[0].levels[ON], stays_dense=True)
-        impls[0].levels = {ON: by_plan, "careful": left_dense}
-        impls[1].levels = {ON: left_dense, "fast": by_plan}
-        with recorded_keys(monkeypatch):
-            _warm_up(impls, 128, "auto", CPU, in_fp8=False)
-        assert "sparse-prefill: selection by top_p: layers 0-1 on portable" in lines
-
 
 def check_keys(
     impls: Sequence[SparsePrefillImpl], page_size: int, engine: str, steps: Steps, monkeypatch: pytest.MonkeyPatch,

@@ -23,8 +23,7 @@ from vllm_sparse_kernels.pair_counts import add_listed_pairs
 logger = logging.getLogger(LOGGER)
 
 Sample = tuple[str, list[str], float]
-"""A metric's name, the values of its labels, and its value: a float, because messages between processes cannot contain
-integers beyond 2^64."""
+"""A metric's name, the values of its labels, and its value."""
 
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""
@@ -43,9 +42,6 @@ class RowKind(NamedTuple):
 
 DECODE_ROW = RowKind(DECODE, level="")
 PADDING_ROW = RowKind(PADDING)
-
-COUNTER_RANGE = 1 << 64
-"""Number of distinct values of a counter on the device, which wraps around."""
 
 
 class HostCopy:
@@ -73,23 +69,6 @@ class PendingCounts(NamedTuple):
     """Listed pairs, counted on the device."""
 
 
-class DeviceTotals:
-    """Totals of counters on the device, corrected for the wrap-around of their 64 bits."""
-
-    def __init__(self) -> None:
-        self.totals: list[int] = []
-        self._last: list[int] = []
-
-    def update(self, counters: list[int]) -> None:
-        """Add what the counters have counted since the last call, each less than ``COUNTER_RANGE``."""
-        new = [0] * (len(counters) - len(self.totals))
-        last, totals = self._last + new, self.totals + new
-        self.totals = [
-            total + (now - before) % COUNTER_RANGE for total, now, before in zip(totals, counters, last, strict=True)
-        ]
-        self._last = counters
-
-
 class Recorder:
     """Counts of one worker."""
 
@@ -98,7 +77,6 @@ class Recorder:
         self.is_first_rank = is_first_rank
         self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
-        self._total_listed = DeviceTotals()
         self._counts: dict[Key, int] = {}
         self._pending: PendingCounts | None = None
         self._arrived: list[Sample] = []
@@ -165,10 +143,10 @@ class Recorder:
             return
         if self._pending.listed.arrived():
             counts, listed = self._pending
-            self._total_listed.update(listed.host.tolist())
+            totals = listed.host.tolist()  # of 64 bits, which the fastest GPU fills in ten years
             for (layer, level), place in self._places.items():
                 key = "kept_pairs", (str(layer), level)
-                if key in counts and place < len(self._total_listed.totals):
-                    counts[key] += self._total_listed.totals[place]
+                if key in counts:
+                    counts[key] += totals[place]
             self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
             self._pending = None
