@@ -65,7 +65,7 @@ def register() -> None:
     """Register the backends with vLLM: the entry point of the group ``vllm.general_plugins``. Idempotent.
 
     Most processes that call this run another backend, or do not know their backend yet. It therefore installs only the
-    hooks of ``hooks.install``: on the lookup of a backend, and where a process gets its configuration.
+    hooks of ``hooks.install``, where a process gets its configuration.
     """
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -33,12 +33,10 @@ def test_vllms_own_functions_fit_the_hooks() -> None:
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewerRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu_worker import Worker
 
     classes = {
         hooks.FRONT_OBJECT: [InputProcessor],
         hooks.CORE_OBJECT: [EngineCore],
-        hooks.WORKER_OBJECT: [Worker],
         hooks.WORKER_OBJECT_ON_CPU: [CPUWorker],
         hooks.RUNNER_OBJECT: [GPUModelRunner, NewerRunner],
         hooks.RUNNER_OBJECT_V2: [NewerRunner],

@@ -22,10 +22,11 @@ from tests.helpers.vllm_configs import llama, served
 from tests.helpers.vllm_objects import make_config, make_model
 from vllm_sparse_backend import plugin
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.mla import describe
 from vllm_sparse_backend.identity import FLAG, MLA_BACKEND, MLA_FLAG
-from vllm_sparse_backend.serving import compat, mla_startup
+from vllm_sparse_backend.serving import compat, hooks, mla_startup
 from vllm_sparse_backend.serving.registration import is_our_mla_prefill, is_selected, why_mla_prefill_displaced
 from vllm_sparse_backend.serving.unread import unread_settings
 from vllm_sparse_kernels.mla import MlaMethod
@@ -61,8 +62,11 @@ def test_another_plugin_in_the_place_is_named(lines: list[str]) -> None:
     (line,) = [line for line in lines if "is not available" in line]
     assert line.startswith(f"{MLA_FLAG} is not available: another plugin has taken")
     assert "custom MLA prefill backend (other.plugin.Prefill)" in str(why_mla_prefill_displaced())
-    with pytest.raises((ConfigurationError, ValueError), match=r"not available: another plugin"):
-        AttentionConfig(mla_prefill_backend="sparse-prefill")
+    config: Any = SimpleNamespace(
+        attention_config=AttentionConfig(mla_prefill_backend="sparse-prefill"), additional_config={KEY: {}}
+    )
+    with pytest.raises(ConfigurationError, match=rf"^{re.escape(MLA_FLAG)} is not available: another plugin"):
+        hooks.serves(config)
     assert AttentionConfig(backend="sparse-prefill").backend is not None  # the other flag still works
 
 

@@ -148,30 +148,20 @@ class TestRegistration:
         assert path_of(CUSTOM) != BACKEND
 
     def test_the_flag_is_refused_where_another_plugin_takes_its_place_later(
-        self, untouched: type, lines: list[str]
+        self, untouched: type, default_model: Any, lines: list[str]
     ) -> None:
-        """The error is the same as in the other order. CUSTOM then selects the other plugin."""
-        plugin.register()
-        registry.register_backend(CUSTOM, "other.plugin.Backend")
-        with pytest.raises(ConfigurationError) as caught:
-            AttentionConfig(backend="sparse-prefill")
-        for part in ("not available: another plugin has taken", "(other.plugin.Backend). Choose plugins with VLLM_PLU"):
-            assert part in str(caught.value)
-        assert AttentionConfig(backend="CUSTOM").backend is CUSTOM
-        plugin.register()
-        assert str(caught.value).partition("not available: ")[2] == lines[0].partition("not available: ")[2]
-
-    def test_a_process_in_which_its_place_is_taken_does_not_serve_under_its_flag(
-        self, untouched: type, default_model: Any
-    ) -> None:
-        """Another plugin may load only in workers. A configuration that the front process accepted would then run on
-        its backend."""
+        """The other plugin may load in all processes, or only in workers, which get an accepted configuration."""
         config = make_config(default_model, {"method": "dense"})
         assert hooks.serves(config)
         registry.register_backend(CUSTOM, "other.plugin.Backend")
-        with pytest.raises(ConfigurationError, match=r"not available in this process: .*\(other\.plugin\.Backend\)"):
+        said = r"^--attention-backend sparse-prefill is not available: .*\(other\.plugin\.Backend\)\. Choose plugins"
+        with pytest.raises(ConfigurationError, match=said):
             hooks.serves(config)
-        assert not hooks.serves(make_config(default_model, backend=None))
+        with pytest.raises(ConfigurationError, match=said):
+            make_config(default_model, {"method": "dense"})
+        assert not hooks.serves(make_config(default_model, {"method": "dense"}, "CPU_ATTN"))
+        assert not hooks.serves(make_config(default_model))
+        assert lines[-1].startswith("--attention-backend sparse-prefill is not available: another plugin has taken")
 
     @pytest.mark.parametrize(("change", "why"), UNAVAILABLE)
     def test_where_it_cannot_be_a_line_says_why(

@@ -23,6 +23,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat, hooks, startup
 from vllm_sparse_backend.serving.resolution import resolve
+from vllm_sparse_backend.serving.worker.agreement import agree
 
 WINDOWED = llama(layer_types=["sliding_attention", "full_attention"] * 3, sliding_window=1024)
 
@@ -238,15 +239,17 @@ class TestHeadsInKeysOfBlocks:
         assert core.preprocess_add_request(request).cache_salt == expected
 
 
-def test_replaced_weights_are_a_warning_if_heads_were_measured(lines: list[str]) -> None:
-    found, without = streaming({}), streaming({"method": "a_shape"})
-    for config in (found, without):
+def test_weights_that_can_be_replaced_are_a_warning_if_heads_were_measured(
+    lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    monkeypatch.setattr(compat, "gather_over_world", lambda answer, timeout_s: [answer])
+    monkeypatch.setattr(compat, "tensor_parallel", lambda config: (0, 1))
+    monkeypatch.setattr(compat, "is_first_rank", lambda config: True)
+    for config in (streaming({}), streaming({"method": "a_shape"})):
         startup.check(config)
-        for _ in range(2):
-            worker = type("Worker", (), {"vllm_config": config, "reload_weights": lambda self: None})()
-            hooks._install_on(worker, hooks.WORKER_OBJECT, worker)
-            worker.reload_weights()
-    assert len([line for line in lines if "reload_weights can replace the model's weights" in line]) == 1
+        agree(config)
+    assert len([line for line in lines if "(reload_weights) can replace the model's weights" in line]) == 1
 
 
 def test_the_first_process_decides_for_all() -> None:

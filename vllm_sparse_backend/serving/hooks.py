@@ -2,8 +2,8 @@
 """All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, lists them.
 
 The package may also be installed on servers that run other backends. There, registration installs only the hooks of
-``REGISTRATION``: where a backend is looked up, and where a front process, an engine's core and a worker have their
-configuration. These read only the configuration. All other hooks are installed once a process has a configuration that
+``REGISTRATION``: where a front process, an engine's core and a worker have their configuration. These read only the
+configuration. All other hooks are installed once a process has a configuration that
 selects ours, on the objects of that engine where possible.
 
 If a hook does not fit a function of a later vLLM, the server does not start, and the error names the function:
@@ -21,16 +21,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import DOCUMENTS
+from vllm_sparse_backend.config.keys import DOCUMENTS, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
-from vllm_sparse_backend.identity import BACKEND, FLAG, LOGGER, MLA_BACKEND, MLA_FLAG, NAMES, RELEASES
+from vllm_sparse_backend.identity import BACKEND, LOGGER, MLA_BACKEND, RELEASES
 from vllm_sparse_backend.serving.registration import (
     is_our_mla_prefill,
     is_ours,
     is_selected,
     mla_prefill_of,
-    why_displaced,
-    why_mla_prefill_displaced,
+    why_other_selected,
 )
 
 if TYPE_CHECKING:
@@ -50,36 +49,13 @@ MLA_WORKER = "workers, for multi-head latent attention"
 
 FRONT_OBJECT = "InputProcessor of our engine"
 CORE_OBJECT = "EngineCore of our engine"
-WORKER_OBJECT = "Worker of our engine"
 WORKER_OBJECT_ON_CPU = "Worker of our engine, on a CPU"
 RUNNER_OBJECT = "runner of our engine"
 RUNNER_OBJECT_V2 = "Model Runner V2 of our engine"
 RUNNER_OBJECT_ON_GPU = "runner of our engine, on a GPU"
 
 
-# --- every process: the lookup of a backend, and the configuration ---
-
-
-def look_up_backend(original: Function) -> Function:
-    """Refuse the flag's value if another plugin holds CUSTOM; the lookup happens after all plugins are loaded."""
-    return _refuse_if_displaced(original, FLAG, why_displaced)
-
-
-def look_up_mla_backend(original: Function) -> Function:
-    """Refuse the value of the flag for MLA if another plugin holds CUSTOM there."""
-    return _refuse_if_displaced(original, MLA_FLAG, why_mla_prefill_displaced)
-
-
-def _refuse_if_displaced(original: Function, flag: str, why_not: Callable[[], str | None]) -> Function:
-    def look_up(cls: type, name: str) -> Any:
-        member = original(cls, name)
-        if name in NAMES and (why := why_not()) is not None:
-            error = ConfigurationError(f"{flag}: not available: {why}")
-            _end_in_one_line(error)
-            raise error
-        return member
-
-    return look_up
+# --- every process: the configuration ---
 
 
 def check_configuration(original: Function) -> Function:
@@ -95,16 +71,15 @@ def check_configuration(original: Function) -> Function:
         original(vllm_config)
         if vllm_config.model_config is None or get_current_vllm_config_or_none() is not None:
             return
-        if not serves(vllm_config):
-            from vllm_sparse_backend.serving.unread import log_unread_settings
-
-            log_unread_settings(vllm_config)
-            return
         from vllm_sparse_backend.serving import mla_startup, startup
+        from vllm_sparse_backend.serving.unread import log_unread_settings
 
-        is_for_mla = is_our_mla_prefill(mla_prefill_of(vllm_config.attention_config))
-        check = mla_startup.check if is_for_mla else startup.check
         try:
+            if not serves(vllm_config):
+                log_unread_settings(vllm_config)
+                return
+            is_for_mla = is_our_mla_prefill(mla_prefill_of(vllm_config.attention_config))
+            check = mla_startup.check if is_for_mla else startup.check
             check(vllm_config)
         except ConfigurationError as error:
             _end_in_one_line(error)
@@ -115,14 +90,18 @@ def check_configuration(original: Function) -> Function:
 
 
 def serves(vllm_config: Any) -> bool:
-    """Return whether an engine with this configuration runs this backend."""
+    """Return whether an engine with this configuration runs this backend.
+
+    Raises ConfigurationError if it has our settings, but another plugin has taken our place after our registration, in
+    every process or only in this one.
+    """
     if is_selected(vllm_config.attention_config):
         return True
     carried = vllm_config.additional_config
-    if isinstance(carried, Mapping) and DOCUMENTS in carried:
-        for flag, why in ((FLAG, why_displaced()), (MLA_FLAG, why_mla_prefill_displaced())):
-            if why is not None:
-                raise ConfigurationError(f"{flag}: not available in this process: {why}")
+    if isinstance(carried, Mapping) and (KEY in carried or DOCUMENTS in carried):
+        why = why_other_selected(vllm_config.attention_config)
+        if why is not None:
+            raise ConfigurationError(why)
     return False
 
 
@@ -286,7 +265,6 @@ def own(vllm_worker: Any) -> "Worker":
     vllm_config, runner = vllm_worker.vllm_config, vllm_worker.model_runner
     worker = Worker(vllm_config)
     setattr(vllm_worker, WORKER_METHOD, worker.new_samples)
-    _install_on(vllm_worker, WORKER_OBJECT, worker)
     if vllm_config.is_mm_encoder_only:  # its runner has no attention of ours
         return worker
     _install_on(runner, RUNNER_OBJECT, worker)
@@ -354,17 +332,6 @@ def find_heads_on_cpu(original: Function, vllm_worker: Any, worker: "Worker") ->
         return result
 
     return determine_available_memory
-
-
-def warn_of_new_weights(original: Function, vllm_worker: Any, worker: "Worker") -> Function:
-    """Warn that heads and profiles were measured on the weights before."""
-    from vllm_sparse_backend.serving.streaming_startup import warn_of_weights
-
-    def reload_weights(*args: Any, **kwargs: Any) -> Any:
-        warn_of_weights(worker.vllm_config, "reload_weights")
-        return original(*args, **kwargs)
-
-    return reload_weights
 
 
 # --- workers: multi-head latent attention ---
@@ -437,10 +404,6 @@ _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 HOOKS = (
     Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", ("vllm_config",), check_configuration,
          "the configuration is checked before a model loads; if it is ours, the server gets its hooks"),
-    Hook(EVERY, "vllm.v1.attention.backends.registry", "_AttentionBackendEnumMeta", "__getitem__", ("name",),
-         look_up_backend, "the flag is refused where another plugin has taken its backend's place"),
-    Hook(EVERY, f"{_MLA_PREFILL}.registry", "_MLAPrefillBackendEnumMeta", "__getitem__", ("name",),
-         look_up_mla_backend, "the flag for MLA is refused where another plugin has taken its backend's place"),
     Hook(EVERY, "vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", ("vllm_config",), begin_core,
          "a spawned core, which checks no configuration, gets its hook; it learns which heads its workers found"),
     Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", (), begin_worker,
@@ -465,8 +428,6 @@ OBJECT_HOOKS = (
                "each request's level is checked, written in canonical form, and put into its cache salt"),
     ObjectHook(CORE_OBJECT, "preprocess_add_request", ("request",), refuse_unchecked_requests,
                "requests whose level our front process has not checked are refused; salts name the heads found"),
-    ObjectHook(WORKER_OBJECT, "reload_weights", (), warn_of_new_weights,
-               "an operator learns that streaming heads were measured on earlier weights"),
     ObjectHook(WORKER_OBJECT_ON_CPU, "determine_available_memory", (), find_heads_on_cpu,
                "streaming heads are found before the KV cache exists"),
     ObjectHook(RUNNER_OBJECT, "execute_model", ("scheduler_output",), track_requests,

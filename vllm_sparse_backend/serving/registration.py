@@ -8,7 +8,7 @@ vLLM inside its functions only: plugins are loaded before vLLM knows its platfor
 
 from typing import Any
 
-from vllm_sparse_backend.identity import BACKEND, MLA_BACKEND
+from vllm_sparse_backend.identity import BACKEND, FLAG, MLA_BACKEND, MLA_FLAG
 
 
 def is_ours(backend: Any) -> bool:
@@ -55,6 +55,18 @@ def why_mla_prefill_displaced() -> str | None:
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 
     return _why_taken(MLAPrefillBackendEnum.CUSTOM, MLA_BACKEND, "MLA prefill backend")
+
+
+def why_other_selected(attention_config: Any) -> str | None:
+    """Return why a configured ``CUSTOM`` is another plugin's, which our flag selects too if that plugin loads later."""
+    selected = (
+        (FLAG, attention_config.backend, why_displaced()),
+        (MLA_FLAG, mla_prefill_of(attention_config), why_mla_prefill_displaced()),
+    )
+    for flag, backend, why in selected:
+        if why is not None and backend is not None and backend.name == "CUSTOM":
+            return f"{flag} is not available: {why}"
+    return None
 
 
 def _why_taken(custom: Any, path: str, kind: str) -> str | None:

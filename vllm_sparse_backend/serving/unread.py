@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG, NAMES
+from vllm_sparse_backend.serving.registration import why_other_selected
 
 VARIABLE = "VLLM_ATTENTION_BACKEND"
 """Environment variable that older releases of vLLM read instead of the flag."""
@@ -24,6 +25,8 @@ def log_unread_settings(vllm_config: Any) -> None:
     if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
         has_mla = vllm_config.model_config.use_mla
         init_logger(LOGGER).info_once(unread_settings(backend, MLA_FLAG if has_mla else FLAG))
+    elif (why := why_other_selected(vllm_config.attention_config)) is not None:
+        init_logger(LOGGER).warning_once(why)
     elif os.environ.get(VARIABLE, "").upper() in NAMES and not _is_read(VARIABLE):
         init_logger(LOGGER).info_once(unread_variable(backend))
 

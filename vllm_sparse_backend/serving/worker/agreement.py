@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
+from vllm import envs
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -43,6 +44,8 @@ def agree(vllm_config: VllmConfig) -> None:
         warn_of_weights(vllm_config, f"the worker extension {extension}")
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         warn_of_weights(vllm_config, "--weight-transfer-config")
+    if envs.VLLM_SERVER_DEV_MODE:  # serves /collective_rpc
+        warn_of_weights(vllm_config, "VLLM_SERVER_DEV_MODE (reload_weights)")
 
 
 def _answer(vllm_config: VllmConfig) -> Answer:
