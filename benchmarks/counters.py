@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_sparse_backend.config.crossover_table import Thresholds
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan, layer_by_level
+from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.request_levels import FIELD, LevelPolicy
 from vllm_sparse_backend.config.resolved import Resolved
@@ -121,8 +121,7 @@ class Served:
 
     def dense_layers(self) -> int:
         """Return the number of layers that are dense at all levels."""
-        plan = self.plans[ON]
-        return sum(not layer_by_level(self.plans.values(), layer) for layer in range(plan.shape.num_layers))
+        return sum(not any(of_level) for of_level in zip(*(plan.layers for plan in self.plans.values()), strict=True))
 
     def expected(self, prompt_tokens: int, request_level: object, cached_tokens: int) -> Counts:
         """Return the counts of a request that runs alone, whose first ``cached_tokens`` are in the prefix cache."""

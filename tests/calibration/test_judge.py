@@ -184,10 +184,3 @@ def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> Non
         assert torch.allclose(errors[begin:], long[begin:], atol=1e-6)
     # A head that keeps its window costs no more than the default in long contexts, whatever its window loses.
     assert judged.judge(streaming)[0].of_default <= without.judge(streaming)[0].of_default
-
-
-def test_no_streaming_heads_where_every_context_is_short(tmp_path: Path) -> None:
-    job = make_job(tmp_path / "work", num_tokens=3000, capturer=NearAndFarCapturer())
-    captures = list(job.capturer(job.model, job.prompts.prompts, [tmp_path / "prompt"]))
-    judged = captured_layer(captures, Served(1024, 100, 2049))
-    assert judged.prompts[0].streaming_heads == frozenset()

@@ -16,7 +16,7 @@ from vllm_sparse_backend.calibration.judge import Bound, HeadResult
 from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
 from vllm_sparse_backend.calibration.search import choose_cheapest, choose_sparsest, halved, ladder_of, sparsest
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -106,14 +106,6 @@ def test_a_search_that_always_fails_ends_dense():
     everything = [AnchorAttention(theta=float(i)) for i in range(30)]
     assert loop.choose_jointly(judge, first_allowed(everything, everything), BOUND) == ([Dense()] * 2, None)
     assert len(judge.passes) == loop.MOST_ROUNDS
-
-
-@pytest.mark.parametrize("name", [name for name, spec in METHODS.items() if spec.ladder])
-def test_ladders_are_of_their_method_and_have_its_own_settings(name):
-    ladder = ladder_of(name)
-    assert {name_of(setting) for setting in ladder} == {name}
-    assert len(set(ladder)) == len(ladder) >= 5
-    assert any(setting.group_key == METHODS[name].parameters().group_key for setting in ladder)
 
 
 def test_what_cannot_be_calibrated_is_refused():

@@ -210,7 +210,9 @@ def test_all_ranks_go_sparse_from_the_same_lengths_on(tmp_path: Path) -> None:
     profile = mixed(tmp_path, "sparge_attn", "a_shape")
     ranks = [settings(measured, ranks=(rank, 4), profile=profile) for rank in range(4)]
     assert {rank.thresholds(ON, ["flash"]) for rank in ranks} == {Thresholds(9000, 900)}
-    assert {rank.exact_tokens() for rank in ranks} == {settings(measured, profile=profile).exact_tokens()}
+    assert {rank.earliest_thresholds().min_tokens for rank in ranks} == {
+        settings(measured, profile=profile).earliest_thresholds().min_tokens
+    }
 
 
 def test_layers_with_different_engines_take_the_strictest() -> None:
@@ -219,7 +221,7 @@ def test_layers_with_different_engines_take_the_strictest() -> None:
     assert settings(measured).earliest_thresholds() == Thresholds(9000, 700)
     assert settings(table()).earliest_thresholds().min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
     never = settings(table(entry(None), entry(3000, engine="portable"), entry(4000, engine="hopper")))
-    assert never.earliest_thresholds().min_tokens == never.exact_tokens() == 3000
+    assert never.earliest_thresholds().min_tokens == 3000
 
 
 def test_an_engine_without_measurements_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 from vllm_sparse_backend.config.method_parameters import make_method, parameters_of
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
-from vllm_sparse_backend.config.profile import bundled_profiles, load_profile
 from vllm_sparse_backend.config.request_levels import fingerprint
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.layer import LayerPlan
@@ -61,25 +60,7 @@ def test_any_field_of_any_head_makes_another(name: str) -> None:
     assert len({fingerprint(plan) for plan in plans}) == len(computed)
 
 
-def test_heads_in_another_order_make_another() -> None:
-    method, other = (make_method("sale", {"tau": tau}) for tau in (0.01, 0.02))
-    orders = set(itertools.permutations((method, method, other, other)))
-    assert len({fingerprint(plan_of([order] * 3)) for order in orders}) == len(orders)
-
-
 def test_what_auto_stands_for_makes_another() -> None:
     plan = Plan.build(SparsePrefillConfig(), SHAPE)
     numbers = [{"hopper": [tokens, 1024]} for tokens in (8192, 16384)]
     assert len({fingerprint(plan), *(fingerprint(plan, auto_numbers) for auto_numbers in numbers)}) == 3
-
-
-def test_bundled_profiles_of_one_model_have_different_ones() -> None:
-    by_shape: dict[ModelShape, dict[str, str]] = {}
-    for name in bundled_profiles():
-        profile = load_profile(name)
-        if profile.model is not None:
-            plan = Plan.build(SparsePrefillConfig(profile=name), profile.model)
-            by_shape.setdefault(profile.model, {})[name] = fingerprint(plan)
-    assert any(len(fingerprints) > 1 for fingerprints in by_shape.values())
-    for fingerprints in by_shape.values():
-        assert len({*fingerprints.values()}) == len(fingerprints), fingerprints

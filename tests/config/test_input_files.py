@@ -14,13 +14,17 @@ from tests.helpers.foreign_files import CONFIG
 from vllm_sparse_backend.calibration import prompts
 from vllm_sparse_backend.calibration.imports import import_profile
 from vllm_sparse_backend.config import input_files
+from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.evaluation import answer_run
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
 
 READERS: dict[str, Callable[[Path, Path], Any]] = {
+    "a profile": lambda path, model: load_profile(path),
+    "a table of crossovers": lambda path, model: load_crossover(str(path)),
     "profile import": import_profile,
     "a model's config": lambda path, model: ModelShape.from_folder(path),
     "calibration prompts": lambda path, model: prompts.read_prompts(model, [path], 10),

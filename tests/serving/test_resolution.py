@@ -61,7 +61,7 @@ def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on:
     resolved = resolve(sent)
     assert resolved.device == FRONT
     assert resolved.thresholds("on", ["hopper"]).min_tokens == 20480
-    assert resolved.exact_tokens() == 16384
+    assert resolved.earliest_thresholds().min_tokens == 16384
     on(FRONT)
     assert resolve(sent).numbers() == resolved.numbers()
 
@@ -97,7 +97,7 @@ def test_a_process_parses_its_settings_once(sent: Any, monkeypatch: pytest.Monke
     assert len(parsed) == 1
     changed = pickle.loads(pickle.dumps(sent))
     changed.additional_config["sparse_prefill"]["min_tokens"] = 96
-    assert resolve(changed).exact_tokens() == 96
+    assert resolve(changed).earliest_thresholds().min_tokens == 96
 
 
 def test_settings_that_others_share_a_store_by_differ_with_what_auto_stands_for(

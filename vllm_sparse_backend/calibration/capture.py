@@ -84,11 +84,35 @@ def capture_prompts(
     device: str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
 ) -> Iterator[Capture]:
-    """Run a model on prompts, and write the inputs of its attention layers to disk."""
-    network = _Network(model, device, dtype)
+    """Run a model on prompts, and write the inputs of its attention layers to disk, one layer at a time."""
+    transformers = _transformers()
+    plain = transformers.AttentionInterface()["sdpa"]
+
+    def record(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *more_arguments: Any,
+        scaling: float | None = None, **more: Any,
+    ) -> Any:  # fmt: skip
+        """Write query [1, num_heads, num_tokens, head_dim] and key, value [1, num_kv_heads, ...]; then attend."""
+        _refuse_unlike(model.name, more)
+        if mask is not None:
+            capture.left_out[module.layer_idx] = "layers with a sliding window or chunks"
+        else:
+            scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+            parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+            capture.add(module.layer_idx, LayerTensors(*parts), scale)
+        return plain(module, query, key, value, mask, *more_arguments, scaling=scaling, **more)
+
+    transformers.AttentionInterface.register(ATTENTION, record)
+    transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
+    with readable(model, "weights"):
+        network = transformers.AutoModelForCausalLM.from_pretrained(
+            model, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True
+        )
+    layers = network.base_model.to(device).eval()  # without the output head: logits are not needed
     for token_ids, folder in zip(prompts, folders, strict=True):
         capture = begin_capture(model, token_ids, folder)
-        network.run(token_ids, capture)
+        with torch.inference_mode():
+            layers(torch.tensor([list(token_ids)], device=device), use_cache=False)
         finish_capture(capture)
         yield capture
 
@@ -127,42 +151,6 @@ def finish_capture(capture: Capture) -> None:
         )
     # Written atomically, and last: an interrupted capture has no such file. No path is stored: the folder may be moved.
     write_json(capture.folder / "capture.json", dataclasses.asdict(capture) | {"folder": "."})
-
-
-class _Network:
-    """A transformers model whose layers write their attention inputs to disk. Memory holds one layer's tensors."""
-
-    def __init__(self, model: Path, device: str, dtype: torch.dtype) -> None:
-        transformers = _transformers()
-        plain = transformers.AttentionInterface()["sdpa"]
-
-        def record(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *more_arguments: Any,
-            scaling: float | None = None, **more: Any,
-        ) -> Any:  # fmt: skip
-            """Write query [1, num_heads, num_tokens, head_dim] and key, value [1, num_kv_heads, ...]; then attend."""
-            _refuse_unlike(self.capture.model, more)
-            if mask is not None:
-                self.capture.left_out[module.layer_idx] = "layers with a sliding window or chunks"
-            else:
-                scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-                parts = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-                self.capture.add(module.layer_idx, LayerTensors(*parts), scale)
-            return plain(module, query, key, value, mask, *more_arguments, scaling=scaling, **more)
-
-        transformers.AttentionInterface.register(ATTENTION, record)
-        transformers.AttentionMaskInterface.register(ATTENTION, transformers.AttentionMaskInterface()["sdpa"])
-        with readable(model, "weights"):
-            network = transformers.AutoModelForCausalLM.from_pretrained(
-                model, attn_implementation=ATTENTION, dtype=dtype, local_files_only=True
-            )
-        self.network = network.base_model.to(device).eval()  # without the output head: logits are not needed
-        self.device = device
-
-    def run(self, token_ids: Sequence[int], capture: Capture) -> None:
-        self.capture = capture
-        with torch.inference_mode():
-            self.network(torch.tensor([list(token_ids)], device=self.device), use_cache=False)
 
 
 def _refuse_unlike(model: str, more: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ class CheckedModel:
 
     @staticmethod
     def read(path: Path) -> "CheckedModel":
-        config = model_check.read_config_file(path) if path.is_file() else model_check.read_config(path)
+        config = model_check.read_config(path)
         return CheckedModel(path, config, model_check.layer_reasons(config))
 
     @property

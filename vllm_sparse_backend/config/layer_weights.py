@@ -11,7 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds, read_config_json, text_part
+from vllm_sparse_backend.config.model_check import read_config
+from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 
 WIDTHS = (
@@ -49,14 +50,14 @@ class LinearSizes:
         """Read the sizes from a model's config."""
         if model is None:
             return LinearSizes()
-        file, shape = config_file(model), ModelShape.from_folder(model)
-        text = text_part(read_config_json(file), str(file))
+        text, source = read_config(model), str(config_file(model))
+        shape = ModelShape.from_config(text, source)
         config = {
             name: round(fmean(value)) if name in WIDTHS and _are_integers(value) else value
             for name, value in text.items()
         }
-        weights = [weights for weights, _ in layer_sizes(config, shape, str(file))]
-        return LinearSizes(_hidden_size(_widths(config, str(file)), shape), round(fmean(weights)))
+        weights = [weights for weights, _ in layer_sizes(config, shape, source)]
+        return LinearSizes(_hidden_size(_widths(config, source), shape), round(fmean(weights)))
 
 
 def _are_integers(value: object) -> bool:

@@ -13,7 +13,14 @@ from pydantic import BaseModel, StrictFloat, StrictInt, StrictStr, ValidationErr
 
 from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
-from vllm_sparse_backend.config.model_shape import Count, layer_kinds, read_config_json, text_part, usual_numbers
+from vllm_sparse_backend.config.model_shape import (
+    Count,
+    config_file,
+    layer_kinds,
+    read_config_json,
+    text_part,
+    usual_numbers,
+)
 
 WINDOWED_KINDS = {"sliding_attention", "local_attention", "chunked_attention"}
 ALIBI_MODELS = {"bloom", "mpt"}
@@ -50,16 +57,11 @@ class _CheckedFields(BaseModel):
         return self
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(model: Path) -> dict[str, Any]:
     """Read the text part of a model's config, with the architecture's defaults if transformers knows it."""
-    path = folder / "config.json"
+    path = config_file(model)
     if not path.is_file():
-        raise ConfigurationError(f"MODEL: {unexpected(str(folder), 'a model folder with a config.json in it')}")
-    return read_config_file(path)
-
-
-def read_config_file(path: Path) -> dict[str, Any]:
-    """Read the text part of a config.json, with the architecture's defaults if transformers knows it."""
+        raise ConfigurationError(f"MODEL: {unexpected(str(model), 'a model folder with a config.json in it')}")
     config = _with_defaults(path) or read_config_json(path)
     text = text_part(config, str(path))
     # transformers sets `architectures` of a text part to None even if the full config names the architecture.

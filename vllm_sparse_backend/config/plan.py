@@ -6,13 +6,13 @@ the model's query heads [r · H/n, (r + 1) · H/n), whether vLLM splits the key-
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from vllm_sparse_backend.config.crossover_table import Thresholds, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.config.method_parameters import make_method, summarize
+from vllm_sparse_backend.config.method_parameters import summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import EXACT, ON, Profile
 from vllm_sparse_backend.config.ranges import format_ranges
@@ -21,20 +21,6 @@ from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
-
-
-def layer_by_level(plans: Iterable["Plan"], layer: int) -> tuple[LayerPlan, ...]:
-    """Return one layer's plan at each level.
-
-    Rows of several levels may share a step. A level at which the layer is dense therefore gets dense heads if the layer
-    is sparse at another level.
-    """
-    by_level = [plan.layer(layer) for plan in plans]
-    num_heads = max((len(of_level.methods) for of_level in by_level if of_level is not None), default=0)
-    if not num_heads:
-        return ()
-    dense = LayerPlan((make_method("dense", {}),) * num_heads)
-    return tuple(dense if of_level is None else of_level for of_level in by_level)
 
 
 @dataclass(frozen=True)
@@ -89,16 +75,11 @@ class Plan:
         """Whether any head's method lets requests set its share of kept attention mass, p."""
         return any(method.share_kept is not None for method in self.methods)
 
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that run dense."""
-        return tuple(i for i, layer in enumerate(self.layers) if layer is None)
-
     def describe(self, thresholds: Thresholds) -> list[str]:
         """Describe the plan for the log at start-up."""
         lines = [f"sparse prefill with {self.source}, for {thresholds}", *thresholds.notes]
-        if self.dense_layers:
-            lines.append(f"layers {format_ranges(self.dense_layers)}: dense")
+        if dense_layers := [i for i, layer in enumerate(self.layers) if layer is None]:
+            lines.append(f"layers {format_ranges(dense_layers)}: dense")
         layers: dict[str, set[int]] = defaultdict(set)
         heads: dict[str, int] = defaultdict(int)
         methods: dict[str, dict[Method, list[Method]]] = defaultdict(lambda: defaultdict(list))

@@ -9,7 +9,7 @@ of different levels apart.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError, format_value, looks_like, not_one_of, unexpected
@@ -17,9 +17,6 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.settings import KEY, OPTION, RequestsConfig, StreamingHeadsConfig
 from vllm_sparse_backend.identity import PACKAGE, package_version
-from vllm_sparse_kernels.layer import LayerPlan
-from vllm_sparse_kernels.methods import name_of
-from vllm_sparse_kernels.methods.base import Method
 
 FIELD = "sparse_prefill"
 SALT_PREFIX = f"{FIELD}:"
@@ -176,7 +173,7 @@ def fingerprint(
     package, because another version may keep other keys with the same settings.
     """
     data = {
-        "layers": [None if groups is None else _heads_of(groups) for groups in plan.layers],
+        "layers": [[repr(method) for method in layer.methods] if layer is not None else None for layer in plan.layers],
         "min_tokens": plan.min_tokens,
         "min_query_tokens": plan.min_query_tokens,
         "numbers": numbers,
@@ -186,13 +183,3 @@ def fingerprint(
     }
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _heads_of(plan: LayerPlan) -> list[dict[str, Any]]:
-    """Return each head's method by name and fields."""
-    return [_canonical(method) for method in plan.methods]
-
-
-def _canonical(method: Method) -> dict[str, Any]:
-    values = {item.name: getattr(method, item.name) for item in fields(method) if item.init}
-    return {"method": name_of(method), "fields": values}

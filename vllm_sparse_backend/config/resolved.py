@@ -9,11 +9,12 @@ from typing import Any
 from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, Place, Thresholds, resolve_thresholds
 from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, STREAMING
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan, layer_by_level
+from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, StreamingHeadsConfig, load_config
 from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.layer import LayerPlan
+from vllm_sparse_kernels.methods.dense.method import Dense
 
 Numbers = dict[str, dict[str, list[int | None]]]
 """By level and engine, [min_tokens, min_query_tokens]: plain values, which travel between processes."""
@@ -84,8 +85,16 @@ class Resolved:
         return self.pools and self.config.requests.default in (None, EXACT)
 
     def layer(self, number: int) -> tuple[LayerPlan, ...]:
-        """Return one layer's groups of heads at each level."""
-        return layer_by_level(self.plans.values(), number)
+        """Return one layer's plan at each level; none if it is dense at all of them.
+
+        Rows of several levels may share a step. A level at which the layer is dense therefore gets dense heads if the
+        layer is sparse at another level.
+        """
+        plans = [plan.layer(number) for plan in self.plans.values()]
+        num_heads = max((len(plan.methods) for plan in plans if plan is not None), default=0)
+        if not num_heads:
+            return ()
+        return tuple(LayerPlan((Dense(),) * num_heads) if plan is None else plan for plan in plans)
 
     @property
     def reads_prompt_length(self) -> bool:
@@ -125,7 +134,3 @@ class Resolved:
         """
         candidates = chain.from_iterable(self._by_engine(level).values() for level in self.plans)
         return min(candidates, key=lambda thresholds: thresholds.severity)
-
-    def exact_tokens(self) -> int | None:
-        """Return the number of leading positions of every row that are dense at all levels with any engine."""
-        return self.earliest_thresholds().min_tokens
