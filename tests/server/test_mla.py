@@ -3,7 +3,6 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,8 +20,8 @@ from tests.helpers.scenario import Answer
 from tests.helpers.tiny_models import MLA_CONFIG, make_model
 from tests.server.conftest import ENV, WORKER_PROCESS
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.evaluation.vllm_server import CPU_ENV, Server, ServerError, environment, has_cuda
-from vllm_sparse_backend.identity import FLAG, MLA_FLAG
+from vllm_sparse_backend.evaluation.vllm_server import CPU_ENV, Server, environment, has_cuda
+from vllm_sparse_backend.identity import MLA_FLAG
 
 pytestmark = [
     pytest.mark.server,
@@ -86,27 +85,6 @@ def test_a_server_runs_rows_sparse_and_exact_requests_as_stock(mla_servers: tupl
     assert set(report.layers) == {0, 1}
     assert all(0.1 < layer.density < 0.95 for layer in report.layers.values())
     assert report.problem() is None
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (flags({"method": "vertical_slash"}), f"{MLA_FLAG}: .*given 'vertical_slash', expected one of a_shape, top_p"),
-        (FLAG.split(), rf"no layer of this model can prefill sparsely \(mla: .*; pass {MLA_FLAG} in place of {FLAG}"),
-    ],
-)
-def test_a_wrong_flag_or_setting_ends_the_server_in_one_line(
-    mla_model: Path, tmp_path: Path, arguments: tuple[str, ...], says: str
-) -> None:
-    log = tmp_path / "server.log"
-    with (
-        pytest.raises(ServerError, match=r"exited with code [^0]"),
-        Server(mla_model, (*arguments, "--max-model-len", "4096"), log_path=log),
-    ):
-        pass
-    last = log.read_text(errors="replace").rstrip().splitlines()[-1]
-    assert re.search(says, last), last
 
 
 def chunked(model: Path, *runs: tuple[dict[str, Any] | None, Sequence[str]]) -> list[dict[str, Answer]]:

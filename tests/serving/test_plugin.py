@@ -4,14 +4,11 @@
 Tests of real servers (tests/server) cover processes that vLLM spawns, and processes that VLLM_PLUGINS excludes.
 """
 
-import asyncio
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +30,6 @@ from vllm_sparse_backend import plugin
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.identity import BACKEND, NAMES
 from vllm_sparse_backend.serving import hooks
-from vllm_sparse_backend.serving.frontend.metrics_endpoint import MetricsEndpoint
 from vllm_sparse_backend.serving.unread import unread_settings
 
 CUSTOM = registry.AttentionBackendEnum.CUSTOM
@@ -104,16 +100,6 @@ class TestRegistration:
         with pytest.raises(ConfigurationError, match=r"vllm\.plugins\.load_endpoint_plugins is missing"):
             make_config(default_model, {"method": "dense"})
 
-    @pytest.mark.parametrize("backend", ["sparse-prefill", None])
-    def test_only_servers_of_this_backend_have_a_page(self, untouched: type, backend: str | None) -> None:
-        plugin.register()
-        config = SimpleNamespace(
-            attention_config=AttentionConfig(backend=backend), model_config=SimpleNamespace(served_model_name="m"),
-            additional_config={"sparse_prefill": {"method": "a_shape"}},
-        )  # fmt: skip
-        asyncio.run((endpoint := MetricsEndpoint()).init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
-        assert (endpoint.polls is not None) == (backend is not None)
-
     def test_again_changes_nothing(self, untouched: type) -> None:
         plugin.register()
         names = dict(registry.AttentionBackendEnum._member_map_)
@@ -140,12 +126,6 @@ class TestRegistration:
         Owner.call = lambda self: [*ours(self), "theirs"]  # type: ignore[method-assign]
         hooks.put_around(Owner, "call", with_our_line)
         assert Owner().call() == ["ours", "theirs"]
-
-    def test_another_plugin_that_comes_later_is_not_taken_for_ours(self, untouched: type) -> None:
-        plugin.register()
-        assert path_of(CUSTOM) == BACKEND
-        registry.register_backend(CUSTOM, "other.plugin.Backend")
-        assert path_of(CUSTOM) != BACKEND
 
     def test_the_flag_is_refused_where_another_plugin_takes_its_place_later(
         self, untouched: type, default_model: Any, lines: list[str]

@@ -5,7 +5,6 @@ All waits run on a virtual clock.
 """
 
 import asyncio
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from tests.helpers.engine_client import Client
 from tests.helpers.virtual_time import VirtualTime
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend import metrics_endpoint
 from vllm_sparse_backend.serving.frontend.metrics_endpoint import (
     WAIT_S,
@@ -129,21 +127,6 @@ def test_counts_on_their_way_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 COUNT = "arena_overflows{engine=0}"
-
-
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """Lines that this package logs."""
-    messages: list[str] = []
-
-    class Keeping(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler, logger = Keeping(), logging.getLogger(LOGGER)
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
 
 
 class Engine:

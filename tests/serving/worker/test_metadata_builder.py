@@ -14,12 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.crossover_cases import entry, written
-from tests.helpers.vllm_objects import make_common, recorder_of
+from tests.helpers.vllm_objects import make_common
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.counters import DECODE, DECODE_ROW, DENSE, SPARSE, RowKind
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, SPARSE, RowKind
 from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadataBuilder
-from vllm_sparse_backend.serving.worker.rows import RowClassifier
 
 MIN_TOKENS, MIN_QUERY_TOKENS = 100, 20
 DECODES, SPARSES = DECODE_ROW, RowKind(SPARSE)
@@ -135,15 +134,6 @@ class TestMetadata:
             expected = compat.DenseBuilder.build(builder, 0, common)
             same = [f.name for f in dataclasses.fields(expected) if f.name != "scheduler_metadata"]
             assert all(getattr(metadata, name) is getattr(expected, name) for name in same)
-
-    @pytest.mark.parametrize("lengths", [[(300, 1)], [(300, 1)] * 5 + [(0, 0)] * 3])
-    def test_decodes_alone_are_counted_and_not_looked_at(
-        self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch, lengths: list[tuple[int, int]]
-    ) -> None:
-        monkeypatch.setattr(RowClassifier, "classify", None)
-        common = make_common(lengths)
-        assert type(builder.build(0, common)) is compat.DenseMetadata
-        assert recorder_of(builder).samples()[0] == [("rows", [DECODE, "", ""], sum(q for _, q in lengths))]
 
     @pytest.mark.parametrize("num_rows", [1, 64])
     def test_decodes_alone_take_one_number_from_a_tensor(
