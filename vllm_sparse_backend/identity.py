@@ -27,7 +27,6 @@ RELEASES = f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
 
 @lru_cache
 def package_version(name: str) -> str:
-    """Return the version of a package."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -30,7 +30,6 @@ class HeadGroup(Generic[MethodT]):
     methods: tuple[MethodT, ...]
 
     def __len__(self) -> int:
-        """Return the number of heads."""
         return len(self.heads)
 
     @property
@@ -90,7 +89,6 @@ class Call:
 
     @property
     def rows(self) -> Rows:
-        """The rows of the step."""
         return self.index.rows
 
     @property

@@ -74,7 +74,6 @@ class IndexLayout:
         block_tokens: int,
         stripes: Mapping[int, StripeLayout] | None = None,
     ) -> "IndexLayout":
-        """Compute the layout."""
         stripes = stripes or {}
         capacities = rows.block_capacities(block_tokens)
         layouts = [stripes.get(head) for head in range(num_heads)]
@@ -99,7 +98,6 @@ class IndexLayout:
         )
 
     def allocate(self, workspace: Workspace) -> "SparseIndex":
-        """Allocate an index with this layout."""
         empty = partial(workspace.empty, dtype=torch.int32)
         block_counts = empty(self.num_heads, self.rows.num_tiles)
         block_ids = empty(self.num_heads, self.block_capacity)

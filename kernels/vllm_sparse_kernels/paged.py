@@ -56,7 +56,6 @@ class PagedCache:
     value_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the shapes."""
         if self.keys.dim() != 4 or self.keys.shape != self.values.shape:
             raise ValueError(
                 f"PagedCache: given keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)}, expected both "

@@ -28,7 +28,6 @@ T = TypeVar("T")
 
 
 def ceil_div(a: int, b: int) -> int:
-    """Divide two integers and round up."""
     return -(-a // b)
 
 
@@ -85,7 +84,6 @@ class Rows:
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the lengths."""
         lengths = {len(self.query_starts), len(self.query_lens), len(self.context_lens), self.block_table.shape[0]}
         if len(lengths) != 1:
             raise ValueError(
@@ -104,12 +102,10 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return len(self.query_starts)
 
     @property
     def device(self) -> torch.device:
-        """Device of the tensors."""
         return self.block_table.device
 
     @cached_property

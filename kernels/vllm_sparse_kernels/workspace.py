@@ -30,7 +30,6 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device, buffer: torch.Tensor | None = None) -> None:
-        """Create a workspace."""
         self.device = device
         self.buffer = buffer
         self.used_bytes = 0
@@ -87,11 +86,9 @@ class Frame:
         self._workspace = workspace
 
     def __enter__(self) -> None:
-        """Begin the frame."""
         self._used_bytes = self._workspace.used_bytes
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release the memory."""
         self._workspace.used_bytes = self._used_bytes

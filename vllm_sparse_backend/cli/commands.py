@@ -27,7 +27,6 @@ class OptionsCommand(TyperCommand):
 
 
 def add_command(app: typer.Typer, options: type[Command], *, name: str | None = None, example: str = "") -> None:
-    """Add a command to a group."""
     epilog = f"Example: {example}" if example else None
     app.command(name, cls=OptionsCommand, epilog=epilog)(options)
 

@@ -200,6 +200,8 @@ def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[
 
 def reads_fp8() -> bool:
     """Return whether this device's kernels read fp8 caches."""
+    # FlashAttention reads them on Hopper, with queries rounded to fp8. FlashAttention 4 reads them on Blackwell, but
+    # does not accept the block tables that our engine builds.
     return prefers_bulk_pages()
 
 
@@ -233,6 +235,7 @@ def flash_attention() -> FlashAttention | None:
         from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported
     except ImportError:  # devices of other vendors
         return None
+    # Version 4 requires pages of its tile size.
     version = next((version for version in (3, 2) if is_fa_version_supported(version)), None)
     return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
 
@@ -421,7 +424,6 @@ def keep_schedule(metadata: DenseMetadata) -> None:
 
 
 def layer_number(name: str) -> int | None:
-    """Return the number in a layer's name."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     try:

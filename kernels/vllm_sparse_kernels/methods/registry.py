@@ -19,7 +19,6 @@ class Registry(Mapping[str, MethodSpec]):
     """Descriptions of methods by name, in alphabetical order."""
 
     def __init__(self, builtin_specs: Iterable[MethodSpec]) -> None:
-        """Create a registry."""
         self.builtin_specs = tuple(builtin_specs)
 
     @cached_property
@@ -38,15 +37,12 @@ class Registry(Mapping[str, MethodSpec]):
         return dict(sorted(specs.items()))
 
     def __getitem__(self, name: str) -> MethodSpec:
-        """Return the description of a method."""
         return self.specs[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Return an iterator over the names."""
         return iter(self.specs)
 
     def __len__(self) -> int:
-        """Return the number of methods."""
         return len(self.specs)
 
 

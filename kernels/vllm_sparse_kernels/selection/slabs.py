@@ -46,7 +46,6 @@ class Run(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of the run."""
         return self.end_tile - self.first_tile
 
 
@@ -70,7 +69,6 @@ class TileRange(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """Tiles of the range."""
         return self.end_tile - self.first_tile
 
 

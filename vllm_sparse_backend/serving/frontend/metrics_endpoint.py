@@ -84,7 +84,6 @@ class EnginePoll:
 
     @property
     def is_running(self) -> bool:
-        """Whether a poll is under way."""
         return self.task is not None and not self.task.done()
 
     def begin(self, interval_s: float) -> None:
@@ -203,7 +202,6 @@ class MetricsEndpoint:
     """None if the server does not run this backend."""
 
     def attach_router(self, app: Any) -> None:
-        """Add the middleware."""
         app.add_middleware(MetricsMiddleware, endpoint=self)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

@@ -146,7 +146,6 @@ class LevelsEndpoint:
     pools = False
 
     def attach_router(self, app: Any) -> None:
-        """Add the middleware."""
         app.add_middleware(LevelsMiddleware, endpoint=self)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:

@@ -18,7 +18,6 @@ class SparsePrefillBackend(DenseBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the name of the backend."""
         return "SPARSE_PREFILL"
 
     @staticmethod

@@ -89,7 +89,6 @@ class Recorder:
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
 
     def count_decodes(self, rows: int) -> None:
-        """Count decode rows."""
         self._count_rows(DECODE_ROW, rows)
 
     def count_rows(self, kinds: Iterable[RowKind]) -> None:

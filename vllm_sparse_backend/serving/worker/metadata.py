@@ -88,7 +88,6 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> compat.DenseMetadata:
-        """Build the metadata of a step."""
         common = common_attn_metadata
         if not self.sparse_layers:
             return super().build(common_prefix_len, common, fast_build)

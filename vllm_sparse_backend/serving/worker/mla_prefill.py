@@ -276,7 +276,6 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the name of the backend."""
         return "SPARSE_PREFILL"
 
     def clone(self) -> "SparseMlaPrefillBackend":

@@ -230,7 +230,6 @@ class Slab(NamedTuple):
 
     @property
     def level(self) -> str:
-        """Name of the level."""
         return self.request.name
 
 

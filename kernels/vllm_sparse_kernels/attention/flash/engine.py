@@ -115,7 +115,6 @@ class FlashAttend:
 
 
 def flash_engine(flash: FlashAttention | None) -> AttendEngine:
-    """Return the engine ``flash``."""
     return AttendEngine("flash", partial(refusal, flash), FlashAttend(flash))
 
 

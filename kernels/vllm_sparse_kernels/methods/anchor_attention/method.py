@@ -274,7 +274,6 @@ class AnchorAttention(Method):
         return row_start + max(tail_start - rows.context_lens[row], 0) // TILE_TOKENS
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         if self.whole_blocks:
             return StripeLayout.none(rows)
         # Lists have room for any prompt length, because memory must not depend on it.
@@ -283,12 +282,10 @@ class AnchorAttention(Method):
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         block_d = triton.next_power_of_2(head_dim)
         return 512 * block_d if block_d > 256 else 0
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads: see ``Method.select``."""
         index, rows, empty = call.index, call.rows, call.index.workspace.empty
         key = Groups, self.step_tiles, self.window_tokens, self.first_group, self.dense_tail
         groups = rows.once(key, lambda: Groups.of(rows, self.groups_of(rows, self.dense_tail)))

@@ -15,5 +15,4 @@ class Dense(Method):
     block_tokens = 128
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads: see ``Method.select``."""
         compact_blocks(None, call)

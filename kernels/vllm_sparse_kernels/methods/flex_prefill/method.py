@@ -108,7 +108,6 @@ class FlexVerticalSlash(Method):
         return min(self.max_stripes, max(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         offsets, total = [], 0
         for tile in rows.tile_list:
             offsets.append(total)
@@ -116,11 +115,9 @@ class FlexVerticalSlash(Method):
         return StripeLayout(tuple(offsets), total)
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         return least_shared_bytes(self.last_queries, head_dim)
 
     def select(self, call: Call, patterns: torch.Tensor | None = None) -> None:
-        """Fill the lists of the call's heads: see ``Method.select``."""
         estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
         select_lines(call, estimate, self.keep_lines, patterns)
 

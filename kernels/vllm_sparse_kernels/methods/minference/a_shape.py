@@ -37,7 +37,6 @@ class AShape(Method):
         return True
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads: see ``Method.select``."""
         index = call.index
         _a_shape_kernel[(index.rows.num_tiles, len(call.heads))](
             call.head_ids, index.args, index.rows.num_tiles, call.parameters("sink_tokens", "local_tokens"),

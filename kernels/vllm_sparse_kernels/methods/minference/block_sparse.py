@@ -50,7 +50,6 @@ class BlockSparse(Method):
         require(self.top_blocks >= 0, "top_blocks", self.top_blocks, ">= 0")
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads: see ``Method.select``."""
         for first_tile, scores, _ in pooled_products(call, PER_TILE):
             write_top_blocks(call, scores, first_tile)
 

@@ -74,11 +74,9 @@ class VerticalSlash(Method):
         require(1 <= self.last_queries <= 64, "last_queries", self.last_queries, "1 to 64")
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         return StripeLayout.per_tile(rows, self.vertical_tokens)
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads: see ``Method.select``."""
         select_lines(call, Estimate(self.last_queries, band=1), keep_largest)
 
 

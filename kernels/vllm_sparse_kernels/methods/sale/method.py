@@ -150,7 +150,6 @@ class Sale(Method):
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         block_d = triton.next_power_of_2(head_dim)
         return 640 * block_d if block_d > 256 else 0
 

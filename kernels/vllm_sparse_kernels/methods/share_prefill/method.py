@@ -140,7 +140,6 @@ class SharePrefill(Method):
 
     @classmethod
     def objection(cls, methods: Sequence[Self]) -> str | None:
-        """Check whether heads with these methods could share anything: see ``Method.objection``."""
         members = Counter(m.sharing for m in methods if m.shares([m]))
         if any(count > 1 for count in members.values()):
             return None
@@ -151,7 +150,6 @@ class SharePrefill(Method):
 
     @classmethod
     def summary(cls, methods: Sequence[Self]) -> dict[str, object]:
-        """Summarise the methods of many heads for a log: see ``Method.summary``."""
         fields = {name: value for name, value in methods[0].group_key.shown_fields.items() if name != "cluster"}
         gammas = {method.gamma for method in methods}
         fields["gamma"] = gammas.pop() if len(gammas) == 1 else f"{min(gammas):g} to {max(gammas):g}"
@@ -164,7 +162,6 @@ class SharePrefill(Method):
         return FlexVerticalSlash(self.gamma, last_queries=self.last_queries, estimating=self.estimating)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        """Return the room for one head's stripes: see ``Method.stripe_layout``."""
         return self.fallback.stripe_layout(rows)
 
     def shares(self, heads: Sequence["SharePrefill"]) -> bool:
@@ -179,11 +176,9 @@ class SharePrefill(Method):
         return rows.state[key]
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the kernels' minimum shared memory; see ``Method.least_shared_bytes``."""
         return least_shared_bytes(self.last_queries, head_dim)
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads: see ``Method.select``."""
         index, methods = call.index, call.heads.methods
         lines = replace(call, heads=call.heads.derived("fallback"))
         if not self.shares(methods):

@@ -154,7 +154,6 @@ class SpargeAttn(Method):
         return self.kept_mass == 1 or self.top_share == 1
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads: see ``Method.select``."""
         call.index.clear_stripes(call.head_ids)
         if all(head.keeps_all for head in call.heads.methods):
             compact_blocks(None, call)

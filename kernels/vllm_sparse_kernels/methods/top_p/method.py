@@ -176,7 +176,6 @@ class TopP(Method):
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the shared memory without which the kernels do not run; see ``Method.least_shared_bytes``."""
         return rounding_bytes(padded_dim(head_dim), self.kept_channels(head_dim))
 
     def select(self, call: Call) -> None:
