@@ -45,7 +45,7 @@ def is_default(
     options: AttendOptions | None = None,
 ) -> bool:
     """Return whether a server uses this engine for such an index by default."""
-    return choose_engine(table, AttendSpec.of(cache, index, options)).engine.name == name
+    return choose_engine(table.values(), AttendSpec.of(cache, index, options)).engine.name == name
 
 
 def difference(out: torch.Tensor, dense: torch.Tensor) -> float:

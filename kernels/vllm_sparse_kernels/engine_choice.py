@@ -5,7 +5,7 @@ An engine reports at start-up whether it can serve a layer (``refusal``), and a 
 that passes both is used from the first step on. It is never replaced: an exception in a step reaches the caller.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -42,31 +42,25 @@ class EngineChoice(NamedTuple, Generic[EngineT]):
 
 
 def choose_engine(
-    engines: Mapping[str, EngineT],
+    engines: Iterable[EngineT],
     spec: Any,
-    forced: str | None = None,
-    trial: Callable[[EngineT], str | None] | None = None,
+    trial: Callable[[EngineT], str | None] = lambda engine: None,
     work: str = "attention",
 ) -> EngineChoice[EngineT]:
     """Choose the first engine that accepts the layer and passes the trial.
 
     Args:
-        engines: The candidates by name, fastest first.
+        engines: The candidates, fastest first.
         spec: Properties of the layer, for each engine's ``refusal``.
-        forced: Name of the only engine to try; None to try all.
-        trial: Runs an engine and returns why its result is wrong, or None if it is correct; None to run no engine.
+        trial: Runs an engine and returns why its result is wrong, or None if it is correct. By default, no engine runs.
         work: What the engines compute, for the error message.
 
     Raises:
-        ValueError: No engine can serve the layer, or no engine has the name ``forced``.
+        ValueError: No engine can serve the layer.
     """
     passed_over: dict[str, str] = {}
-    if forced is not None and forced not in engines:
-        raise ValueError(f"no engine is named {forced!r}, expected one of {', '.join(engines)}")
-    for engine in engines.values() if forced is None else (engines[forced],):
-        reason = engine.refusal(spec)
-        if reason is None and trial is not None:
-            reason = trial(engine)
+    for engine in engines:
+        reason = engine.refusal(spec) or trial(engine)
         if reason is None:
             return EngineChoice(engine, passed_over)
         passed_over[engine.name] = reason

@@ -21,6 +21,7 @@ from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import ReferenceAttend, fp8_weights
 from vllm_sparse_kernels.call import NO_HEADS, Call, HeadGroup
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.paged import FP8, PagedCache, wide_dtype
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.engine import SelectEngine
@@ -28,12 +29,12 @@ from vllm_sparse_kernels.selection.engine import SelectEngine
 LEAST_AGREEMENT = 0.8
 """Of the blocks and stripes that either of two engines keeps, the minimum share that both must keep.
 
-On ``sharpened`` random batches on an H100, head dims 64, 128 and 256, Hopper's and the portable kernels agree on
-at least 0.96 of ``top_p``'s blocks and on all of SALE's. The agreement of a kernel that keeps
-wrong blocks is only estimated."""
+On random batches with queries times ``SHARPEN``, on an H100 at head dims 64, 128 and 256, Hopper's and the portable
+kernels agree on at least 0.96 of ``top_p``'s blocks and on all of SALE's. The agreement of a kernel that keeps wrong
+blocks is only estimated."""
 
 SHARPEN = 3.0
-"""Factor of the queries in ``sharpened``."""
+"""Factor of the queries in a trial of selection."""
 
 
 @dataclass(frozen=True)
@@ -123,17 +124,14 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
     return Expected(out, error_budget(eager_out, out))
 
 
-def failure(
-    engine: AttendEngine, batch: Batch, index: SparseIndex, options: AttendOptions | None, exact: Expected | None
-) -> str | None:
+def failure(engine: AttendEngine, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> str | None:
     """Run an attention engine once and check its result.
 
     Args:
         engine: The engine.
         batch: Queries, cache and rows.
         index: The keys to attend to.
-        options: Approximations that heads request, or None.
-        exact: The expected result; None to check only for exceptions and NaN.
+        options: Approximations that heads request, or None. With them, only exceptions and NaN count as failures.
     """
     out = batch.empty_out()
     try:
@@ -145,45 +143,36 @@ def failure(
         return _reason(exception)
     if bool(out.isnan().any()):
         return "its result in a trial holds NaN"
-    if exact is not None:
+    if options is None:
+        exact = expected_attention(batch, index)
         error = float((out.double() - exact.out).abs().max())
         if not error <= exact.budget:
             return f"its result in a trial is off by {error:.2e}, expected at most {exact.budget:.2e}"
     return None
 
 
-def sharpened(batch: Batch) -> Batch:
-    """Return the batch with longer queries, whose block masses differ by more than rounding errors.
-
-    Args:
-        batch: Any batch.
-    """
-    return replace(batch, q=(SHARPEN * batch.q.float()).to(batch.q.dtype))
-
-
-def selection_failure(
-    engine: SelectEngine, batch: Batch, index: SparseIndex, heads: HeadGroup[Any], expected: SparseIndex | None
-) -> str | None:
-    """Run a selection engine once and check its lists.
+def selection_failure(engine: SelectEngine, batch: Batch, layer: Layer, heads: HeadGroup[Any]) -> str | None:
+    """Run a selection engine once, and compare its lists with those of the method's portable engine.
 
     Args:
         engine: The engine.
         batch: Queries, cache and rows.
-        index: An index for these rows; the engine fills the lists of ``heads``.
-        heads: The heads to select, with their methods.
-        expected: The portable engine's selection of the same heads; None to check only the invariants of the lists.
+        layer: The layer.
+        heads: The heads to select.
     """
-    index.block_counts.zero_()
     try:
-        with index.workspace.frame():
-            engine.select(batch.call(index, heads))
-        index.check(heads.heads)
+        index = _selection(engine, batch, layer, heads)
     except AssertionError as error:
         return f"its selection in a trial breaks the index: {error}"
     except Exception as error:  # the reason is any exception of a compiler, launch or library
         return _reason(error)
-    if expected is None:
+    portable = heads.method.select_engines[-1]
+    if engine.name == portable.name:
         return None
+    try:
+        expected = _selection(portable, batch, layer, heads)
+    except Exception:
+        return None  # there is nothing to compare with
     share = agreement(index, expected, heads.heads)
     if share < LEAST_AGREEMENT:
         return (
@@ -191,6 +180,17 @@ def selection_failure(
             f"expected at least {LEAST_AGREEMENT:.0%}"
         )
     return None
+
+
+def _selection(engine: SelectEngine, batch: Batch, layer: Layer, heads: HeadGroup[Any]) -> SparseIndex:
+    """Return the checked lists of an engine for longer queries, whose block masses differ by more than rounding."""
+    index = layer.allocate_index(batch.rows)
+    index.block_counts.zero_()
+    q = (SHARPEN * batch.q.float()).to(batch.q.dtype)
+    with index.workspace.frame():
+        engine.select(replace(batch, q=q).call(index, heads))
+    index.check(heads.heads)
+    return index
 
 
 def agreement(index: SparseIndex, other: SparseIndex, heads: Sequence[int]) -> float:

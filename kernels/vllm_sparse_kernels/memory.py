@@ -29,6 +29,9 @@ PAGES = (16, 128)
 @contextmanager
 def without_launches() -> Iterator[None]:
     """Make launches of Triton's and Gluon's kernels do nothing in this process."""
+    # All launches ``kernel[grid](…)``, of jitted, interpreted and Gluon kernels, go through this method. Triton has no
+    # other switch: with an empty grid it still compiles, and it refuses tensors on the meta device. Memory is counted
+    # at start-up, when no other thread launches kernels.
 
     def no_launch(kernel: Any, grid: Any) -> Any:
         return lambda *args, **options: None

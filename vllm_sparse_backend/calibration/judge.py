@@ -202,7 +202,7 @@ class LayerPrompt:
             out, call = batch.empty_out(), layer.new_call(batch.q, cache, rows, batch.scale)
             if self.engines:  # the engine that a server uses
                 spec = AttendSpec.of(cache, call.index, layer.options)
-                layer = replace(layer, engine=choose_engine(self.engines, spec).engine)
+                layer = replace(layer, engine=choose_engine(self.engines.values(), spec).engine)
             run(layer, call, out)
             yield out, call.index
 

@@ -35,6 +35,9 @@ STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
 CHUNK_TOKENS = 8192
 """Tokens of vLLM's usual chunk on a GPU."""
 
+USUAL_SHAPE = ModelShape("LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
+"""Llama-3.1-8B's."""
+
 KINDS = {
     "linear_attention": "linear attention or Mamba",
     "mamba": "linear attention or Mamba",
@@ -248,34 +251,26 @@ def engines(model: CheckedModel | None) -> Iterator[Finding]:
             shape = ModelShape.from_config(model.config, str(config_file(model.path)))
         if compat.IS_CPU:
             yield ok("attention and selection", "torch; the engines hopper, flash and portable need a GPU")
-            engine: str | None = "portable"
+            engine = "portable"
         else:
-            engine = yield from _forecast(shape)
-        if model is not None and shape is not None and engine is not None:
+            engine = yield from _forecast(shape or USUAL_SHAPE)
+        if model is not None and shape is not None:
             yield first_sparse_length(shape, model.max_positions, compat.device_name(), engine)
     except Exception as error:  # any exception of vLLM
         yield bad("attention", f"{type(error).__name__}: {error}")
 
 
-def _forecast(shape: ModelShape | None) -> Generator[Finding, None, str | None]:
+def _forecast(shape: ModelShape) -> Generator[Finding, None, str]:
     """Report the engines of attention and of the default method's selection, and return attention's."""
     from vllm_sparse_backend.config.method_parameters import make_method
     from vllm_sparse_backend.serving.worker import engine_picker
 
-    spec = engine_picker.usual_attention(shape)
-    if spec is None:
-        yield bad("attention", "no block of keys fits into this device's shared memory")
-        return None
-    taken, refusals = engine_picker.forecast(spec)
-    choice = engine_picker.forecast_selection(make_method("default", {}), 128 if shape is None else shape.head_dim)
-    for name, why in refusals.items():
-        yield note(f"engine {name}", f"not usable: {why}")
-    for name, why in choice.passed_over.items():
-        yield note(f"selection engine {name}", f"not usable: {why}")
-    trial = "if it passes its trial at start-up"
-    yield ok("selection", f"the engine {choice.engine.name}, {trial}")
-    yield bad("attention", "no engine can run it") if taken is None else ok("attention", f"the engine {taken}, {trial}")
-    return taken
+    attention, selection = engine_picker.forecast(shape, make_method("default", {}))
+    for work, kind, choice in (("attention", "engine", attention), ("selection", "selection engine", selection)):
+        for name, why in choice.passed_over.items():
+            yield note(f"{kind} {name}", f"not usable: {why}")
+        yield ok(work, f"the engine {choice.engine.name}, if it passes its trial at start-up")
+    return attention.engine.name
 
 
 def first_sparse_length(shape: ModelShape, max_positions: int | None, device: str, engine: str) -> Finding:

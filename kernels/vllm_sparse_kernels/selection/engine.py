@@ -72,12 +72,6 @@ def portable_refusal(spec: SelectSpec) -> str | None:
     )
 
 
-def choose_select_engine(
-    spec: SelectSpec, trial: Callable[[SelectEngine], str | None] | None = None
-) -> EngineChoice[SelectEngine]:
-    """Choose the engine that selects for a layer. Raises ValueError if no engine can.
-
-    ``trial`` runs an engine and returns why its selection is wrong, or None; without it, no engine runs.
-    """
-    engines = {engine.name: engine for engine in spec.method.select_engines}
-    return choose_engine(engines, spec, trial=trial, work="selection")
+def choose_select_engine(spec: SelectSpec) -> EngineChoice[SelectEngine]:
+    """Choose the engine that selects for a layer, without a trial. Raises ValueError if no engine can."""
+    return choose_engine(spec.method.select_engines, spec, work="selection")

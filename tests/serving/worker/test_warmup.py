@@ -26,7 +26,6 @@ from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
 from vllm_sparse_backend.serving.worker.arena import consecutive_rows
-from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.owner import LayerLevel
 from vllm_sparse_backend.serving.worker.rows import copy_block_table_rows
@@ -123,15 +122,14 @@ class TestKeys:
     def as_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Run every engine and accept it: nothing is computed, so there is no result to judge."""
 
-        def failure(engine: AttendEngine, batch: Batch, index: Any, options: Any, exact: Any) -> None:
+        def failure(engine: AttendEngine, batch: Batch, index: Any, options: Any) -> None:
             engine.attend(batch.call(index), batch.empty_out(), options=options)
 
-        def selection_failure(engine: SelectEngine, batch: Batch, index: Any, heads: HeadGroup, expected: Any) -> None:
-            engine.select(batch.call(index, heads))
+        def selection_failure(engine: SelectEngine, batch: Batch, layer: Layer, heads: HeadGroup) -> None:
+            engine.select(batch.call(layer.allocate_index(batch.rows), heads))
 
         monkeypatch.setattr(compat, "IS_CPU", False)
         monkeypatch.setattr(engine_picker, "selection_failure", selection_failure)
-        monkeypatch.setattr(engine_picker, "expected_attention", lambda batch, index, options: None)
         monkeypatch.setattr(engine_picker, "failure", failure)
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
 
@@ -214,7 +212,8 @@ def _warm_up(
 ) -> None:
     for impl in impls if in_fp8 else ():
         impl.out_dtype = torch.bfloat16
-    warm_up(impls, make_spec(page_size, torch.uint8 if in_fp8 else DTYPE), device, engine)
+    spec = make_spec(page_size, torch.uint8 if in_fp8 else DTYPE)
+    warm_up(impls, spec, device, engine, compat.TOKENS_FIRST, gather=lambda passed_over: [passed_over])
 
 
 def check_compilations(impls: Sequence[SparsePrefillImpl], engine: str, in_fp8: bool = False) -> None:
@@ -266,15 +265,15 @@ class TestListener:
             kernel.module = module
             triton.compile(ASTSource(fn=kernel, signature={"out": "*i32", "n": "i32"}), target=HOPPER)
 
-        assert compile_monitor.counts() == {"warmup": 0, "serving": 0}
+        assert compile_monitor.listener().counts == {"warmup": 0, "serving": 0}
         assert compile_monitor.listener() is compile_monitor.listener()
         with compile_monitor.warming_up():
             compile_for_hopper("vllm_sparse_kernels.some")
         compile_for_hopper("vllm.something")
-        assert compile_monitor.counts() == {"warmup": 1, "serving": 0}
+        assert compile_monitor.listener().counts == {"warmup": 1, "serving": 0}
         assert not lines
         compile_for_hopper("vllm_sparse_kernels.some")
-        assert compile_monitor.counts() == {"warmup": 1, "serving": 1}
+        assert compile_monitor.listener().counts == {"warmup": 1, "serving": 1}
         assert lines == [
             "sparse-prefill: kernel store_kernel was compiled while serving, after warm-up; please report this"
         ]
@@ -310,15 +309,8 @@ def test_the_order_is_vllms() -> None:
         assert compat.page_order(config) == order
 
 
-def test_a_layout_that_the_dense_backend_does_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks each backend. A CPU's reads one layout; FlashAttention and our kernels read all."""
-    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+def test_kernels_are_tested_with_every_layout_of_vllms() -> None:
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     of_kernels = {"LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"}  # tests/kernels/attention/test_engines.py
     assert set(KVCacheLayout.__members__) <= of_kernels
-    supported = SparsePrefillBackend.supported_kv_cache_layouts()
-    assert supported == compat.DenseBackend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
-    with pytest.raises(ValueError, match=r"VLLM_KV_CACHE_LAYOUT=NHD does not satisfy every .*valid layouts: .'LBHNC'"):
-        resolve_kv_cache_layout(VllmConfig(), [["LBHNC"]])

@@ -49,21 +49,12 @@ def listener() -> Listener:
     return knobs.compilation.listener
 
 
-def counts() -> dict[str, int]:
-    """Return how many kernels this process has compiled since the listener was installed."""
-    from triton import knobs
-
-    current = knobs.compilation.listener
-    return current.counts if isinstance(current, Listener) else {"warmup": 0, "serving": 0}
-
-
 @contextmanager
 def warming_up() -> Iterator[None]:
     """Count compilations within the context as warm-up."""
     current = listener()
-    was_warming_up = current.warming_up
     current.warming_up = True
     try:
         yield
     finally:
-        current.warming_up = was_warming_up
+        current.warming_up = False

@@ -155,7 +155,9 @@ class Worker:
         return {"rank": self.vllm_config.parallel_config.rank, "behind": is_behind, "samples": samples}
 
     def _gauges(self) -> list[Sample]:
-        samples: list[Sample] = [("compilations", [when], float(n)) for when, n in compile_monitor.counts().items()]
+        samples: list[Sample] = [
+            ("compilations", [when], float(n)) for when, n in compile_monitor.listener().counts.items()
+        ]
         names = list(self.attention_names.values())
         if self.rank == 0:
             samples += [("layers", [name], float(names.count(name))) for name in dict.fromkeys(names)]

@@ -9,20 +9,19 @@ variants compile here rather than during a request. Layers also get their engine
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.arena import consecutive_rows, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
-from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, Report
+from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, PassedOver
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.rows import copy_block_table_rows
+from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.pair_counts import add_listed_pairs
@@ -45,14 +44,14 @@ def warm_up(
     impls: Sequence[SparsePrefillImpl],
     spec: AttentionSpec,
     device: torch.device,
-    engine: str = AUTO,
-    order: Sequence[int] = compat.TOKENS_FIRST,
-    gather: Callable[[Report], Sequence[Report]] = lambda report: [report],
+    engine: str,
+    order: Sequence[int],
+    gather: Callable[[PassedOver], Sequence[PassedOver]],
 ) -> None:
     """Choose the engines of each distinct plan, and run all plans over a small cache with vLLM's layout."""
     start = time.monotonic()
     batches = _Batches(spec, device, order)
-    picker = EnginePicker(engine)
+    picker = EnginePicker(engine, engines(compat.flash_attention()))
     first_impls: dict[LayerKey, SparsePrefillImpl] = {}
     for impl in impls:
         for layer in chain.from_iterable(level.layers for level in impl.levels.values()):
@@ -60,7 +59,7 @@ def warm_up(
     with warming_up():
         agreed = False
         while not agreed:
-            chosen = {key: _choose(key[0], batches.of(impl, BATCHES[0]), picker) for key, impl in first_impls.items()}
+            chosen = {key: picker.pick_all(key[0], batches.of(impl, BATCHES[0])) for key, impl in first_impls.items()}
             agreed = picker.settle(gather(picker.passed_over))
         for key, impl in first_impls.items():
             for lengths in BATCHES:
@@ -106,14 +105,6 @@ class _Batches:
         # Large enough for some sinks to outweigh all keys, as they do in models.
         sinks = None if impl.sinks is None else 10 * torch.rand_like(impl.sinks)
         return Batch(query.to(self.cache.keys.dtype), self.cache, rows, impl.scale, impl.out_dtype, sinks)
-
-
-def _choose(layer: Layer, batch: Batch, picker: EnginePicker) -> Layer:
-    """Return the layer with its engines."""
-    selecting = replace(layer, select_engines=picker.pick_selection(layer, batch))
-    call = selecting.new_call(batch.q, batch.cache, batch.rows, batch.scale)
-    selecting.select(call)
-    return replace(selecting, engine=picker.pick(batch, call.index, layer.options))
 
 
 def _run(layer: Layer, batch: Batch) -> None:
