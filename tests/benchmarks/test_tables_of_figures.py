@@ -229,6 +229,21 @@ def test_efficiency_of_attention() -> None:
             assert shows(cell, VALUES[row]), row
 
 
+MODELS = ["code-lm widened to an 8B's shape", "16 layers of experts of Qwen3-30B-A3B's shape"]
+
+
+@pytest.mark.parametrize(("place", "model"), enumerate(MODELS))
+def test_after_a_cached_prefix(place: int, model: str) -> None:
+    cached = ("8,000", "30,000", "60,000", "100,000")
+    rows = table(PERFORMANCE, "new tokens", *(f"after {tokens}" for tokens in cached), place=place)
+    assert len(rows) == 5
+    for new, *cells in rows:
+        for tokens, cell in zip(cached, cells):
+            if cell:
+                name = f"{model}, {new} tokens after {tokens}: TTFT, stock's ÷ ours"
+                assert shows(cell.split(" ± ")[0], VALUES[name]), name
+
+
 def test_two_gpus() -> None:
     rows = table(PERFORMANCE, "parallelism", "tokens")
     assert len(rows) == 4
