@@ -229,10 +229,10 @@ def test_efficiency_of_attention() -> None:
             assert shows(cell, VALUES[row]), row
 
 
-MODELS = ["code-lm widened to an 8B's shape", "16 layers of experts of Qwen3-30B-A3B's shape"]
+TRAFFIC_MODELS = ["code-lm widened to an 8B's shape", "16 layers of experts of Qwen3-30B-A3B's shape"]
 
 
-@pytest.mark.parametrize(("place", "model"), enumerate(MODELS))
+@pytest.mark.parametrize(("place", "model"), enumerate(TRAFFIC_MODELS))
 def test_after_a_cached_prefix(place: int, model: str) -> None:
     cached = ("8,000", "30,000", "60,000", "100,000")
     rows = table(PERFORMANCE, "new tokens", *(f"after {tokens}" for tokens in cached), place=place)
