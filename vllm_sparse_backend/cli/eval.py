@@ -43,6 +43,7 @@ class Answers(common.ServerOptions):
             from vllm_sparse_backend.evaluation import answer_run as evaluation
 
             lengths = common.token_counts("--lengths", self.lengths)
+            evaluation.require_room(lengths, self.facts)
             workload = evaluation.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts)
             servers = self.contestants(workload.longest + 1)
             report = self.report("answers")

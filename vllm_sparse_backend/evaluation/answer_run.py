@@ -47,6 +47,12 @@ COLUMNS = {
 }
 
 
+def require_room(lengths: Sequence[int], facts: int) -> None:
+    """Raise BenchError before a server starts if a length is too short for the facts."""
+    if facts > (most := min(lengths) // FACT_TOKENS):
+        raise BenchError(f"--facts: given {facts}, expected at most {most} in a prompt of {min(lengths):,} tokens")
+
+
 @dataclass(frozen=True)
 class AnswerWorkload:
     """Everything that determines the prompts, except the tokenizer."""
@@ -59,12 +65,7 @@ class AnswerWorkload:
 
     @staticmethod
     def from_text(text: Path | None, lengths: Sequence[int], count: int, facts: int) -> "AnswerWorkload":
-        """Return the workload over a text file or folder, or over generated prose if ``text`` is None.
-
-        Raises BenchError if a length is too short for the facts.
-        """
-        if facts > (most := min(lengths) // FACT_TOKENS):
-            raise BenchError(f"--facts: given {facts}, expected at most {most} in a prompt of {min(lengths):,} tokens")
+        """Return the workload over a text file or folder, or over generated prose if ``text`` is None."""
         longest = max(lengths)
         if text is not None:
             # A token has fewer than eight characters on average. The server tokenises the whole text.
