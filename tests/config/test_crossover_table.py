@@ -77,8 +77,9 @@ def test_without_both_measurements_any_number_of_pairs_runs_sparse(fields: dict[
 
 def test_new_tokens_count_as_pairs_where_servers_were_measured() -> None:
     """Few new tokens need a longer prefix: their linear layers hide less of the time to launch selection."""
-    thresholds = resolved(table(entry(3072, 1000, min_pairs=36_000_000, pairs_per_token=4000)))
-    assert (thresholds.min_pairs, thresholds.pairs_per_token) == (36_000_000, 4000)
+    measured = settings(table(entry(3072, 1000, min_pairs=36_000_000, pairs_per_token=4000)))
+    assert measured.numbers()[ON]["flash"] == [3072, 1000, 36_000_000, 4000]  # of which all nodes and salts know
+    thresholds = measured.thresholds(ON, ["flash"])
     assert thresholds.dense_reason(8192, 8192) is None
     assert thresholds.dense_reason(2000, 10_000) is Fallback.FEW_PAIRS
     assert thresholds.dense_reason(2000, 32_000) is None
@@ -232,7 +233,7 @@ def test_an_engine_without_measurements_is_named(tmp_path: Path) -> None:
     measured = Resolved.from_additional_config(config, SHAPE, CARD)
     assert measured.thresholds(ON, ["flash", "portable"]).min_tokens == 20000
     assert "with engine hopper" in measured.thresholds(ON, ["hopper"]).notes[0]
-    assert measured.numbers()[ON]["any other"] == [16384, 1024]
+    assert measured.numbers()[ON]["any other"] == [16384, 1024, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ class Thresholds:
     min_query_tokens: int
     notes: tuple[str, ...] = ()
     measured: int | None = field(default=None, compare=False)
-    min_pairs: int = field(default=0, compare=False)  # follows from a measured min_tokens
+    min_pairs: int = field(default=0, compare=False)  # 0 unless both lengths are measured
     pairs_per_token: int = field(default=0, compare=False)
 
     def fitted(self, chunk: int, busy: int) -> "Thresholds":

@@ -17,7 +17,8 @@ from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods.dense.method import Dense
 
 Numbers = dict[str, dict[str, list[int | None]]]
-"""By level and engine, [min_tokens, min_query_tokens]: plain values, which travel between processes."""
+"""By level and engine, [min_tokens, min_query_tokens, min_pairs, pairs_per_token]: plain values, which travel between
+processes."""
 
 
 ANY_OTHER = "any other"
@@ -123,7 +124,10 @@ class Resolved:
     def numbers(self) -> Numbers:
         """Return the lengths from which rows run sparse, which must be the same in all processes."""
         return {
-            level: {engine: [of.min_tokens, of.min_query_tokens] for engine, of in self._by_engine(level).items()}
+            level: {
+                engine: [of.min_tokens, of.min_query_tokens, of.min_pairs, of.pairs_per_token]
+                for engine, of in self._by_engine(level).items()
+            }
             for level in self.plans
         }
 

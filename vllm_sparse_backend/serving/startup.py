@@ -110,7 +110,7 @@ def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
 
 
 def fast_page_tokens(vllm_config: VllmConfig) -> int:
-    """Return the size of the smallest pages in which each index block of any layer lies whole, as bulk copies need.
+    """Return the size of pages that hold the blocks of every method whole, even if it is alone in a layer.
 
     Smaller pages keep more of a cached prefix, because vLLM reuses whole pages. The size is the same on all ranks: it
     does not depend on which heads a rank has.

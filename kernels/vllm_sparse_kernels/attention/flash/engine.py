@@ -48,9 +48,6 @@ PART_BYTES = 512 << 20
 need 0.2 GB with blocks only, and 0.3 GB with room for 8,192 stripes per tile.
 """
 
-SMALLEST_UNIT = 16
-"""Minimum page size of FlashAttention 2, in tokens; units are not smaller."""
-
 PART_SEQUENCES = 32768
 """Maximum number of sequences of a call: FlashAttention-2 launches them along a grid axis of at most 65,535."""
 
