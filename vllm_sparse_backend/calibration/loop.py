@@ -57,7 +57,7 @@ MARGIN = 0.1
 """Share of an error bound that is kept as a margin for unseen prompts."""
 
 MOST_ROUNDS = 8
-"""Maximum number of choices for a layer. A head that still misses the bound after that is dense."""
+"""Number of choices for a layer after which heads that still miss the bound become dense."""
 
 SHARE_PREFILL = "share_prefill"
 """The method whose paper has no search within a bound (``papers/share_prefill.py``)."""

@@ -15,7 +15,6 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.model_check import layer_reasons
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import RELEASES
 from vllm_sparse_backend.serving import compat, streaming_startup
 from vllm_sparse_backend.serving.level_policy import RUST_FRONTEND, level_policy, warn_of_stores
@@ -34,7 +33,7 @@ def check(vllm_config: VllmConfig) -> None:
     carry_settings(vllm_config)
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
     refuse_on_cpu(resolved.config.engine)
-    refuse(vllm_config, resolved)
+    refuse(vllm_config)
     streaming_startup.decide(vllm_config, resolved)
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
     level_policy(vllm_config, resolved)
@@ -68,9 +67,9 @@ def no_layer_message(reasons: set[Fallback]) -> str:
     return f"--attention-backend sparse-prefill: no layer of this model can prefill sparsely ({why})"
 
 
-def refuse(vllm_config: VllmConfig, resolved: Resolved) -> None:
+def refuse(vllm_config: VllmConfig) -> None:
     """Refuse options of vLLM that would make answers wrong, or whose guarantee this backend cannot give."""
-    if (why := next(_reasons(vllm_config, resolved), None)) is not None:
+    if (why := next(_reasons(vllm_config), None)) is not None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
 
@@ -88,7 +87,7 @@ def shared_refusals() -> Iterator[str]:
         )
 
 
-def _reasons(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
+def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
     yield from shared_refusals()
     # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
     if vllm_config.speculative_config is not None and vllm_config.speculative_config.enable_adaptive_verification:

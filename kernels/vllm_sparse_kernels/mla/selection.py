@@ -7,7 +7,7 @@ Launches for some heads of a call, of which only scored queries have products, e
 2. ``products.py`` multiplies them, and stores the largest product of each query and block in half precision.
 3. ``_sums_kernel`` adds the estimates e, the exponentials of the scores, to each query's running sum Z, and averages
    e / Z over the tile's scored queries: the mass of a block.
-4. ``_choose_kernel`` lists the fewest blocks with which the dropped mass is within the tile's budget.
+4. ``_choose_kernel`` lists the fewest blocks that keep the dropped mass within the tile's budget.
 5. ``_drop_kernel`` adds the e of the dropped blocks to D.
 
 Estimates of several calls must refer to the same scores, because they are added. So unlike in ``methods.top_p``, no

@@ -130,7 +130,7 @@ def ranges_of_runs(
 
 
 def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[TileRange]:
-    """Divide a row's tiles into as few pieces as ``RUN_BYTES`` allows, of about equal size and at least one tile."""
+    """Divide a row's tiles into the fewest pieces that ``RUN_BYTES`` allows, of about equal size."""
     first_tile, end_tile, reach = rows.tile_starts[row], rows.tile_starts[row + 1], rows.seq_lens[row]
     num_tiles = end_tile - first_tile
     # A piece has an even number of tiles, except for a row's last piece, or if only a single tile fits.

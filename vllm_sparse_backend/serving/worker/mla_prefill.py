@@ -30,7 +30,6 @@ from vllm_sparse_backend.identity import LOGGER, MLA_FLAG
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
 from vllm_sparse_backend.serving.worker import startup_log
-from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.mla_step import MlaBatch, MlaStep, SparseRows, StepCall
 from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
@@ -134,7 +133,7 @@ class MlaWorker:
             number: ATTENTION_NAME if number in self.layers else "dense" for number in all_layers
         }
         self.worker.recorder.add_layers(numbers, resolved.plans)
-        thresholds = self._thresholds(vllm_config)
+        thresholds = self._thresholds()
         self._row_classifier = RowClassifier(thresholds, bool(numbers), self.worker.requests)
         if numbers and self.worker.rank == 0:
             self._log(vllm_config, all_layers, thresholds)
@@ -152,13 +151,10 @@ class MlaWorker:
             "of vLLM's MLAAttention with dense prefill; serve the model without this flag"
         )
 
-    def _thresholds(self, vllm_config: VllmConfig) -> dict[str, Thresholds]:
+    def _thresholds(self) -> dict[str, Thresholds]:
         """Return the lengths from which rows of each level run sparse."""
-        resolved, limits = self.worker.resolved, ChunkLimits.of(vllm_config)
-        thresholds = {level: replace(resolved.thresholds(level, {ENGINE}), notes=()) for level in resolved.plans}
-        if resolved.config.min_query_tokens != AUTO:
-            return thresholds
-        return {level: numbers.fitted(*limits) for level, numbers in thresholds.items()}
+        resolved = self.worker.resolved
+        return {level: replace(resolved.thresholds(level, {ENGINE}), notes=()) for level in resolved.plans}
 
     def _log(
         self, vllm_config: VllmConfig, all_layers: Mapping[int, Any], thresholds: Mapping[str, Thresholds]

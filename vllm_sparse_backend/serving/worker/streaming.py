@@ -150,7 +150,7 @@ def measure(
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Stand in for the layer's ``forward`` in this run."""
+        """Replace the layer's ``forward`` during this run."""
         try:
             traits = calibration.AttentionTraits(
                 scale=impl.scale * compat.query_scale(query, layer),

@@ -71,15 +71,16 @@ def row_means(call: Call, kept_d: int) -> Means:
         _means_kernel[(rows.num_rows, num_kv_heads, moments)](
             sums, sum(num_splits), starts, rows.row_table, keys, BLOCK_D=block_d, FIELDS=ROW_FIELDS, COUNT=2
         )
+    mean_keys, mean_queries = keys[0], queries[0]  # the first moments
     if kept_d == block_d:
-        return Means.of_all_channels(keys[0], queries[0])
+        return Means.of_all_channels(mean_keys, mean_queries)
     channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
     left_out = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     _channels_kernel[(rows.num_rows, num_kv_heads)](
         keys, queries, channels, left_out,
         GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, KEPT_D=kept_d, num_warps=block_d // 8,
     )  # fmt: skip
-    return Means(keys[0], queries[0], channels, left_out)
+    return Means(mean_keys, mean_queries, channels, left_out)
 
 
 @triton.jit

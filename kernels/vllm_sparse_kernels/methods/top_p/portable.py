@@ -97,7 +97,7 @@ def compute_masses(call: Call, rounded: Rounded, run: slabs.Run, masses: torch.T
 
 
 def _must_widen(keys: torch.Tensor) -> bool:
-    """Return whether products must be computed in float32: the interpreter's products are wrong in lower precision."""
+    """Return whether products need float32, because the interpreter multiplies wrongly in lower precision."""
     return not keys.is_cuda
 
 
