@@ -12,7 +12,10 @@ LLAMA = {
     "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
 
-CACHE = {"cache_dtype": "auto", "kv_cache_dtype_skip_layers": [], "kv_offloading_size": None}
+CACHE = {
+    "cache_dtype": "auto", "kv_cache_dtype_skip_layers": [], "kv_offloading_size": None, "block_size": None,
+    "user_specified_block_size": False,
+}  # fmt: skip
 
 
 def served(

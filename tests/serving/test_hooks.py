@@ -29,13 +29,11 @@ def test_what_a_hook_does_not_fit_is_an_error() -> None:
 
 def test_vllms_own_functions_fit_the_hooks() -> None:
     from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewerRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     classes = {
-        hooks.FRONT_OBJECT: [InputProcessor],
         hooks.CORE_OBJECT: [EngineCore],
         hooks.WORKER_OBJECT_ON_CPU: [CPUWorker],
         hooks.RUNNER_OBJECT: [GPUModelRunner, NewerRunner],

@@ -70,7 +70,7 @@ class Front:
         return SimpleNamespace(sampling_params=None if pools else params.clone(), cache_salt=cache_salt)
 
 
-hooks.put_around(Front, "__init__", hooks.begin_front)
+hooks.put_around(Front, "process_inputs", hooks.set_levels)
 
 
 def sent(front: Front, level: object = None, **options: Any) -> tuple[str, str | None]:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 import transformers
 
+from tests.helpers.folders import profile_file
 from tests.helpers.vllm_configs import llama, served
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
@@ -269,22 +271,27 @@ def test_slow_paths() -> None:
     assert "compute capability 8.0" in str(startup.slow_path(128, 128, (8, 0)))
 
 
-def test_pages_hold_the_widest_block_of_any_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_hold_the_widest_block_of_any_layer(tmp_path: Path) -> None:
     """vLLM reuses whole pages of a cached prefix, so pages are no larger than bulk copies need."""
-    monkeypatch.setattr(compat, "DEVICE_TYPE", "cpu")  # where blocks are as on Hopper
-    assert startup.fast_page_tokens(served(llama(), {})) == 32
-    assert startup.fast_page_tokens(served(llama(), {"method": "vertical_slash"})) == 64
+    on_hopper = torch.device("cpu")  # where blocks are as on Hopper
+    assert startup.fast_page_tokens(served(llama(), {}), on_hopper) == 32
+    assert startup.fast_page_tokens(served(llama(), {"method": "vertical_slash"}), on_hopper) == 64
+    layers = {(0,): {"heads": {"0": {"method": "a_shape"}}}}  # whose blocks are wider if it is alone in a layer
+    mixed = profile_file(tmp_path, default={"method": "top_p"}, layers=layers)
+    assert startup.fast_page_tokens(served(llama(), {"profile": mixed}), on_hopper) == 32
 
 
 def test_a_graph_covers_the_tokens_that_larger_pages_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 new tokens after a prefix that fills no page of 32 are 528, and must not lose their graph."""
+    """512 new tokens after a prefix that fills no page of 128 are 624, and must not lose their graph."""
     graphs = SimpleNamespace(cudagraph_capture_sizes=[256, 512], max_cudagraph_capture_size=512)
     config: Any = SimpleNamespace(
         compilation_config=graphs, scheduler_config=SimpleNamespace(max_num_batched_tokens=8192)
     )
-    for is_hopper, largest in ((False, 512), (True, 528), (True, 528)):  # engine cores check the configuration again
+    for is_hopper, page_tokens, largest in (
+        (False, 32, 512), (True, 16, 512), (True, 128, 624), (True, 128, 624)  # engine cores check again
+    ):  # fmt: skip
         monkeypatch.setattr(compat, "prefers_bulk_pages", lambda is_hopper=is_hopper: is_hopper)
-        compat.cover_larger_pages(config)
+        compat.cover_larger_pages(config, page_tokens)
         assert graphs.cudagraph_capture_sizes[-1] == graphs.max_cudagraph_capture_size == largest
 
 

@@ -49,9 +49,6 @@ else:
 BULK_PAGE_TOKENS = 128
 """The widest block of keys that one bulk copy reads, if the block lies within a page."""
 
-FINEST_PAGE_TOKENS = 32
-"""The narrowest block of keys of any index."""
-
 USUAL_PAGE_TOKENS = 16
 """vLLM's page size on NVIDIA devices where no backend prefers another."""
 
@@ -170,7 +167,7 @@ def prefers_bulk_pages() -> bool:
     return not IS_CPU and current_platform.is_device_capability_family(90)
 
 
-def cover_larger_pages(vllm_config: VllmConfig) -> None:
+def cover_larger_pages(vllm_config: VllmConfig, page_tokens: int) -> None:
     """Add a CUDA graph for the tokens that our pages add to a step.
 
     vLLM reuses whole pages of a cached prefix. A request of 512 new tokens, which runs in the largest graph with the
@@ -178,9 +175,9 @@ def cover_larger_pages(vllm_config: VllmConfig) -> None:
     """
     if not prefers_bulk_pages():
         return
-    graphs, size = vllm_config.compilation_config, LARGEST_USUAL_GRAPH + FINEST_PAGE_TOKENS - USUAL_PAGE_TOKENS
-    fits = size <= vllm_config.scheduler_config.max_num_batched_tokens
-    if fits and graphs.max_cudagraph_capture_size == LARGEST_USUAL_GRAPH:
+    graphs, size = vllm_config.compilation_config, LARGEST_USUAL_GRAPH + page_tokens - USUAL_PAGE_TOKENS
+    is_larger = LARGEST_USUAL_GRAPH < size <= vllm_config.scheduler_config.max_num_batched_tokens
+    if is_larger and graphs.max_cudagraph_capture_size == LARGEST_USUAL_GRAPH:
         graphs.cudagraph_capture_sizes.append(size)
         graphs.max_cudagraph_capture_size = size
 

@@ -47,12 +47,14 @@ REGISTRATION = (EVERY, ON_CPU)
 SERVER = "servers' processes"
 MLA_WORKER = "workers, for multi-head latent attention"
 
-FRONT_OBJECT = "InputProcessor of our engine"
 CORE_OBJECT = "EngineCore of our engine"
 WORKER_OBJECT_ON_CPU = "Worker of our engine, on a CPU"
 RUNNER_OBJECT = "runner of our engine"
 RUNNER_OBJECT_V2 = "Model Runner V2 of our engine"
 RUNNER_OBJECT_ON_GPU = "runner of our engine, on a GPU"
+
+POLICY = "_sparse_prefill_policy"
+"""Attribute with the policy of an engine's requests."""
 
 
 # --- every process: the configuration ---
@@ -169,33 +171,32 @@ def add_endpoints(original: Function) -> Function:
     return load_endpoint_plugins
 
 
-def begin_front(original: Function) -> Function:
-    """Give the object that turns requests into engine requests the policy of its server."""
-
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if is_selected(self.vllm_config.attention_config):
-            from vllm_sparse_backend.serving.level_policy import level_policy
-
-            _install_on(self, FRONT_OBJECT, level_policy(self.vllm_config))
-
-    return construct
-
-
-def set_levels(original: Function, front: Any, policy: Any) -> Function:
-    """Check the level of each request, and set its cache salt. Requests from all entry points pass through here."""
-    from vllm_sparse_backend.serving.level_policy import level_of, set_level
-
+def set_levels(original: Function) -> Function:
+    """Check the level of each request to our engine, and set its cache salt. All entry points pass through here."""
     signature = inspect.signature(original)
 
-    def process_inputs(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_selected(self.vllm_config.attention_config):
+            return original(self, *args, **kwargs)
+        from vllm_sparse_backend.serving.level_policy import level_of, set_level
+
+        policy = _policy_of(self)
+        arguments = signature.bind(self, *args, **kwargs).arguments
         level = level_of(policy, arguments["params"], arguments.get("resumable", False))
-        request = original(*args, **kwargs)
+        request = original(self, *args, **kwargs)
         set_level(policy, request, level)
         return request
 
     return process_inputs
+
+
+def _policy_of(front: Any) -> Any:
+    """Return the policy of an engine's requests, which stays with the object that turns them into engine requests."""
+    if POLICY not in vars(front):
+        from vllm_sparse_backend.serving.level_policy import level_policy
+
+        setattr(front, POLICY, level_policy(front.vllm_config))
+    return vars(front)[POLICY]
 
 
 # --- the engine's core ---
@@ -393,7 +394,7 @@ class ObjectHook(NamedTuple):
     function: str
     expects: tuple[str, ...]
     wrapper: Callable[[Function, Any, Any], Function]
-    """Takes the method, its object, and our value for the object: a policy, a fingerprint, or our ``Worker``."""
+    """Takes the method, its object, and our value for the object: a fingerprint, or our ``Worker``."""
     why: str
 
 
@@ -414,8 +415,8 @@ HOOKS = (
          "a CPU runs the configured prefill backend for MLA"),
     Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), add_endpoints,
          "levels are refused where vLLM would drop them; /metrics shows our counters"),
-    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "__init__", ("vllm_config",), begin_front,
-         "requests to our engine get their levels checked, and requests to other engines stay untouched"),
+    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), set_levels,
+         "each request's level is checked, written in canonical form, and put into its cache salt"),
     Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build",
          ("common_prefix_len", "common_attn_metadata", "fast_build"), classify_mla_rows,
          "the rows that prefill are mapped to requests"),
@@ -424,8 +425,6 @@ HOOKS = (
          "the prefill backend, which layers share, knows the layer"),
 )
 OBJECT_HOOKS = (
-    ObjectHook(FRONT_OBJECT, "process_inputs", ("params",), set_levels,
-               "each request's level is checked, written in canonical form, and put into its cache salt"),
     ObjectHook(CORE_OBJECT, "preprocess_add_request", ("request",), refuse_unchecked_requests,
                "requests whose level our front process has not checked are refused; salts name the heads found"),
     ObjectHook(WORKER_OBJECT_ON_CPU, "determine_available_memory", (), find_heads_on_cpu,

@@ -47,7 +47,10 @@ def check(vllm_config: VllmConfig) -> None:
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
-    compat.cover_larger_pages(vllm_config)
+    cache = vllm_config.cache_config
+    # As on Hopper. The device itself must not be initialised before vLLM starts its workers.
+    fast_pages = fast_page_tokens(vllm_config, torch.device("cpu"))
+    compat.cover_larger_pages(vllm_config, cache.block_size if cache.user_specified_block_size else fast_pages)
     if multiprocessing.parent_process() is not None:
         return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
@@ -108,18 +111,19 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         )
 
 
-def fast_page_tokens(vllm_config: VllmConfig) -> int:
-    """Return the size of pages that hold the blocks of every method whole, even if it is alone in a layer.
+def fast_page_tokens(vllm_config: VllmConfig, device: torch.device) -> int:
+    """Return the size of pages that hold the blocks of every layer whole.
 
-    Smaller pages keep more of a cached prefix, because vLLM reuses whole pages. The size is the same on all ranks: it
-    does not depend on which heads a rank has.
+    Smaller pages keep more of a cached prefix, because vLLM reuses whole pages. All ranks need the same size, so the
+    heads of each rank count.
     """
-    resolved = resolve(vllm_config)
-    shape, device = resolved.plan.shape, torch.device(compat.DEVICE_TYPE)
-    plans = [plan for number in range(shape.num_layers) for plan in resolved.layer(number)]
-    methods = {method for plan in plans for method in plan.methods}
-    engine = resolved.config.engine
-    widths = [index_block_tokens([method], shape.head_dim, device, engine) for method in methods]
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    widths = []
+    for rank in range(tp_size):
+        resolved = resolve(vllm_config, rank, tp_size)
+        shape, engine = resolved.plan.shape, resolved.config.engine
+        methods = {plan.methods for number in range(shape.num_layers) for plan in resolved.layer(number)}
+        widths += [index_block_tokens(of_layer, shape.head_dim, device, engine) for of_layer in methods]
     return max(widths, default=compat.BULK_PAGE_TOKENS)
 
 

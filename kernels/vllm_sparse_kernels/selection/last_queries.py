@@ -131,8 +131,8 @@ def last_query_sums(
     stacked = stacks.members * stacks.num_queries
     lse_registers = 64 if stacked > KEY_TILE.value and call.q.dtype != torch.float32 else None
     split_lse_kernel[grid](
-        args, *sums.args(rows), shape, LANES=LANES, num_warps=stacked // 16, maxnreg=lse_registers,
-        num_stages=stacks.num_stages,
+        args, SumArgs(values, rows.row_table, patterns), num_selected, first_row, rows.num_rows, shape, LANES=LANES,
+        num_warps=stacked // 16, maxnreg=lse_registers, num_stages=stacks.num_stages,
     )  # fmt: skip
     sums_kernel[grid](
         args, *sums.args(rows), shape, JOINED=JOINED, num_warps=4 if band > 1 else stacks.members,

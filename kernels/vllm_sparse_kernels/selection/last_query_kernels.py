@@ -238,7 +238,7 @@ def _scores(b_q, b_position, keys, work, page, start, WHOLE: tl.constexpr, SHAPE
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def split_lse_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE, LANES: tl.constexpr):
+def split_lse_kernel(args, sums, num_selected, first_row, num_rows, SHAPE, LANES: tl.constexpr):
     """Write partial[row, head, split, query], the log-sum-exp in base 2 of one query over one split of the keys.
 
     LANES threads hold a row's scores, and each pair of keys goes to the next thread. Each thread keeps the maximum and

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config
 
-from vllm_sparse_backend.serving.compat import DenseBackend, hybrid_page_sizes, prefers_bulk_pages
+from vllm_sparse_backend.serving.compat import DenseBackend, current_device, hybrid_page_sizes, prefers_bulk_pages
 from vllm_sparse_backend.serving.startup import fast_page_tokens
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class SparsePrefillBackend(DenseBackend):
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the dense backend's preferred page size, but at least the size for bulk copies on this device."""
         preferred = super().get_preferred_block_size(default_block_size)
-        return max(preferred, fast_page_tokens(get_current_vllm_config())) if prefers_bulk_pages() else preferred
+        if not prefers_bulk_pages():
+            return preferred
+        return max(preferred, fast_page_tokens(get_current_vllm_config(), current_device()))
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
