@@ -52,12 +52,12 @@ def test_lists_show_whole_summaries_and_options_name_their_values(path: tuple[st
 
 
 def test_tables_have_few_columns_and_paste_as_markdown() -> None:
-    for columns in (serve_bench.COLUMNS, answer_run.COLUMNS, crossover_bench.COLUMNS):
+    for columns in (serve_bench.COLUMNS, answer_run.COLUMNS, answer_run.CHANGE_COLUMNS, crossover_bench.COLUMNS):
         header, rule = table_of("", columns, [dict.fromkeys(columns, "")]).splitlines()[:2]
         assert len(columns) <= 7
         assert len(header) <= 100
         assert re.fullmatch(r"\|( -+:? \|)+", rule)
-    row = {"share": 0.987, "standard_error": 0.012, "perplexity_change": -0.7, "perplexity_change_error": None}
+    row = {"share": 0.987, "share_error": 0.012, "perplexity_change": -0.7, "perplexity_change_error": None}
     assert answer_run.cells_of(row)["share"] == "0.99 ± 0.01"
     assert answer_run.cells_of(row)["perplexity_change"] == "-0.70"
 

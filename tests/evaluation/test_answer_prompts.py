@@ -81,7 +81,8 @@ def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
     returned = [None, entry(6, -1.0, 4), entry(7, -2.0), entry(8, -0.01), entry(9, -3.0, 2), entry(10, -0.25)]
     scores = TokenScores.of(PROMPT.token_ids, returned)
     assert scores.of_answers(PROMPT) == [[1, 2]]
-    assert scores.of_text(PROMPT) == (3.25, 3)
+    assert (PROMPT.text_places, PROMPT.answer_places) == ([1, 2, 5], [3, 4])
+    assert [scores.logprobs[place] for place in PROMPT.text_places] == [-1, -2, -0.25]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.helpers.stub_server import FACT, METRICS, QUESTION, Api, Words, entry
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.evaluation.agreement import TOP
 
 
 class Stub(Api):
@@ -69,7 +70,7 @@ class Stub(Api):
         return f"# TYPE sparse_prefill_rows counter\n{dense}{pairs}"
 
     def complete(self, body: dict) -> tuple[int, dict]:
-        assert (body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == (1, 1, 0)
+        assert (body["max_tokens"], body["prompt_logprobs"], body["temperature"]) == (1, TOP, 0)
         fault = self.fault(len(self.prompts))
         if fault == "away":
             return 503, {"error": "try again"}
@@ -121,6 +122,9 @@ def test_a_server_that_loses_far_facts(folder: Path) -> None:
         forgetful = rows["forgetful", length]
         assert (forgetful["right"], forgetful["asked"], rows["stock", length]["share"]) == (near, 24, 1)
         assert forgetful["perplexity"] == pytest.approx(2)
+        assert (forgetful["text_kl"], forgetful["text_top1"]) == (0, 1)
+        lost_share = (24 - near) / sum(len(answer["ranks"]) for answer in answers)
+        assert forgetful["answers_top1"] == pytest.approx(1 - lost_share)
     assert re.search(rf"forgetful +\| +6,000 \| +{near} of 24 ", result.output)
 
 
@@ -134,8 +138,7 @@ def test_the_change_of_perplexity_is_told_with_its_standard_error_over_prompts(f
     rows = json.loads(out.read_text())["summary"]
     of_stock, of_ours = ([row for row in rows if row["label"] == label] for label in ("stock", "ours"))
     for row in of_stock:
-        assert row["perplexity_change"] is None
-        assert row["perplexity_change_error"] is None
+        assert "perplexity_change" not in row
     # Differences of nats are log 1.05 and log 1.1: their mean, and half of the distance between them.
     ratio = math.sqrt(1.05 * 1.1)
     for row in of_ours:

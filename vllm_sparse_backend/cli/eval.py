@@ -77,10 +77,12 @@ def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
     """Print a table and failed requests; exit with code 1 if a request failed."""
     from vllm_sparse_backend.evaluation import answer_run as part
 
-    caption = (
-        "right: all tokens of the answer rank first. perplexity: of all other tokens, compared with the first row."
-    )
-    common.say(table_of("Answers inside the prompt", part.COLUMNS, list(map(part.cells_of, rows)), caption))
+    cells = list(map(part.cells_of, rows))
+    common.say(table_of("Answers inside the prompt", part.COLUMNS, cells, "right: all tokens of the answer rank first"))
+    if others := [row for row in cells if row["label"] != cells[0]["label"]]:
+        title = f"Perplexity and next-token distributions, compared with {cells[0]['label']}"
+        caption = "KL: nats, a lower bound. top-1: share of positions with the same most likely token."
+        common.say(table_of(title, part.CHANGE_COLUMNS, others, caption))
     for line in part.failure_lines(cases):
         common.say(line)
     if any(case.get("error") for case in cases):

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
-from statistics import fmean, stdev
 from typing import Any
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -19,6 +18,7 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.config.profile import EXACT
+from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens, mean_and_error
 from vllm_sparse_backend.evaluation.answers import Prompt, Templates, TokenScores, build_prompt, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
@@ -36,15 +36,38 @@ SEED = 0
 FACT_TOKENS = 120
 """Minimum tokens of a prompt per fact: statement and question take about 50, and lines fill at most half."""
 
+TEXT_POSITIONS = 512
+"""Positions of a prompt outside answers whose next-token distributions are compared: evenly spaced."""
+
 COLUMNS = {
     "label": "server",
     "tokens": "tokens",
     "answers": "right",
     "share": "share",
     "of_first": "÷ first",
-    "perplexity_change": "perplexity, %",
     "density": "density",
 }
+CHANGE_COLUMNS = {
+    "label": "server",
+    "tokens": "tokens",
+    "perplexity_change": "perplexity, %",
+    "text_kl": "KL, text",
+    "text_top1": "top-1",
+    "answers_kl": "KL, answers",
+    "answers_top1": "top-1",
+}
+"""Columns of the comparison with the first server."""
+
+
+FORMATS = {
+    "share": ".2f",
+    "perplexity_change": "+.2f",
+    "text_kl": ".4f",
+    "text_top1": ".3f",
+    "answers_kl": ".4f",
+    "answers_top1": ".3f",
+}
+"""Formats of numbers that have a standard error."""
 
 
 def require_room(lengths: Sequence[int], facts: int) -> None:
@@ -120,16 +143,26 @@ def ask(endpoint: Endpoint, prompt: Prompt) -> Case:
     case: Case = {"sha256": prompt.sha256, "error": None}
     began = time.perf_counter()
     try:
-        scores = TokenScores.of(prompt.token_ids, endpoint.prompt_logprobs(prompt.token_ids))
+        returned = endpoint.prompt_logprobs(prompt.token_ids, TOP)
+        scores = TokenScores.of(prompt.token_ids, returned)
     except RequestError as error:
         return case | {"error": str(error)}
     answers = [
         {"place": answer.begin, "distance": answer.distance, "ranks": ranks}
         for answer, ranks in zip(prompt.answers, scores.of_answers(prompt))
     ]
-    nats, others = scores.of_text(prompt)
-    seconds = round(time.perf_counter() - began, 3)
-    return case | {"seconds": seconds, "nats": nats, "others": others, "answers": answers}
+    text_places = prompt.text_places
+    sample = text_places[:: max(1, len(text_places) // TEXT_POSITIONS)]
+    return case | {
+        "seconds": round(time.perf_counter() - began, 3),
+        "nats": math.fsum(-scores.logprobs[place] for place in text_places),
+        "others": len(text_places),
+        "answers": answers,
+        "next_tokens": {
+            part: str(NextTokens.of(returned, places))
+            for part, places in (("text", sample), ("answers", prompt.answer_places))
+        },
+    }
 
 
 def resume(report: Report, path: Path | None, key: str, contestants: Sequence[Contestant]) -> None:
@@ -241,17 +274,29 @@ def right_answers(case: Case) -> list[bool]:
     return [all(rank == 1 for rank in answer["ranks"]) for answer in case["answers"]]
 
 
-def perplexity_change(first: Mapping[int, Case], second: Mapping[int, Case]) -> tuple[float | None, float | None]:
-    """Return the change of perplexity in percent over prompts that both servers answered, and its standard error."""
-    nats = [
-        second[i]["nats"] / second[i]["others"] - case["nats"] / case["others"]
-        for i, case in first.items()
-        if i in second
-    ]
-    if not nats:
-        return None, None
-    ratio = math.exp(fmean(nats))
-    return 100 * (ratio - 1), 100 * ratio * stdev(nats) / math.sqrt(len(nats)) if len(nats) > 1 else None
+def changes(first: Mapping[int, Case], second: Mapping[int, Case]) -> Case:
+    """Compare two servers on the prompts that both answered: means over prompts, with standard errors."""
+    shared = sorted(first.keys() & second.keys())
+    nats, error = mean_and_error([_mean_nats(second[i]) - _mean_nats(first[i]) for i in shared])
+    ratio = math.exp(nats or 0)
+    row = {
+        "perplexity_change": 100 * (ratio - 1) if shared else None,
+        "perplexity_change_error": None if error is None else 100 * ratio * error,
+    }
+    for part in ("text", "answers"):
+        agreements = [_next_tokens(second[i], part).against(_next_tokens(first[i], part)) for i in shared]
+        for figure in ("kl", "top1"):
+            key = f"{part}_{figure}"
+            row[key], row[f"{key}_error"] = mean_and_error([getattr(agreement, figure) for agreement in agreements])
+    return row
+
+
+def _mean_nats(case: Case) -> float:
+    return float(case["nats"] / case["others"])
+
+
+def _next_tokens(case: Case, part: str) -> NextTokens:
+    return NextTokens.parse(case["next_tokens"][part])
 
 
 def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[int]) -> list[Case]:
@@ -271,30 +316,26 @@ def summaries(cases: Sequence[Case], labels: Sequence[str], lengths: Sequence[in
             shared = first.keys() & good.keys()
             right_of_first = sum(sum(right_answers(first[i])) for i in shared)
             others = sum(case["others"] for case in good.values())
-            change, error = (None, None) if label == labels[0] else perplexity_change(first, good)
             failed = [case for case in of_length if case["label"] == label and case["error"]]
             rows.append({
                 "label": label, "tokens": length, "right": right, "asked": asked,
                 "answers": f"{right} of {asked}" if asked else None, "share": right / asked if asked else None,
-                "standard_error": standard_error(list(answers.values())) if asked else None,
+                "share_error": standard_error(list(answers.values())) if asked else None,
                 "of_first": sum(sum(answers[i]) for i in shared) / right_of_first if right_of_first else None,
                 "perplexity": math.exp(sum(case["nats"] for case in good.values()) / others) if others else None,
-                "perplexity_change": change, "perplexity_change_error": error,
                 "density": density.get(label), "failed": len(failed),
+                **({} if label == labels[0] else changes(first, good)),
             })  # fmt: skip
     return rows
 
 
 def cells_of(row: Case) -> Case:
-    """Format a row of ``summaries`` for ``COLUMNS``, with standard errors; density is over all lengths."""
-    return row | {
-        "share": with_error(row["share"], row["standard_error"], ".2f"),
-        "perplexity_change": with_error(row["perplexity_change"], row["perplexity_change_error"], "+.2f"),
-    }
+    """Format a row of ``summaries`` for its columns, with standard errors; density is over all lengths."""
+    return row | {key: with_error(row.get(key), row.get(f"{key}_error"), form) for key, form in FORMATS.items()}
 
 
 def with_error(value: float | None, error: float | None, form: str) -> str:
     """Format a number and its standard error, such as ``0.99 ± 0.01``."""
     if value is None:
         return ""
-    return f"{value:{form}}" + ("" if error is None else f" ± {error:.2f}")
+    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form.removeprefix('+')}}")

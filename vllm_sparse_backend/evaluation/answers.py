@@ -62,6 +62,17 @@ class Prompt:
     answers: tuple[Answer, ...]
 
     @property
+    def answer_places(self) -> list[int]:
+        """Token indices of all answers."""
+        return [place for answer in self.answers for place in range(answer.begin, answer.end)]
+
+    @property
+    def text_places(self) -> list[int]:
+        """Token indices outside answers, except the first, which no token precedes."""
+        inside = set(self.answer_places)
+        return [place for place in range(1, len(self.token_ids)) if place not in inside]
+
+    @property
     def sha256(self) -> str:
         return hashlib.sha256(" ".join(map(str, self.token_ids)).encode()).hexdigest()
 
@@ -189,12 +200,6 @@ class TokenScores:
     def of_answers(self, prompt: Prompt) -> list[list[int]]:
         """Return the ranks of each answer's tokens."""
         return [self.ranks[answer.begin : answer.end] for answer in prompt.answers]
-
-    def of_text(self, prompt: Prompt) -> tuple[float, int]:
-        """Return the sum of negative log-probabilities, and the number, of tokens outside answers, except the first."""
-        inside = {place for answer in prompt.answers for place in range(answer.begin, answer.end)}
-        outside = [-logprob for place, logprob in enumerate(self.logprobs) if place and place not in inside]
-        return math.fsum(outside), len(outside)
 
 
 def standard_error(answers: Sequence[Sequence[bool]]) -> float:

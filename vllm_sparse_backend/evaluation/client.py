@@ -163,15 +163,15 @@ class Endpoint:
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         return body | dict(self.extra)
 
-    def prompt_logprobs(self, prompt: Sequence[int]) -> list[dict[str, Any] | None]:
-        """Return vLLM's ``prompt_logprobs``: for each token, its own entry and the entry of the most likely token, with
-        ranks.
+    def prompt_logprobs(self, prompt: Sequence[int], top: int = 1) -> list[dict[str, Any] | None]:
+        """Return vLLM's ``prompt_logprobs``: for each token, its own entry and those of the ``top`` most likely tokens,
+        with ranks.
 
         The first token has no entry. vLLM computes such a prompt as a whole, without its prefix cache. Raises
         RequestError if the answer has no such list.
         """
         with connected(self.url) as send:
-            answer = json.load(send("/v1/completions", self._body(prompt, 1) | {"prompt_logprobs": 1}))
+            answer = json.load(send("/v1/completions", self._body(prompt, 1) | {"prompt_logprobs": top}))
             returned = answer["choices"][0].get("prompt_logprobs")
         if not isinstance(returned, list):
             raise RequestError("the answer has no prompt_logprobs, expected a vLLM server")
