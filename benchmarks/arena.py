@@ -15,7 +15,7 @@ import torch
 import typer
 
 from benchmarks.figures import Figure, merge_figures
-from vllm_sparse_backend.config.crossover_table import UNMEASURED_MIN_QUERY_TOKENS, UNMEASURED_MIN_TOKENS, Thresholds
+from vllm_sparse_backend.config.crossover_table import UNMEASURED
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -36,8 +36,6 @@ MAX_ROWS = 256
 UNLIMITED = 1 << 62
 """Bytes of a device that does not limit the arena."""
 
-THRESHOLDS = Thresholds(UNMEASURED_MIN_TOKENS, UNMEASURED_MIN_QUERY_TOKENS)
-
 
 def layer_memory(method: str, shape: ModelShape = SHAPE, params: dict[str, Any] | None = None) -> LayerMemory:
     """Return the memory of a layer whose heads all run ``method``, on an H100."""
@@ -48,7 +46,7 @@ def layer_memory(method: str, shape: ModelShape = SHAPE, params: dict[str, Any] 
 
 def step_limits(max_len: int, step_tokens: int) -> StepLimits:
     """Return the limits of a server's steps."""
-    limits = StepLimits.of(step_tokens, MAX_ROWS, max_len, THRESHOLDS)
+    limits = StepLimits.of(step_tokens, MAX_ROWS, max_len, UNMEASURED)
     assert limits is not None
     return limits
 

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.layer_weights import mean_layer_weights
+from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON
@@ -97,7 +99,7 @@ class Served:
     """The settings of a server on which its counters depend."""
 
     plans: Mapping[str, Plan]
-    thresholds: Mapping[str, Thresholds]
+    lengths: Mapping[str, Lengths]
     chunk_tokens: int
     """Tokens of a step: --max-num-batched-tokens."""
 
@@ -109,10 +111,12 @@ class Served:
 
         ``settings`` is the object under ``sparse_prefill``; ``engines`` are those of its layers, as on its /metrics.
         """
-        resolved = Resolved.from_additional_config({KEY: settings}, ModelShape.from_folder(model), device)
+        shape = ModelShape.from_folder(model)
+        weights = mean_layer_weights(read_config(model), shape, str(model))
+        resolved = Resolved.from_additional_config({KEY: settings}, shape, weights, device)
         known = {"portable" if name == "torch" else name for name in engines} - {"dense"}
-        thresholds = {level: resolved.thresholds(level, known) for level in resolved.plans}
-        return Served(resolved.plans, thresholds, chunk_tokens)
+        lengths = {level: resolved.lengths(level, known) for level in resolved.plans}
+        return Served(resolved.plans, lengths, chunk_tokens)
 
     def level(self, level: object) -> str:
         """Return the name of a request's level; ``level`` is the value in the request."""
@@ -132,7 +136,7 @@ class Served:
             path, reason = self._kind(start, end, level)
             counts["rows", path, reason] += 1
             if path == "sparse":
-                plan, first = self.plans[level], max(start, self.thresholds[level].min_tokens or 0)
+                plan, first = self.plans[level], max(start, self.lengths[level].min_tokens)
                 pairs = plan.shape.num_heads * (end * (end + 1) - first * (first + 1)) // 2
                 counts.update({("pairs", str(layer)): pairs for layer, heads in enumerate(plan.layers) if heads})
         return counts
@@ -143,7 +147,7 @@ class Served:
             return "decode", ""
         if level == EXACT:
             return "dense", Fallback.REQUESTED.value
-        reason = self.thresholds[level].dense_reason(end - start, end)
+        reason = self.lengths[level].dense_reason(end - start, end)
         return ("sparse", "") if reason is None else ("dense", reason.value)
 
 
@@ -203,9 +207,9 @@ def _prompts(served: Served, level: object, prompts: Prompts, longest: int) -> I
 
     If requests and plans name a level differently, its prompts have the lengths of the server's own level.
     """
-    thresholds = served.thresholds.get(served.level(level), served.thresholds[ON])
-    least, chunk = thresholds.min_tokens or 0, served.chunk_tokens
-    past = max(thresholds.min_query_tokens, TILE_TOKENS + 1) + MORE_TOKENS
+    lengths = served.lengths.get(served.level(level), served.lengths[ON])
+    least, chunk = lengths.min_tokens, served.chunk_tokens
+    past = max(lengths.min_query_tokens, TILE_TOKENS + 1) + MORE_TOKENS
     several = (max(least, chunk) // chunk + 1) * chunk + MORE_TOKENS + 1
     for length in (least // 2, least + past):
         if 2 <= length <= longest:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.config.method_parameters import changed_fields, make_method, method_label
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan, layer_plans
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
-from vllm_sparse_backend.evaluation.crossover_bench import changed_fields, method_label
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.methods import name_of, sparse_names
 from vllm_sparse_kernels.methods.base import Method

@@ -49,11 +49,12 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import name_of_profile
 from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Run
-from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
+from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.paged import FP8, PagedCache
 
 COLUMNS = {
@@ -87,6 +88,15 @@ class Inputs:
     """Prompts by layer."""
     unrounded: Sequence[AttentionPrompt] = ()
     """The prompts before they were rounded to fp8."""
+
+
+def layers_of(
+    prompts: Sequence[AttentionPrompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
+) -> list[TimedLayer]:
+    """Return the chunk in each layer as one step, in which all layers share rows. ``plan`` has no dense layer."""
+    rows = prompts[0].chunk(context_len, query_len).rows
+    chunks = [replace(prompt.chunk(context_len, query_len), rows=rows) for prompt in prompts]
+    return [TimedLayer.of(chunk, layer, engine) for chunk, layer in zip(chunks, plan, strict=True) if layer is not None]
 
 
 def run_methods(
@@ -138,7 +148,7 @@ def _add_fp8_error(
     layers: Sequence[TimedLayer], exact: Sequence[TimedLayer], engine: AttendEngine, row: dict[str, Any]
 ) -> None:
     """Add the effect of the cache's rounding on the method. ``layers`` have run; ``exact`` are the same in bf16."""
-    new_step(exact)()
+    exact[0].batch.rows.state.clear()
     for layer in exact:
         layer.run(engine)
     row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact, strict=True))
@@ -153,7 +163,7 @@ def _measure(
     truths: Sequence[torch.Tensor],
     row: dict[str, Any],
 ) -> None:
-    new_step(layers)()
+    layers[0].batch.rows.state.clear()
     checks: list[Check] = []
     for layer in layers:
         layer.run(engine)
@@ -167,7 +177,7 @@ def _measure(
         row["problem"] = str(failed[0])
         return
     ours = [span for layer in layers for span in (("select", layer.select), ("attend", partial(layer.attend, engine)))]
-    taken = card.spans_ms([[("dense", run) for run in dense], ours], new_step(layers))
+    taken = card.spans_ms([[("dense", run) for run in dense], ours], layers[0].batch.rows.state.clear)
     dense_ms, select_ms, attend_ms = (median(taken[name]) / len(layers) for name in ("dense", "select", "attend"))
     whole_ms = median(s + a for s, a in zip(taken["select"], taken["attend"], strict=True)) / len(layers)
     row |= {"dense_ms": dense_ms, "select_ms": select_ms, "attend_ms": attend_ms, "whole_ms": whole_ms}

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.figures import read_figures
 from tests.helpers.external_tools import ROOT
-from vllm_sparse_backend.config.crossover_table import AUTO, Place, load_crossover, resolve_thresholds
+from vllm_sparse_backend.config.crossover_table import AUTO, LayerSize, Place, load_crossover, resolve_lengths
 from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_kernels.methods import METHODS
 
@@ -266,25 +266,25 @@ def number(cell: str) -> int:
 @pytest.mark.parametrize("row", table("docs/choosing_a_setting.md", "GPU, with the default method"), ids=" ".join)
 def test_dense_prompts(row: list[str]) -> None:
     """The shortest prompt, without a cached prefix and in one row, that runs sparse with the default method."""
-    device, num_heads, num_kv_heads, head_dim, dense_below, dense_positions = row
-    shape = (32, 8, 128) if head_dim == "any" else (number(num_heads), number(num_kv_heads), number(head_dim))
-    crossovers = load_crossover()
+    device, num_heads, head_dim, weights, dense_below, dense_positions = row
+    size = LayerSize(1, 1) if head_dim == "any" else LayerSize(number(num_heads) * number(head_dim), number(weights))
     method = METHODS[PRESETS["default"][0]].parameters()
-    thresholds = resolve_thresholds(AUTO, AUTO, [method], crossovers, Place(DEVICES[device], "hopper", shape))
-    assert thresholds.min_tokens == number(dense_positions)
-    shortest = next(length for length in range(1, 200_000) if thresholds.dense_reason(length, length) is None)
+    lengths = resolve_lengths(AUTO, AUTO, [method], load_crossover(), Place(DEVICES[device], "hopper", size))
+    assert lengths.min_tokens == number(dense_positions)
+    shortest = next(length for length in range(1, 200_000) if lengths.dense_reason(length, length) is None)
     assert shortest == number(dense_below)
 
 
 def test_crossovers_by_engine() -> None:
-    crossovers = load_crossover()
-    method = METHODS[PRESETS["default"][0]].parameters()
-    for model, heads, kv_heads, head_dim, *cells in table(PERFORMANCE, "model", "heads", "kv heads"):
-        shape = (number(heads), number(kv_heads), number(head_dim))
-        for engine, cell in zip(("hopper", "flash", "portable"), cells, strict=True):
-            (entry,) = crossovers.find(DEVICES["H100"], engine, method, shape)
-            assert entry.shape == shape
-            assert entry.min_tokens == number(cell), (model, engine)
+    default = METHODS[PRESETS["default"][0]].parameters()
+    measured = {
+        (entry.num_heads, entry.num_kv_heads, entry.head_dim, entry.engine): entry.min_tokens
+        for entry in load_crossover().entries
+        if (entry.device, entry.parameters) == (DEVICES["H100"], default)
+    }
+    for model, *heads, hopper, flash, portable in table(PERFORMANCE, "model", "heads", "kv heads"):
+        for engine, cell in (("hopper", hopper), ("flash", flash), ("portable", portable)):
+            assert measured[(*map(number, heads), engine)] == number(cell), (model, engine)
 
 
 def test_ttft_of_latent_attention() -> None:

@@ -3,19 +3,15 @@
 
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.helpers.calibration_cases import COSTS, HEADS, LAYERS, StructuredCapturer, make_job
 from vllm_sparse_backend.calibration.judge import Bound
-from vllm_sparse_backend.calibration.loop import Job, Progress, calibrate, with_default_crossover
+from vllm_sparse_backend.calibration.loop import Job, Progress, calibrate
 from vllm_sparse_backend.calibration.search import Choose, choose_cheapest
-from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import parse_profile
 from vllm_sparse_kernels.attention import PORTABLE, AttendEngine
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -56,18 +52,6 @@ def test_a_profile_says_what_was_found_and_on_what(tmp_path):
             assert max(p99[layer]) <= bound.p99
         assert provenance.density == pytest.approx(kept / (LAYERS * HEADS), rel=1e-3)
     assert profile.at_level("fast").provenance.density < profile.provenance.density < 1
-
-
-def test_a_profile_of_best_runs_sparse_as_early_as_the_default(tmp_path):
-    profile = calibrate(make_job(tmp_path / "work"), cheapest, BOUNDS, "a test")
-    h100, table = "NVIDIA H100 80GB HBM3", load_crossover()
-    (entry,) = table.find(h100, "hopper", make_method("default", {}), (32, 8, 128))
-    card = SimpleNamespace(engines={"hopper": None, "flash": None})
-    job = SimpleNamespace(shape=ModelShape("Llama", 32, 32, 8, 128), device_name=h100, card=card)
-    measured = with_default_crossover(profile, job, table)
-    assert (measured.min_tokens, measured.min_query_tokens) == (entry.min_tokens, entry.min_query_tokens)
-    for unmeasured in (SimpleNamespace(**{**vars(job), "device_name": "NVIDIA A100"}), make_job(tmp_path / "cpu")):
-        assert with_default_crossover(profile, unmeasured, table) == profile
 
 
 def test_prompts_without_a_sparse_position_are_refused(tmp_path):

@@ -241,9 +241,11 @@ def test_the_measured_speed_ups_are_those_of_the_readme() -> None:
         ("an unmeasured GPU", 16384, "nothing will run sparse: .* of more than 16384 tokens.*supports 16,384 tokens"),
     ],
 )
-def test_the_length_from_which_a_device_runs_sparse(device: str, positions: int, says: str) -> None:
+def test_the_length_from_which_a_device_runs_sparse(device: str, positions: int, says: str, tmp_path: Path) -> None:
     """Lengths as in docs/choosing_a_setting.md. The last model is as Phi-4."""
-    finding = doctor.first_sparse_length(ModelShape.from_config(LLAMA_8B, "x"), positions, device, "hopper")
+    model = CheckedModel.read(model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": positions}))
+    shape = ModelShape.from_config(LLAMA_8B, "x")
+    finding = doctor.first_sparse_length(model, shape, device, "hopper")
     assert re.search(says, finding.text)
     assert finding.level == ("note" if "nothing" in says else "ok")
 

@@ -26,8 +26,8 @@ CALIBRATE = ("profile", "calibrate", BUNDLED, "--method", "sale")
 FILES: dict[str, tuple[object, ...]] = {
     "doctor --json": ("doctor", "--json"),
     "serve --json": ("bench", "serve", BUNDLED, "--json"),
-    "crossover --out": ("bench", "crossover", "--out"),
-    "crossover --json": ("bench", "crossover", "--json"),
+    "crossover --out": ("bench", "crossover", BUNDLED, "--out"),
+    "crossover --json": ("bench", "crossover", BUNDLED, "--json"),
     "answers --json": ("eval", "answers", BUNDLED, "--json"),
     "import out": ("profile", "import", "patterns.json", "model"),
     "best --out": ("profile", "best", BUNDLED, "--out"),

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_sparse_backend.config import auto_profile
 from vllm_sparse_backend.config.auto_profile import choose_profile
-from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
@@ -65,7 +65,7 @@ def test_the_log_says_what_was_taken_and_the_default_runs_where_nothing_was() ->
     config = SparsePrefillConfig(profile="auto")
     plan = Plan.build(config, replace(QWEN, names=("Qwen2-7B-Instruct",)))
     taken = "profile minference-qwen2-7b-instruct (auto: it was made for Qwen2-7B-Instruct; others that"
-    assert plan.describe(Thresholds(0, 0))[0].startswith(f"sparse prefill with {taken}")
+    assert plan.describe(Lengths(0, 0))[0].startswith(f"sparse prefill with {taken}")
     assert plan.methods >= {make_method("vertical_slash", {"vertical_tokens": 3500, "slash_tokens": 100})}
     plan = Plan.build(config, replace(QWEN, names=("tune",)))  # not the plan with the same shape and another name
     assert plan.methods == {make_method("default", {})}

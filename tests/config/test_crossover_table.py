@@ -9,8 +9,16 @@ import pytest
 
 from tests.helpers.crossover_cases import CARD, entry, written
 from tests.helpers.folders import profile_file
-from vllm_sparse_backend.config import crossover_table
-from vllm_sparse_backend.config.crossover_table import Crossover, Thresholds, load_crossover
+from vllm_sparse_backend.config.crossover_table import (
+    NEVER,
+    UNMEASURED,
+    Crossover,
+    LayerSize,
+    Lengths,
+    Place,
+    load_crossover,
+    resolve_lengths,
+)
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -21,6 +29,7 @@ from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.methods.top_p import TopP
 
 SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
+WEIGHTS_8B = 218_103_808
 
 
 def table(*entries: dict[str, Any]) -> Crossover:
@@ -31,12 +40,12 @@ def settings(measured: Crossover, device: str = CARD, ranks: tuple[int, int] = (
     """Return resolved settings with another table."""
     if "profile" not in fields:
         fields = {"method": "a_shape"} | fields
-    resolved = Resolved.from_additional_config({"sparse_prefill": fields}, SHAPE, device, *ranks)
+    resolved = Resolved.from_additional_config({"sparse_prefill": fields}, SHAPE, WEIGHTS_8B, device, *ranks)
     return replace(resolved, table=measured)
 
 
-def resolved(measured: Crossover, device: str = CARD, **fields: Any) -> Thresholds:
-    return settings(measured, device, **fields).thresholds(ON, ["flash"])
+def resolved(measured: Crossover, device: str = CARD, **fields: Any) -> Lengths:
+    return settings(measured, device, **fields).lengths(ON, ["flash"])
 
 
 def test_the_table_that_ships_is_one_and_is_in_the_package() -> None:
@@ -44,55 +53,35 @@ def test_the_table_that_ships_is_one_and_is_in_the_package() -> None:
 
 
 def test_a_measurement_of_the_very_same() -> None:
-    assert resolved(table(entry(9000, 700))) == Thresholds(9000, 700)
-    assert resolved(table(entry(9000, 700)), device=CARD.lower()) == Thresholds(9000, 700)
-
-
-@pytest.mark.parametrize(
-    ("min_tokens", "setting", "pairs"),
-    [
-        (3072, "auto", 3072 * 3072 + 3072 * 3073 // 2),
-        (9000, "auto", 4096 * 9000 + 4096 * 4097 // 2),
-        (9000, 2000, 0),
-    ],
-)
-def test_a_measured_length_says_how_many_pairs_pay(min_tokens: int, setting: Any, pairs: int) -> None:
-    thresholds = resolved(table(entry(min_tokens, 256)), min_tokens=setting)
-    assert thresholds.min_pairs == pairs
-    assert (f"{pairs:,} pairs" in str(thresholds)) is (pairs > 0)
-
-
-def test_pairs_are_those_of_the_measurement() -> None:
-    """With chunks of 2,048, ``bench crossover`` times 1,024 tokens."""
-    thresholds = resolved(table(entry(9000, 256, chunk_tokens=2048)))
-    assert thresholds.min_pairs == 1024 * 9000 + 1024 * 1025 // 2
+    assert resolved(table(entry(9000, 700))) == Lengths(9000, 700)
+    assert resolved(table(entry(9000, 700)), device=CARD.lower()) == Lengths(9000, 700)
 
 
 @pytest.mark.parametrize("fields", [{"min_query_tokens": 64}, {"min_tokens": 3000}, {"method": "sale"}], ids=str)
 def test_without_both_measurements_any_number_of_pairs_runs_sparse(fields: dict[str, Any]) -> None:
-    thresholds = resolved(table(entry(9000, 256)), **fields)
-    assert thresholds.min_pairs == 0
-    assert thresholds.dense_reason(2048, 20000) is None
+    lengths = resolved(table(entry(9000, 256, min_pairs=45_000_000)), **fields)
+    assert lengths.min_pairs == 0
+    assert lengths.dense_reason(2048, 20000) is None
 
 
 def test_new_tokens_count_as_pairs_where_servers_were_measured() -> None:
     """Few new tokens need a longer prefix: their linear layers hide less of the time to launch selection."""
     measured = settings(table(entry(3072, 1000, min_pairs=36_000_000, pairs_per_token=4000)))
-    assert measured.numbers()[ON]["flash"] == [3072, 1000, 36_000_000, 4000]  # of which all nodes and salts know
-    thresholds = measured.thresholds(ON, ["flash"])
-    assert thresholds.dense_reason(8192, 8192) is None
-    assert thresholds.dense_reason(2000, 10_000) is Fallback.FEW_PAIRS
-    assert thresholds.dense_reason(2000, 32_000) is None
+    assert "36,000,000 pairs" in str(measured.lengths_by_engine(ON)["flash"])  # which all nodes and salts compare
+    lengths = measured.lengths(ON, ["flash"])
+    assert lengths.dense_reason(8192, 8192) is None
+    assert lengths.dense_reason(2000, 10_000) is Fallback.FEW_PAIRS
+    assert lengths.dense_reason(2000, 32_000) is None
 
 
 def test_reasons_of_dense_rows() -> None:
-    thresholds = Thresholds(3000, 200, min_pairs=1_000_000)
+    lengths = Lengths(3000, 200, min_pairs=1_000_000)
     reasons = {
         (3000, 3000): Fallback.TOO_SHORT, (3199, 3199): Fallback.SHORT_QUERY, (199, 90000): Fallback.SHORT_QUERY,
         (3200, 3200): Fallback.FEW_PAIRS, (200, 5000): Fallback.FEW_PAIRS, (200, 5101): None, (4000, 4000): None,
     }  # fmt: skip
-    assert {lengths: thresholds.dense_reason(*lengths) for lengths in reasons} == reasons
-    assert Thresholds(None, 1).dense_reason(9000, 9000) is Fallback.NEVER_FASTER
+    assert {row: lengths.dense_reason(*row) for row in reasons} == reasons
+    assert NEVER.dense_reason(9000, 9000) is Fallback.NEVER_FASTER
 
 
 @pytest.mark.parametrize(
@@ -103,83 +92,107 @@ def test_reasons_of_dense_rows() -> None:
         ([entry(1, method="dense"), entry(2)], 2),
         ([entry(1), entry(2, params={"sink_tokens": 64})], 1),
         ([entry(1, num_heads=64), entry(2)], 2),
-        # Of other heads, those with the nearest total width; the most cautious of equally near ones.
-        ([entry(1, num_heads=64), entry(2, num_heads=8)], 1),
-        ([entry(1, num_heads=8), entry(2, num_heads=64, head_dim=64)], 2),
-        ([entry(1, num_heads=16), entry(2, num_heads=64)], 2),
-        # Equal parameters with other heads take precedence over other parameters with equal heads.
+        # Equal parameters in other layers take precedence over other parameters in equal layers.
         ([entry(1, num_heads=64), entry(2, params={"sink_tokens": 64})], 1),
         # Only other parameters: the most cautious of the closest measurements.
         ([entry(5, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 5),
         ([entry(5, num_heads=64, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 2),
+        # Of other layers, the most similar; the most cautious of equally similar ones.
+        ([entry(1, num_heads=64), entry(2, num_heads=8)], 1),
+        ([entry(1, num_heads=8), entry(2, num_heads=64, head_dim=64)], 2),
+        ([entry(1, num_heads=16), entry(2, num_heads=64)], 2),
+        ([entry(1, layer_weights=10**8), entry(2, layer_weights=10**7)], 1),
+        ([entry(1, num_heads=16), entry(2, layer_weights=10**7)], 1),
     ],
 )
 def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected: int) -> None:
     assert resolved(table(*entries)).min_tokens == expected
 
 
-@pytest.mark.parametrize(
-    ("shape", "min_tokens"),
-    [((32, 8, 128), 3072), ((64, 8, 128), 3072), ((8, 2, 128), 32768), ((14, 2, 64), 32768), ((9, 3, 64), 65536)],
-)
-def test_small_models_run_sparse_later(shape: tuple[int, int, int], min_tokens: int) -> None:
-    """The bundled table has an 8B model's heads, and those of two small models, for the default method on an H100."""
-    (measurement,) = load_crossover().find("NVIDIA H100 80GB HBM3", "hopper", TopP(), shape)
-    assert measurement.min_tokens == min_tokens
+EXPERTS = Lengths(3072, 1000, 160_000_000, 12_000)
 
 
 @pytest.mark.parametrize(
-    ("chunk", "busy", "min_query_tokens", "expected"),
+    ("size", "on_h200", "on_h100"),
     [
-        (8192, 7000, "auto", 2048),
-        (2048, 2047, "auto", 2047),  # next to a single decode
-        (2048, 1025, "auto", 1792),
-        (1800, 1800, "auto", 1800),
-        (1791, 1791, "auto", 2048),  # too small to have been measured: only reported
-        (4096, 3841, 4096, 2048),  # a profile that was made for larger steps
-        (2048, 1025, 4096, 1792),
-        (2048, 1025, 512, 512),
+        (LayerSize(32 * 128, WEIGHTS_8B), Lengths(3072, 1000, 36_000_000, 4000), Lengths(3072, 1000, 14_157_312)),
+        (LayerSize(32 * 128, 56_623_104), EXPERTS, EXPERTS),  # Qwen3-30B-A3B: 32 heads, 4 kv heads
+        (LayerSize(8 * 128, 3_080_192), Lengths(32768, 1024, 142_608_384), Lengths(32768, 1024, 142_608_384)),
+        (LayerSize(9 * 64, 3_538_944), Lengths(65536, 2048, 276_826_112), Lengths(65536, 2048, 276_826_112)),
     ],
+)  # fmt: skip
+def test_measured_models(size: LayerSize, on_h200: Lengths, on_h100: Lengths) -> None:
+    assert [bundled(device, size) for device in ("NVIDIA H200", CARD)] == [on_h200, on_h100]
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", CARD])
+@pytest.mark.parametrize(
+    ("size", "like"),
+    [
+        (LayerSize(64 * 128, 855_638_016), "8B"),  # Llama-3.1-70B: 64 heads, 8 kv heads
+        (LayerSize(28 * 128, 233_046_016), "8B"),  # Qwen2.5-7B: 28 heads, 4 kv heads
+        (LayerSize(32 * 128, 173_015_040), "8B"),  # Yi-6B: 32 heads, 4 kv heads, dense
+        (LayerSize(64 * 64, 126_074_880), "8B"),  # gpt-oss-120b: 4 active experts
+        (LayerSize(32 * 64, 60_817_408), "experts"),  # Llama-3.2-1B
+        (LayerSize(32 * 128, None), "8B and experts"),  # the strictest of equally near ones
+    ],
+    ids=str,
 )
-def test_steps_too_small_for_the_number_lower_it_as_far_as_was_measured(
-    chunk: int, busy: int, min_query_tokens: Any, expected: int
-) -> None:
-    fitted = resolved(table(entry(9000, 2048)), min_query_tokens=min_query_tokens).fitted(chunk, busy)
-    assert fitted.min_query_tokens == expected
-    before = 2048 if min_query_tokens == "auto" else min_query_tokens
-    lines = [f"min_query_tokens is {expected} here, not {before}: a step has at most {chunk} new tokens"] * (
-        expected != before
+def test_models_that_nobody_measured_take_the_lengths_of_the_nearest(size: LayerSize, like: str, device: str) -> None:
+    """Heads alone do not tell a dense model from one of experts, whose layers hide less of selection's launches."""
+    of_8b = bundled(device, LayerSize(32 * 128, WEIGHTS_8B))
+    expected = {"8B": of_8b, "experts": EXPERTS, "8B and experts": Lengths.strictest([of_8b, EXPERTS])}
+    assert bundled(device, size) == expected[like]
+
+
+def bundled(device: str, size: LayerSize) -> Lengths:
+    """Return the default method's lengths in the table that comes with the package."""
+    return resolve_lengths("auto", "auto", [TopP()], load_crossover(), Place(device, "hopper", size))
+
+
+@pytest.mark.parametrize("source", ["configuration", "profile"])
+def test_a_number_of_new_tokens_that_is_set_applies_as_it_is(source: str, tmp_path: Path) -> None:
+    """A profile's number too, also on a server whose steps are smaller than it."""
+    measured = table(entry(9000, 2048, min_pairs=45_000_000))
+    profile = profile_file(
+        tmp_path, default={"method": "a_shape"}, **({"min_query_tokens": 4096} if source == "profile" else {})
     )
-    assert [note.partition(" of a")[0] for note in fitted.notes] == lines
-    unmeasured = resolved(table(), min_query_tokens=min_query_tokens)
-    assert unmeasured.fitted(chunk, busy) is unmeasured
+    numbers = {"min_query_tokens": 4096} if source == "configuration" else {}
+    assert resolved(measured, profile=profile, **numbers) == Lengths(9000, 4096)
+
+
+def test_a_profile_may_take_the_lengths_of_one_of_its_methods(tmp_path: Path) -> None:
+    """As profiles of ``profile best`` do: all four lengths, of this server's device and not of another one's."""
+    of_top_p = {"min_pairs": 36_000_000, "pairs_per_token": 4000}
+    measured = table(entry(49152, 2048, min_pairs=200_000_000), entry(3072, 1000, method="top_p", **of_top_p))
+    profile = profile_file(tmp_path, default={"method": "a_shape"}, lengths_of={"method": "top_p"})
+    assert resolved(measured, profile=profile) == Lengths(3072, 1000, 36_000_000, 4000)
 
 
 @pytest.mark.parametrize("others", [[], [entry(1, device="other")], [entry(1, engine="portable")]])
 def test_without_one_it_is_cautious_and_says_what_measures(others: list[dict[str, Any]]) -> None:
-    thresholds = resolved(table(*others))
-    assert thresholds.min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
-    assert thresholds.min_query_tokens == crossover_table.UNMEASURED_MIN_QUERY_TOKENS
-    (note,) = thresholds.notes
+    lengths = resolved(table(*others))
+    assert lengths == UNMEASURED
+    (note,) = lengths.notes
     assert f"a_shape not measured on {CARD} with engine flash" in note
-    assert "run `sparse-prefill bench crossover` to measure this device" in note
+    assert "run `sparse-prefill bench crossover MODEL` to measure this device" in note
 
 
 @pytest.mark.parametrize("numbers", [(None, 512), (9000, None), (None, None)])
 def test_what_never_pays_stays_dense_until_the_operator_sets_a_number(numbers: tuple[int | None, int | None]) -> None:
     measured = table(entry(*numbers))
-    thresholds = resolved(measured)
-    assert thresholds.min_tokens is None
-    assert str(thresholds) == "no rows"
-    assert "a_shape never faster than dense attention" in thresholds.notes[0]
-    assert "set min_tokens" in thresholds.notes[0]
+    lengths = resolved(measured)
+    assert lengths == NEVER
+    assert str(lengths) == "no rows"
+    assert "a_shape never faster than dense attention" in lengths.notes[0]
+    assert "set min_tokens" in lengths.notes[0]
     assert resolved(measured, min_tokens=500).min_tokens == 500
 
 
 def test_numbers_that_are_set_need_no_measurement() -> None:
-    assert resolved(table(), min_tokens=500, min_query_tokens=20) == Thresholds(500, 20)
-    assert resolved(table(entry(9000, 700)), min_tokens=500) == Thresholds(500, 700)
-    assert resolved(table(entry(9000, 700)), min_query_tokens=20) == Thresholds(9000, 20)
+    assert resolved(table(), min_tokens=500, min_query_tokens=20) == Lengths(500, 20)
+    assert resolved(table(entry(9000, 700)), min_tokens=500) == Lengths(500, 700)
+    assert resolved(table(entry(9000, 700)), min_query_tokens=20) == Lengths(9000, 20)
     for setting, names in (
         ({"min_tokens": 500}, "auto uses the conservative defaults min_query_tokens 1024;"),
         ({"min_query_tokens": 20}, "auto uses the conservative defaults min_tokens 16384;"),
@@ -197,12 +210,12 @@ def mixed(tmp_path: Path, default: str, head: str) -> str:
 
 def test_several_methods_take_the_largest_of_theirs(tmp_path: Path) -> None:
     measured = table(entry(9000, 700), entry(4000, 900, method="top_p"), entry(None, None, method="sale"))
-    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "top_p")) == Thresholds(9000, 900)
-    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "sale")).min_tokens is None
+    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "top_p")) == Lengths(9000, 900)
+    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "sale")).min_tokens == NEVER.min_tokens
     # A dense head next to other heads needs no measurement, but a dense method does.
-    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "dense")) == Thresholds(9000, 700)
+    assert resolved(measured, profile=mixed(tmp_path, "a_shape", "dense")) == Lengths(9000, 700)
     alone = resolved(table(), method="dense")
-    assert (alone.min_tokens, len(alone.notes)) == (crossover_table.UNMEASURED_MIN_TOKENS, 1)
+    assert (alone.min_tokens, len(alone.notes)) == (UNMEASURED.min_tokens, 1)
 
 
 def test_all_ranks_go_sparse_from_the_same_lengths_on(tmp_path: Path) -> None:
@@ -210,19 +223,20 @@ def test_all_ranks_go_sparse_from_the_same_lengths_on(tmp_path: Path) -> None:
     measured = table(entry(9000, 700), entry(4000, 900, method="sparge_attn"))
     profile = mixed(tmp_path, "sparge_attn", "a_shape")
     ranks = [settings(measured, ranks=(rank, 4), profile=profile) for rank in range(4)]
-    assert {rank.thresholds(ON, ["flash"]) for rank in ranks} == {Thresholds(9000, 900)}
-    assert {rank.earliest_thresholds().min_tokens for rank in ranks} == {
-        settings(measured, profile=profile).earliest_thresholds().min_tokens
+    assert {rank.lengths(ON, ["flash"]) for rank in ranks} == {Lengths(9000, 900)}
+    assert {rank.earliest_lengths().min_tokens for rank in ranks} == {
+        settings(measured, profile=profile).earliest_lengths().min_tokens
     }
 
 
 def test_layers_with_different_engines_take_the_strictest() -> None:
-    measured = table(entry(9000, 700), entry(20000, 100, engine="portable"))
-    assert settings(measured).thresholds(ON, ("flash", "portable")) == Thresholds(20000, 100)
-    assert settings(measured).earliest_thresholds() == Thresholds(9000, 700)
-    assert settings(table()).earliest_thresholds().min_tokens == crossover_table.UNMEASURED_MIN_TOKENS
+    """Memory is prepared for the lowest number of each kind: on an H100, portable's fewer new tokens are more rows."""
+    measured = table(entry(9000, 700), entry(20000, 100, engine="portable", min_pairs=10**7))
+    assert settings(measured).lengths(ON, ("flash", "portable")) == Lengths(20000, 700, 10**7)
+    assert settings(measured).earliest_lengths() == Lengths(9000, 100)
+    assert settings(table()).earliest_lengths() == UNMEASURED
     never = settings(table(entry(None), entry(3000, engine="portable"), entry(4000, engine="hopper")))
-    assert never.earliest_thresholds().min_tokens == 3000
+    assert never.earliest_lengths().min_tokens == 3000
 
 
 def test_an_engine_without_measurements_is_named(tmp_path: Path) -> None:
@@ -230,10 +244,10 @@ def test_an_engine_without_measurements_is_named(tmp_path: Path) -> None:
     path = tmp_path / "crossover.json"
     path.write_text(written(entry(9000, 700), entry(20000, 100, engine="portable")))
     config = {"sparse_prefill": {"method": "a_shape", "crossover": str(path)}}
-    measured = Resolved.from_additional_config(config, SHAPE, CARD)
-    assert measured.thresholds(ON, ["flash", "portable"]).min_tokens == 20000
-    assert "with engine hopper" in measured.thresholds(ON, ["hopper"]).notes[0]
-    assert measured.numbers()[ON]["any other"] == [16384, 1024, 0, 0]
+    measured = Resolved.from_additional_config(config, SHAPE, WEIGHTS_8B, CARD)
+    assert measured.lengths(ON, ["flash", "portable"]).min_tokens == 20000
+    assert "with engine hopper" in measured.lengths(ON, ["hopper"]).notes[0]
+    assert measured.lengths_by_engine(ON)["any other"] == UNMEASURED
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 
 import pytest
 
+from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.method_parameters import make_method, parameters_of
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
@@ -57,10 +58,15 @@ def test_any_field_of_any_head_makes_another(name: str) -> None:
             plans.append(plan_of(heads))
     # The number of a cluster with a single member does not matter.
     computed = {plan.layers for plan in plans}
-    assert len({fingerprint(plan) for plan in plans}) == len(computed)
+    assert len({fingerprint(plan, {}) for plan in plans}) == len(computed)
 
 
 def test_what_auto_stands_for_makes_another() -> None:
     plan = Plan.build(SparsePrefillConfig(), SHAPE)
-    numbers = [{"hopper": [tokens, 1024]} for tokens in (8192, 16384)]
-    assert len({fingerprint(plan), *(fingerprint(plan, auto_numbers) for auto_numbers in numbers)}) == 3
+    lengths = [
+        Lengths(8192, 1024),
+        Lengths(16384, 1024),
+        Lengths(8192, 1024, 36_000_000),
+        Lengths(8192, 1024, 36_000_000, 1),
+    ]
+    assert len({fingerprint(plan, {"hopper": of_engine}) for of_engine in lengths}) == len(lengths)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.layer_weights import LinearSizes
+from vllm_sparse_backend.config.layer_weights import mean_layer_weights
+from vllm_sparse_backend.config.model_check import read_config
+from vllm_sparse_backend.config.model_shape import ModelShape
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
@@ -20,29 +22,32 @@ QWEN3_30B_A3B = {
 }  # fmt: skip
 
 
-def sizes_of(config: dict, folder: Path) -> LinearSizes:
+WEIGHTS_8B = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
+
+
+def weights_of(config: dict, folder: Path) -> int:
     (folder / "config.json").write_text(json.dumps(config))
-    return LinearSizes.of(folder)
+    return mean_layer_weights(read_config(folder), ModelShape.from_folder(folder), str(folder / "config.json"))
 
 
-def test_an_8b_model_has_the_default_sizes(tmp_path: Path) -> None:
-    assert sizes_of(LLAMA_8B, tmp_path) == LinearSizes() == LinearSizes.of(None)
+def test_attention_and_feed_forward_layers_count(tmp_path: Path) -> None:
+    assert weights_of(LLAMA_8B, tmp_path) == WEIGHTS_8B
 
 
 def test_only_active_experts_count(tmp_path: Path) -> None:
     attention = 2048 * 128 * (2 * 32 + 2 * 4)
-    assert sizes_of(QWEN3_30B_A3B, tmp_path) == LinearSizes(2048, attention + 8 * 3 * 2048 * 768)
+    assert weights_of(QWEN3_30B_A3B, tmp_path) == attention + 8 * 3 * 2048 * 768
 
 
 def test_the_text_part_of_a_multimodal_model_counts(tmp_path: Path) -> None:
-    assert sizes_of({"architectures": ["X"], "text_config": LLAMA_8B, "vision_config": {}}, tmp_path) == LinearSizes()
+    assert weights_of({"architectures": ["X"], "text_config": LLAMA_8B, "vision_config": {}}, tmp_path) == WEIGHTS_8B
 
 
 def test_widths_that_differ_between_layers_count_as_their_mean(tmp_path: Path) -> None:
-    assert sizes_of({**LLAMA_8B, "intermediate_size": [14000, 14672]}, tmp_path) == LinearSizes()
+    assert weights_of({**LLAMA_8B, "intermediate_size": [14000, 14672]}, tmp_path) == WEIGHTS_8B
 
 
 @pytest.mark.parametrize("width", ["wide", [1, "2"], -1])
 def test_a_width_that_is_no_number_names_its_file(width: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"config.json: intermediate_size: .*one number for all layers"):
-        sizes_of({**LLAMA_8B, "intermediate_size": width}, tmp_path)
+        weights_of({**LLAMA_8B, "intermediate_size": width}, tmp_path)

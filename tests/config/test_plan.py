@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.helpers.folders import profile_file
-from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.crossover_table import NEVER, Lengths
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -135,15 +135,15 @@ def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
         "sparse_prefill": {"profile": str(path), "crossover": str(table), "dense_layers": [2]},
         "other": 1,
     }
-    first = Resolved.from_additional_config(additional_config, SHAPE, "cpu")
+    first = Resolved.from_additional_config(additional_config, SHAPE, None, "cpu")
     travelled = json.loads(json.dumps(with_carried(additional_config, first.documents, first.device)))
     assert travelled.items() >= additional_config.items()
     path.unlink()
     table.write_text("broken")
-    again = Resolved.from_additional_config(travelled, SHAPE, "cpu", 1, 2)
+    again = Resolved.from_additional_config(travelled, SHAPE, None, "cpu", 1, 2)
     assert (again.config, again.table, again.documents) == (first.config, first.table, first.documents)
     assert again.plan.source == first.plan.source == f"profile {path}"
-    assert Resolved.from_additional_config(travelled, SHAPE, "cpu").plans == first.plans
+    assert Resolved.from_additional_config(travelled, SHAPE, None, "cpu").plans == first.plans
 
 
 def test_a_plan_without_a_sparse_layer_is_refused() -> None:
@@ -154,8 +154,8 @@ def test_a_plan_without_a_sparse_layer_is_refused() -> None:
 def test_description_says_what_runs_how(write: Write) -> None:
     layers = {(2, 3): LayerProfile(heads={(0, 1): DENSE, (2,): NARROW})}
     path = write(layers=layers, dense_layers=[0], min_tokens=4096)
-    thresholds = Thresholds(4096, 300, ("a note",))
-    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE).describe(thresholds) == [
+    lengths = Lengths(4096, 300, notes=("a note",))
+    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE).describe(lengths) == [
         f"sparse prefill with profile {path}, for rows of more than 4096 tokens, at least 300 of them new",
         "a note",
         "layers 0: dense",
@@ -163,7 +163,7 @@ def test_description_says_what_runs_how(write: Write) -> None:
         "layers 2-3: dense() on 4 heads of this rank",
     ]
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 1, "local_tokens": 2})
-    assert Plan.build(config, SHAPE, 1, 2).describe(Thresholds(None, 5)) == [
+    assert Plan.build(config, SHAPE, 1, 2).describe(NEVER) == [
         "sparse prefill with method a_shape, for no rows",
         "layers 0-3: a_shape(sink_tokens=1, local_tokens=2) on 16 heads of this rank",
     ]

@@ -1,84 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench crossover` compares the times that attention adds to linear layers. A stand-in replaces the card."""
+"""`bench crossover` finds the lengths from which measured times pay."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+import random
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-import torch
 
-from vllm_sparse_backend.config.layer_weights import LinearSizes
-from vllm_sparse_backend.evaluation import crossover_bench
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
-from vllm_sparse_backend.evaluation.crossover_bench import NOISE, STEPS, against_dense
-from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of
-from vllm_sparse_kernels.attention import AttendEngine
-from vllm_sparse_kernels.layer import layer_plan
-from vllm_sparse_kernels.methods.minference.a_shape import AShape
-
-HEADS = Heads(num_heads=2, num_kv_heads=1, head_dim=64, page_tokens=64, dtype=torch.float16)
-LAYERS, CONTEXT, NEW = 3, 200, 56
-SIZES = LinearSizes(8, 80)
-
-
-class Recorder:
-    """A card that records the order of runs, and returns given times by contestant."""
-
-    def __init__(self, taken: dict[str, list[float]]) -> None:
-        self.taken, self.order, self.linear_of = taken, defaultdict[str, list[str]](list), []
-        self.current: list[str] = []
-
-    def dense(self, batch: Any, out: torch.Tensor) -> Callable[[], object]:
-        return lambda: self.current.append("dense")
-
-    def linear(self, sizes: LinearSizes, num_tokens: int) -> Callable[[], object]:
-        self.linear_of.append((sizes, num_tokens))
-        return lambda: self.current.append("products")
-
-    def wall_ms(
-        self, contestants: dict[str, Sequence[Callable[[], object]]], budget_s: float
-    ) -> dict[str, list[float]]:
-        for name, runs in contestants.items():
-            self.current = self.order[name]
-            for run in runs:
-                run()
-        return self.taken
-
-
-@pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Recorder, dict[str, float]]]:
-    def run(dense: list[float], ours: list[float], linear: list[float]) -> tuple[Recorder, dict[str, float]]:
-        card = Recorder({"dense": dense, "ours": ours, "linear": linear})
-        prompts = [planted_prompt(HEADS, CONTEXT + NEW, torch.device("cpu"), seed) for seed in range(LAYERS)]
-        plan = [layer_plan([AShape(64, 64)] * HEADS.num_heads)] * LAYERS
-        monkeypatch.setattr(TimedLayer, "run", lambda self, engine: card.current.append("sparse"))
-        monkeypatch.setattr(crossover_bench, "causal_pairs", lambda rows: 1)
-        engine = AttendEngine("portable", lambda spec: None, lambda *args, **options: None)
-        layers = layers_of(prompts, plan, CONTEXT, NEW, "auto")
-        for layer in layers:
-            layer.select()
-        return card, against_dense(card, layers, [engine] * LAYERS, SIZES)  # type: ignore[arg-type]
-
-    return run
-
-
-def test_products_of_linear_layers_lie_between_attention(compare) -> None:
-    card, row = compare([14.0, 13.0, 15.0], [7.0, 6.0, 6.5], [4.0, 4.0, 5.0])
-    runs = LAYERS * STEPS
-    assert card.order == {
-        "dense": ["dense", "products"] * runs, "ours": ["sparse", "products"] * runs, "linear": ["products"] * runs
-    }  # fmt: skip
-    assert card.linear_of == [(SIZES, NEW)]
-    # Medians of the differences of each pass: 10, 9 and 10, and 3, 2 and 1.5.
-    assert (row["dense_ms"], row["ms"], row["times_faster"]) == (10.0, 2.0, 5.0)
-
-
-@pytest.mark.parametrize(
-    ("dense", "ours", "times_faster"),
-    [(100.5, 99.0, 1.0), (103.0, 99.0, 3.0), (99.0, 103.0, 1 / 3)],
+from tests.helpers.crossover_cases import entry, written
+from tests.helpers.folders import LLAMA_8B, model_folder
+from vllm_sparse_backend.config.crossover_table import NEVER, Lengths, load_crossover
+from vllm_sparse_backend.evaluation.crossover_bench import (
+    Cell,
+    Crossover,
+    fit_lengths,
+    lengths_to_measure,
+    replace_entry,
 )
-def test_times_below_the_noise_of_linear_layers_count_as_noise(compare, dense, ours, times_faster) -> None:
-    _, row = compare([dense], [ours], [100.0])
-    assert min(row["dense_ms"], row["ms"]) >= 100 * NOISE
-    assert row["times_faster"] == pytest.approx(times_faster)
+from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.vllm_server import Settings
+
+
+def cells(saved_s: Callable[[Cell], float]) -> list[Cell]:
+    """Return cells in which sparse prefill saves a time, with a noise of 1 %."""
+    noise = random.Random(0)
+    measured = []
+    for length in lengths_to_measure(131_072):
+        cell = Cell(length.new_tokens, length.cached_tokens, 0.0, 0.0)
+        dense_s = 0.02 + 2e-5 * cell.new_tokens + 3e-10 * cell.pairs
+        times = (dense_s * noise.gauss(1, 0.01), (dense_s - saved_s(cell)) * noise.gauss(1, 0.01))
+        measured.append(Cell(cell.new_tokens, cell.cached_tokens, *times))
+    return measured
+
+
+@pytest.mark.parametrize("lengths", [Lengths(2048, 1000, 36_000_000, 4000), Lengths(2048, 2000, 160_000_000, 12_000)])
+def test_the_fit_finds_the_lengths_by_which_times_were_saved(lengths: Lengths) -> None:
+    def saved_s(cell: Cell) -> float:
+        return 2e-10 * (lengths.pairs(cell.sparse_tokens, cell.num_tokens) - lengths.min_pairs)
+
+    fitted = fit_lengths(cells(saved_s))
+    assert fitted.min_pairs == pytest.approx(lengths.min_pairs, rel=0.2)
+    assert fitted.pairs_per_token == pytest.approx(lengths.pairs_per_token, rel=0.4)
+    assert fitted.min_tokens == lengths.min_tokens
+
+
+def test_new_tokens_that_cost_time_do_not_count() -> None:
+    fitted = fit_lengths(cells(lambda cell: 2e-10 * cell.pairs - 4e-7 * cell.sparse_tokens - 0.003))
+    assert fitted.pairs_per_token == 0
+    assert fitted.min_pairs > 0
+
+
+@pytest.mark.parametrize("saved_s", [lambda cell: -0.001, lambda cell: 1e-12 * cell.pairs - 0.01])
+def test_what_saves_time_in_no_cell_never_pays(saved_s: Callable[[Cell], float], tmp_path: Path) -> None:
+    assert fit_lengths(cells(saved_s)) == NEVER
+    crossover = Crossover(model_folder(tmp_path / "model", LLAMA_8B), Settings({"method": "sale"}), 131_072, "")
+    replace_entry(tmp_path / "table.json", crossover.entry("a GPU", "hopper", NEVER, "a command"))
+    (measured,) = load_crossover(str(tmp_path / "table.json")).entries
+    assert measured.lengths == NEVER
+
+
+def test_an_entry_replaces_that_of_the_same_layers(tmp_path: Path) -> None:
+    (table := tmp_path / "table.json").write_text(written(entry(9000), entry(8000, layer_weights=1)))
+    replace_entry(table, entry(3000))
+    assert [measured.min_tokens for measured in load_crossover(str(table)).entries] == [8000, 3000]
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="given profile 'minference', expected a method"):
+        Crossover(tmp_path, Settings({"profile": "minference"}), 131_072, "")
+    with pytest.raises(BenchError, match="--longest: given 3,000, expected enough tokens"):
+        lengths_to_measure(3000)

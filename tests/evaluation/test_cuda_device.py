@@ -75,17 +75,6 @@ def test_device_time_is_that_of_the_spans_alone(card, clock):
     assert len(passes) == 2 + (MIN_PASSES + 1) * (2 + 7)
 
 
-def test_wall_time_is_a_runs_mean_and_contestants_take_turns(card, clock):
-    order = []
-
-    def contestant(name, ms):
-        return lambda: (order.append(name), clock.takes(ms)())
-
-    taken = card.wall_ms({"a": [contestant("a", 2), contestant("a", 4)], "b": [contestant("b", 8)] * 2}, budget_s=0.0)
-    assert taken == {"a": [pytest.approx(3)] * MIN_PASSES, "b": [pytest.approx(8)] * MIN_PASSES}
-    assert "".join(order[8:24]) == "aabb" + "bbaa" + "aabb" + "bbaa"
-
-
 def test_flash_attention_gets_the_batch(card, monkeypatch):
     calls = []
     fake = SimpleNamespace(flash_attn_varlen_func=lambda: lambda **arguments: calls.append(arguments))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.arena import UNLIMITED, layer_memory, step_limits
-from vllm_sparse_backend.config.crossover_table import UNMEASURED_MIN_TOKENS
+from vllm_sparse_backend.config.crossover_table import UNMEASURED
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Room, SparseRow
 
@@ -30,12 +30,12 @@ def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LE
     num_rows = generator.choice((1, 1, 1, 2, 3, 4, 8))
     left, rows = max_tokens, list[SparseRow]()
     for number in range(num_rows):
-        most = min(left, max_len - UNMEASURED_MIN_TOKENS)
+        most = min(left, max_len - UNMEASURED.min_tokens)
         if most < 1:
             break
         query_len = most if number == num_rows - 1 and generator.random() < 0.5 else generator.randint(1, most)
         longest = max_len - query_len
-        context_len = generator.choice((longest, generator.randint(UNMEASURED_MIN_TOKENS, longest)))
+        context_len = generator.choice((longest, generator.randint(UNMEASURED.min_tokens, longest)))
         rows.append(SparseRow(number, max_tokens - left, query_len, context_len))
         left -= query_len
     return rows

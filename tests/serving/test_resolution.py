@@ -24,8 +24,9 @@ FRONT, WORKER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 def table(tmp_path: Any) -> str:
     """A table in which ``auto`` gives different numbers on the two devices."""
     entry = {
-        "engine": "hopper", "method": "a_shape", "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vllm": "0.32",
-        "triton": "3.9", "date": "2026-11-25",
+        "engine": "hopper", "method": "a_shape", "num_heads": 4, "num_kv_heads": 2, "head_dim": 32,
+        "layer_weights": 10_000, "min_pairs": 0, "pairs_per_token": 0, "vllm": "0.32", "triton": "3.9",
+        "date": "2026-11-25",
     }  # fmt: skip
     numbers = {FRONT: (20480, 2048), WORKER: (4096, 512)}
     entries = [
@@ -55,15 +56,15 @@ def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
 def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on: Callable[[str], None]) -> None:
     """Otherwise its rows would run sparse from other lengths than those of the other workers."""
     on_worker = Resolved.from_additional_config(
-        {"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), WORKER
+        {"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), None, WORKER
     )
-    assert on_worker.thresholds("on", ["hopper"]).min_tokens == 4096
+    assert on_worker.lengths("on", ["hopper"]).min_tokens == 4096
     resolved = resolve(sent)
     assert resolved.device == FRONT
-    assert resolved.thresholds("on", ["hopper"]).min_tokens == 20480
-    assert resolved.earliest_thresholds().min_tokens == 16384
+    assert resolved.lengths("on", ["hopper"]).min_tokens == 20480
+    assert resolved.earliest_lengths().min_tokens == 16384
     on(FRONT)
-    assert resolve(sent).numbers() == resolved.numbers()
+    assert resolve(sent).lengths_by_engine("on") == resolved.lengths_by_engine("on")
 
 
 def test_a_worker_says_that_its_device_is_another(sent: Any, lines: list[str], on: Callable[[str], None]) -> None:
@@ -97,7 +98,7 @@ def test_a_process_parses_its_settings_once(sent: Any, monkeypatch: pytest.Monke
     assert len(parsed) == 1
     changed = pickle.loads(pickle.dumps(sent))
     changed.additional_config["sparse_prefill"]["min_tokens"] = 96
-    assert resolve(changed).earliest_thresholds().min_tokens == 96
+    assert resolve(changed).earliest_lengths().min_tokens == 96
 
 
 def test_settings_that_others_share_a_store_by_differ_with_what_auto_stands_for(

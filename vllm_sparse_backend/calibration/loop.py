@@ -33,9 +33,8 @@ from vllm_sparse_backend.calibration.search import (
     halved,
     ladder_of,
 )
-from vllm_sparse_backend.config.crossover_table import Crossover
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
-from vllm_sparse_backend.config.method_parameters import describe, make_method
+from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import HeadFigures, Level, Profile, Provenance
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
@@ -386,20 +385,3 @@ def _profile(job: Job, own: Level, **names: object) -> Profile:
     own_fields = {field: getattr(own, field) for field in Level.model_fields}
     min_tokens = job.served.min_tokens if job.sets_min_tokens else None
     return Profile.model_validate({"format": 1, "model": job.shape, "min_tokens": min_tokens, **own_fields, **names})
-
-
-def with_default_crossover(profile: Profile, job: Job, table: Crossover) -> Profile:
-    """Set the lengths from which the default method was measured to be faster than dense attention on this device.
-
-    No head of a profile of `profile best` takes longer than with the default method, which is one of its candidates.
-    The other methods were measured in all heads at once, and would keep longer prompts dense.
-    """
-    shape, default = job.shape, make_method("default", {})
-    heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    engines = () if job.card is None else job.card.engines
-    entries = (entry for engine in engines for entry in table.find(job.device_name, engine, default, heads))
-    fastest = next((entry for entry in entries if entry.pays), None)
-    if fastest is None:
-        return profile
-    lengths = {"min_tokens": fastest.min_tokens, "min_query_tokens": fastest.min_query_tokens}
-    return profile.model_copy(update=lengths)

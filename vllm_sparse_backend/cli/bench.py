@@ -11,8 +11,6 @@ import typer
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.config.layer_weights import LinearSizes
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.report import BenchError, Report, line_of, table_of
 
 if TYPE_CHECKING:
@@ -93,42 +91,42 @@ def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
         raise typer.Exit(1)
 
 
-@bench.command(epilog="""Example: sparse-prefill bench crossover --settings '{"method": "sale"}' --out mine.json""")
+@bench.command(epilog="Example: sparse-prefill bench crossover MODEL --out mine.json")
 def crossover(
-    model: common.MaybeModel = None,
+    model: common.Model,
     settings: common.SparseSettings = None,
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="Table to write, or to merge into.", callback=common.output)
     ] = Path("crossover.json"),
     longest: Annotated[int, typer.Option(metavar="N", help="Longest prompt to measure, in tokens.", min=1)] = 131072,
-    chunk: common.Chunk = 8192,
+    server_args: common.ServerArgs = "",
     json_path: common.Json = None,
 ) -> None:
-    """Measure from which length each method is faster.
+    """Measure from which lengths sparse prefill is faster.
 
-    The result is the table that `auto` uses. Measures all methods, or those of --settings, in layers as large as those
-    of MODEL or of an 8B model. Needs a GPU with vLLM's FlashAttention. Checks each method's output against exact
-    attention before timing it.
+    The result is the table that `auto` uses. For each of --settings, starts a server of MODEL, and compares TTFT of
+    sparse and exact requests with several numbers of new and of cached tokens.
     """
+    common.exit_on_sigterm()
     with common.failures(f"{out} holds the measurements so far."), bar("crossover") as progress:
         from vllm_sparse_backend.evaluation import crossover_bench as part
-        from vllm_sparse_backend.evaluation.attention_prompts import Heads
-        from vllm_sparse_backend.evaluation.cuda_device import Card
-        from vllm_sparse_backend.evaluation.vllm_server import Settings
+        from vllm_sparse_backend.evaluation.vllm_server import Settings, max_positions
+        from vllm_sparse_backend.serving.compat import device_name
 
-        card, heads = Card(), Heads.of(model)
-        shape = ModelShape.from_folder(model) if model else heads.model(part.LAYERS)
-        methods = part.methods_of_settings([Settings.parse(text, model).values for text in settings or ()], shape)
-        report = Report("crossover", card.name, json_path)
-        progress.begin("methods and engines", len(methods) * len(card.engines))
-
-        def show_progress(case: dict[str, Any]) -> None:
-            progress.print(line_of(part.COLUMNS, case))
-            if "entry" in case:
-                progress.step()
-
-        report.on_case = show_progress
-        part.measure_crossovers(card, heads, LinearSizes.of(model), methods, longest, chunk, out, report)
-    common.say(table_of(f"crossover, {card.name}, {heads}", part.COLUMNS, report.cases))
-    entries = [case["entry"] for case in report.cases if "entry" in case]
-    common.say(table_of(f"in {out}; empty: never faster", part.ENTRY_COLUMNS, entries))
+        part.read_entries(out)  # fails before measuring if the file is not a table
+        if (most := max_positions(model)) is not None:
+            longest = min(longest, most - 1)
+        configurations = [Settings.parse(text, model) for text in settings or ("{}",)]
+        crossovers = [part.Crossover(model, configuration, longest, server_args) for configuration in configurations]
+        report = Report("crossover", device_name(), json_path)
+        report.announce = progress.print
+        progress.begin("requests", sum(2 * measured.workload.steps for measured in crossovers))
+        for measured in crossovers:
+            engine, cells = measured.measure(report, progress.step)
+            lengths = part.fit_lengths(cells)
+            part.replace_entry(out, entry := measured.entry(report.device, engine, lengths, report.command))
+            cases = [cell.case(lengths) for cell in cells]
+            for case in cases:
+                report.add_case(case)
+            common.say(table_of(f"{measured.settings}, {report.device}", part.COLUMNS, cases))
+            common.say(table_of(f"in {out}; empty: never faster", part.LENGTHS_COLUMNS, [entry]))

@@ -22,13 +22,14 @@ from vllm_sparse_backend.cli.common import Json, MaybeModel, failures
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.layer_weights import mean_layer_weights
 from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of, write_json
 from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.config.crossover_table import Thresholds
+    from vllm_sparse_backend.config.crossover_table import Lengths
 
 Level = Literal["ok", "note", "bad"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -255,7 +256,7 @@ def engines(model: CheckedModel | None) -> Iterator[Finding]:
         else:
             engine = yield from _forecast(shape or USUAL_SHAPE)
         if model is not None and shape is not None:
-            yield first_sparse_length(shape, model.max_positions, compat.device_name(), engine)
+            yield first_sparse_length(model, shape, compat.device_name(), engine)
     except Exception as error:  # any exception of vLLM
         yield bad("attention", f"{type(error).__name__}: {error}")
 
@@ -273,25 +274,26 @@ def _forecast(shape: ModelShape) -> Generator[Finding, None, str]:
     return attention.engine.name
 
 
-def first_sparse_length(shape: ModelShape, max_positions: int | None, device: str, engine: str) -> Finding:
+def first_sparse_length(model: CheckedModel, shape: ModelShape, device: str, engine: str) -> Finding:
     """Report the shortest prompt that runs sparse by default, and whether the model supports such prompts."""
     from vllm_sparse_backend.config.profile import ON
     from vllm_sparse_backend.config.resolved import Resolved
 
-    thresholds = Resolved.from_additional_config(None, shape, device).thresholds(ON, [engine])
-    longest = max_positions or max(attention_share.LENGTHS_TOKENS)
-    why = "".join(f"; {text}" for text in thresholds.notes)
+    weights = mean_layer_weights(model.config, shape, str(config_file(model.path)))
+    lengths = Resolved.from_additional_config(None, shape, weights, device).lengths(ON, [engine])
+    longest = model.max_positions or max(attention_share.LENGTHS_TOKENS)
+    why = "".join(f"; {text}" for text in lengths.notes)
     for shortest in range(0, longest + 1, 1024):
-        if _runs_sparse(thresholds, shortest):
+        if _runs_sparse(lengths, shortest):
             return ok("sparse prefill", f"for prompts of at least {shortest:,} tokens without a cached prefix{why}")
-    limit = "" if max_positions is None else f", and the model supports {max_positions:,} tokens"
-    return note("sparse prefill", f"nothing will run sparse: the default is for {thresholds}{limit}{why}")
+    limit = "" if model.max_positions is None else f", and the model supports {model.max_positions:,} tokens"
+    return note("sparse prefill", f"nothing will run sparse: the default is for {lengths}{limit}{why}")
 
 
-def _runs_sparse(thresholds: "Thresholds", num_tokens: int) -> bool:
+def _runs_sparse(lengths: "Lengths", num_tokens: int) -> bool:
     """Return whether a step of a prompt without a cached prefix runs sparse, in vLLM's usual chunks."""
     ends = [*range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS), num_tokens]
-    return any(thresholds.dense_reason(min(end, CHUNK_TOKENS), end) is None for end in ends)
+    return any(lengths.dense_reason(min(end, CHUNK_TOKENS), end) is None for end in ends)
 
 
 def layer_findings(model: CheckedModel) -> Iterator[Finding]:

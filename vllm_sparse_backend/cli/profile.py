@@ -193,7 +193,7 @@ def _layer_rows(level: "Level", shape: ModelShape) -> Iterator[Sequence[object]]
 
 def _head_settings(level: "Level", shape: ModelShape, layer: int) -> Counter[str]:
     """Count the heads of each setting."""
-    from vllm_sparse_backend.evaluation.crossover_bench import method_label
+    from vllm_sparse_backend.config.method_parameters import method_label
 
     if layer in level.dense_layers:
         return Counter({DENSE_LAYER: shape.num_heads})

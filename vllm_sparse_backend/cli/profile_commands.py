@@ -158,15 +158,15 @@ class Best(JobOptions):
     def search(self, make_job: "Callable[[], Job]") -> "Profile":
         from vllm_sparse_backend.calibration import loop
         from vllm_sparse_backend.calibration.judge import Bound
-        from vllm_sparse_backend.calibration.loop import with_default_crossover
-        from vllm_sparse_backend.config.crossover_table import load_crossover
+        from vllm_sparse_backend.config.method_parameters import make_method
 
         strategy = loop.cheapest_strategy(self.method or loop.independent_methods())
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
-        job = make_job()
-        profile = loop.calibrate(job, strategy, bounds, "sparse-prefill profile best")
-        return profile if job.sets_min_tokens else with_default_crossover(profile, job, load_crossover())
+        profile = loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
+        # No head takes longer than with the default method, which is a candidate. The other methods were measured in
+        # all heads at once, and would keep longer prompts dense.
+        return profile.model_copy(update={"lengths_of": make_method("default", {})})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lengths from which sparse prefill is faster than dense, as measured per device, engine and method.
+"""Lengths from which sparse prefill is faster than dense, as measured per device, engine, method and size of layers.
 
 A table of measurements ships with the package (``_crossover/measured.json``). ``sparse-prefill bench crossover`` writes
 a table for another device; the setting ``crossover`` is its path. If no entry fits, conservative defaults apply, and
@@ -8,9 +8,10 @@ the log says so.
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -28,17 +29,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 
 AUTO: Literal["auto"] = "auto"
 
-UNMEASURED_MIN_TOKENS = 16384
-"""``min_tokens`` without measurements. For shorter prompts, typical budgets leave out too few pairs: at 16,384
-tokens, A-shape's 5,120 keys leave out 0.47 of them, and the 6,096 nearest diagonals 0.39.
-"""
-
-UNMEASURED_MIN_QUERY_TOKENS = 1024
-"""``min_query_tokens`` without measurements: eight tiles of 32 heads are 256 programs, about two for each SM of
-an H100, and selection reads all keys even for few queries.
-"""
-
-COMMAND = "sparse-prefill bench crossover"
+COMMAND = "sparse-prefill bench crossover MODEL"
 SHIPPED = "_crossover/measured.json"
 """Path of the bundled table within the package."""
 
@@ -60,6 +51,77 @@ TokenCount = Annotated[int | Literal["auto"], PlainValidator(_to_token_count), _
 
 Count = Annotated[StrictInt, Field(ge=1)]
 Tokens = Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)]
+Pairs = Annotated[StrictInt, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths from which rows run sparse: all of them must be reached."""
+
+    min_tokens: int
+    """Leading positions of every request that are dense."""
+    min_query_tokens: int
+    """New tokens of a row in a step, past ``min_tokens``."""
+    min_pairs: int = 0
+    """(query, key) pairs of these new tokens, each of which counts as ``pairs_per_token`` more."""
+    pairs_per_token: int = 0
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """Remarks on measurements, for the log."""
+
+    @staticmethod
+    def strictest(lengths: Collection["Lengths"]) -> "Lengths":
+        """Return lengths with which only those rows run sparse that do with each of these."""
+        return Lengths(
+            max(each.min_tokens for each in lengths),
+            max(each.min_query_tokens for each in lengths),
+            max(each.min_pairs for each in lengths),
+            min(each.pairs_per_token for each in lengths),
+            tuple(dict.fromkeys(chain.from_iterable(each.notes for each in lengths))),
+        )
+
+    @staticmethod
+    def earliest(lengths: Collection["Lengths"]) -> "Lengths":
+        """Return lengths with which all rows run sparse that do with any of these."""
+        return Lengths(
+            min(each.min_tokens for each in lengths),
+            min(each.min_query_tokens for each in lengths),
+            min(each.min_pairs for each in lengths),
+            max(each.pairs_per_token for each in lengths),
+        )
+
+    def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:
+        """Return why a row of these lengths runs dense."""
+        if self.min_tokens == NEVER.min_tokens:
+            return Fallback.NEVER_FASTER
+        if seq_len <= self.min_tokens:
+            return Fallback.TOO_SHORT
+        sparse_len = min(query_len, seq_len - self.min_tokens)
+        if sparse_len < self.min_query_tokens:
+            return Fallback.SHORT_QUERY
+        return Fallback.FEW_PAIRS if self.pairs(sparse_len, seq_len) < self.min_pairs else None
+
+    def pairs(self, query_len: int, seq_len: int) -> int:
+        """Return the pairs of a row's last tokens that count towards ``min_pairs``."""
+        return Reach().pairs(seq_len - query_len, seq_len) + self.pairs_per_token * query_len
+
+    def __str__(self) -> str:
+        """Format the lengths for the log."""
+        if self.min_tokens == NEVER.min_tokens:
+            return "no rows"
+        pairs = f", with at least {self.min_pairs:,} pairs of these and earlier keys" if self.min_pairs else ""
+        counts = f", each of which counts as {self.pairs_per_token:,} more" if self.pairs_per_token else ""
+        return (
+            f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}{counts}"
+        )
+
+
+UNMEASURED = Lengths(min_tokens=16384, min_query_tokens=1024)
+"""Lengths without measurements. For shorter prompts, typical budgets leave out too few pairs: at 16,384 tokens,
+A-shape's 5,120 keys leave out 0.47 of them, and the 6,096 nearest diagonals 0.39. Eight tiles of 32 heads (1,024 new
+tokens) are 256 programs, about two for each SM of an H100, and selection reads all keys even for few queries."""
+
+NEVER = Lengths(min_tokens=MOST_COUNT + 1, min_query_tokens=UNMEASURED.min_query_tokens)
+"""Lengths of a method that was measured to be slower than dense attention at every length."""
 
 
 class Entry(Section):
@@ -89,22 +151,21 @@ class Entry(Section):
     head_dim: Count
     """Elements of a head's query or key."""
 
+    layer_weights: Count
+    """Weights of the linear layers that apply to each token, mean over the model's layers."""
+
     min_tokens: Tokens | None
-    """Shortest prompt, in tokens, for which sparse prefill is faster; null if it was never faster."""
+    """Leading positions of a request that are dense; null if sparse prefill was never faster."""
 
     min_query_tokens: Tokens | None
     """Fewest new tokens of a step for which sparse prefill is faster; null if it was never faster."""
 
-    min_pairs: Tokens | None = None
-    """Fewest (query, key) pairs of a step's new tokens with which sparse prefill is faster, measured after cached
-    prefixes; null: the pairs of the step that measured ``min_tokens``."""
+    min_pairs: Pairs
+    """Fewest (query, key) pairs of a step's new tokens with which sparse prefill is faster."""
 
-    pairs_per_token: Tokens = 0
+    pairs_per_token: Pairs
     """Pairs as which each new token counts towards ``min_pairs``: its linear layers keep the GPU busy while the host
     launches the kernels of selection."""
-
-    chunk_tokens: Count = 8192
-    """Maximum tokens of a step in the measurement."""
 
     vllm: StrictStr
     """Version of vLLM."""
@@ -129,22 +190,35 @@ class Entry(Section):
         return make_method(self.method, self.params)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(num_heads, num_kv_heads, head_dim) of the measured layer."""
-        return self.num_heads, self.num_kv_heads, self.head_dim
+    def lengths(self) -> Lengths:
+        """The measured lengths."""
+        if self.min_tokens is None or self.min_query_tokens is None:
+            return NEVER
+        return Lengths(self.min_tokens, self.min_query_tokens, self.min_pairs, self.pairs_per_token)
 
-    @property
-    def least_pairs(self) -> int:
-        """``min_pairs``, or the pairs of the tokens with which ``min_tokens`` was measured; 0 if both are null."""
-        if self.min_pairs is not None:
-            return self.min_pairs
-        least = self.min_tokens or 0
-        return Reach().pairs(least, least + timed_tokens(least, self.chunk_tokens))
 
-    @property
-    def pays(self) -> bool:
-        """Whether sparse prefill was faster at any measured length."""
-        return self.min_tokens is not None and self.min_query_tokens is not None
+class LayerSize(NamedTuple):
+    """What decides how long a layer keeps the device busy."""
+
+    query_width: int
+    """Query heads times head_dim: the time of attention for each pair of tokens."""
+    weights: int | None
+    """Weights of its linear layers for each token; None if the model's config does not tell."""
+
+    def distance(self, other: "LayerSize") -> float:
+        """Return by which factors two layers differ, as the sum of their logarithms."""
+        factors = [self.query_width / other.query_width]
+        if self.weights is not None and other.weights is not None:
+            factors.append(self.weights / other.weights)
+        return sum(abs(math.log(factor)) for factor in factors)
+
+
+class Place(NamedTuple):
+    """The device, engine and size of layers for which lengths are looked up."""
+
+    device: str
+    engine: str
+    size: LayerSize
 
 
 class Crossover(Section):
@@ -160,145 +234,63 @@ class Crossover(Section):
         """List the engines that were measured on a device."""
         return sorted({entry.engine for entry in self.entries if entry.device.casefold() == device.casefold()})
 
-    def find(self, device: str, engine: str, method: Method, shape: tuple[int, int, int]) -> tuple[Entry, ...]:
+    def find(self, place: Place, method: Method) -> tuple[Entry, ...]:
         """Find the closest measurements of a method.
 
-        Entries with equal parameters are closer than entries with an equal shape. Among other shapes, the entry whose
-        query heads have the most similar total width is closest: with fewer or narrower heads, the device needs less
-        time for a layer, but the host needs as long to launch it, so sparse prefill pays off only for longer prompts.
+        Entries with equal parameters are closer than others. Among these, those of the most similar layers are closest:
+        in smaller layers the device needs less time, but the host needs as long to launch selection, so sparse prefill
+        pays off only for longer prompts.
         """
         entries = [
             entry
             for entry in self.entries
-            if (entry.device.casefold(), entry.engine) == (device.casefold(), engine)
+            if (entry.device.casefold(), entry.engine) == (place.device.casefold(), place.engine)
             and name_of(entry.parameters) == name_of(method)
         ]
 
-        def distance(entry: Entry) -> tuple[bool, bool, float]:
-            narrower, wider = sorted(num_heads * head_dim for num_heads, _, head_dim in (entry.shape, shape))
-            return entry.parameters != method, entry.shape != shape, wider / narrower
+        def distance(entry: Entry) -> tuple[bool, float]:
+            size = LayerSize(entry.num_heads * entry.head_dim, entry.layer_weights)
+            return entry.parameters != method, size.distance(place.size)
 
         nearest = min(map(distance, entries), default=None)
         return tuple(entry for entry in entries if distance(entry) == nearest)
 
 
-@dataclass(frozen=True)
-class Thresholds:
-    """Lengths from which rows run sparse."""
-
-    min_tokens: int | None
-    min_query_tokens: int
-    notes: tuple[str, ...] = ()
-    measured: int | None = field(default=None, compare=False)
-    min_pairs: int = field(default=0, compare=False)  # 0 unless both lengths are measured
-    pairs_per_token: int = field(default=0, compare=False)
-
-    def fitted(self, chunk: int, busy: int) -> "Thresholds":
-        """Lower ``min_query_tokens`` if steps are too small for it and smaller steps were measured to be faster.
-
-        Measurements double the length each time, so the true crossover may be as low as half the measured number. This
-        accepts a number that is up to an eighth lower.
-        """
-        if busy >= self.min_query_tokens or self.measured is None:
-            return self
-        fewest = max(min(self.measured, busy), self.measured - self.measured // 8)
-        if not fewest < self.min_query_tokens or fewest > chunk:
-            return self
-        note = (
-            f"min_query_tokens is {fewest} here, not {self.min_query_tokens}: a step has at most {chunk} new tokens of "
-            f"a request, and {busy} next to the maximum number of decodes; sparse prefill was measured to be faster "
-            f"from {self.measured} tokens"
-        )
-        return replace(self, min_query_tokens=fewest, notes=(*self.notes, note))
-
-    def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:
-        """Return why a row of these lengths runs dense."""
-        if self.min_tokens is None:
-            return Fallback.NEVER_FASTER
-        if seq_len <= self.min_tokens:
-            return Fallback.TOO_SHORT
-        sparse_len = min(query_len, seq_len - self.min_tokens)
-        if sparse_len < self.min_query_tokens:
-            return Fallback.SHORT_QUERY
-        return Fallback.FEW_PAIRS if self.pairs(sparse_len, seq_len) < self.min_pairs else None
-
-    def pairs(self, query_len: int, seq_len: int) -> int:
-        """Return the pairs of a row's last tokens that count towards ``min_pairs``."""
-        return Reach().pairs(seq_len - query_len, seq_len) + self.pairs_per_token * query_len
-
-    @property
-    def severity(self) -> tuple[float, int, int]:
-        """Sort key: larger if fewer rows run sparse."""
-        return math.inf if self.min_tokens is None else self.min_tokens, self.min_query_tokens, self.min_pairs
-
-    def __str__(self) -> str:
-        """Format the thresholds for the log."""
-        if self.min_tokens is None:
-            return "no rows"
-        pairs = f", with at least {self.min_pairs:,} pairs of these and earlier keys" if self.min_pairs else ""
-        counts = f", each of which counts as {self.pairs_per_token:,} more" if self.pairs_per_token else ""
-        return (
-            f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}{counts}"
-        )
-
-
-class Place(NamedTuple):
-    """The device, engine and layer shape for which thresholds are looked up."""
-
-    device: str
-    engine: str
-    shape: tuple[int, int, int]
-
-
-def resolve_thresholds(
+def resolve_lengths(
     min_tokens: TokenCount, min_query_tokens: TokenCount, methods: Collection[Method], table: Crossover, place: Place
-) -> Thresholds:
-    """Replace ``auto`` by the largest measured numbers of any method.
+) -> Lengths:
+    """Replace ``auto`` by the strictest lengths that were measured for any of the methods.
 
     Dense heads need no measurement if other methods are present, because no length makes them faster.
     """
     selecting = [method for method in methods if not isinstance(method, Dense)]
-    measurements = {
-        method: table.find(place.device, place.engine, method, place.shape) for method in selecting or methods
-    }
+    measurements = {method: table.find(place, method) for method in selecting or methods}
     entries = [entry for method_entries in measurements.values() for entry in method_entries]
     unmeasured = sorted({name_of(method) for method, method_entries in measurements.items() if not method_entries})
-    never_faster = sorted({entry.method for entry in entries if not entry.pays})
-    where = f"on {place.device} with engine {place.engine}"
-    notes = []
-    if unmeasured:
-        stand_ins = {"min_tokens": (min_tokens, UNMEASURED_MIN_TOKENS)}
-        stand_ins["min_query_tokens"] = (min_query_tokens, UNMEASURED_MIN_QUERY_TOKENS)
-        automatic = [f"{name} {number}" for name, (setting, number) in stand_ins.items() if setting == AUTO]
+    never_faster = sorted({entry.method for entry in entries if entry.lengths == NEVER})
+    measured = Lengths.strictest([*(entry.lengths for entry in entries), *([UNMEASURED] if unmeasured else [])])
+    settings = {"min_tokens": min_tokens, "min_query_tokens": min_query_tokens}
+    automatic = [name for name, setting in settings.items() if setting == AUTO]
+    where, notes = f"on {place.device} with engine {place.engine}", []
+    if unmeasured and automatic:
+        numbers = " and ".join(f"{name} {getattr(UNMEASURED, name)}" for name in automatic)
         notes.append(
-            f"{', '.join(unmeasured)} not measured {where}: auto uses the conservative defaults "
-            f"{' and '.join(automatic)}; run `{COMMAND}` to measure this device"
+            f"{', '.join(unmeasured)} not measured {where}: auto uses the conservative defaults {numbers}; run "
+            f"`{COMMAND}` to measure this device"
         )
-    query_lengths = [entry.min_query_tokens for entry in entries if entry.min_query_tokens is not None]
-    measured = None if unmeasured or not query_lengths else max(query_lengths)
-    if measured is None:
-        query_lengths.append(UNMEASURED_MIN_QUERY_TOKENS)
-    fewest = max(query_lengths) if min_query_tokens == "auto" else min_query_tokens
-    if min_tokens != "auto":
-        return Thresholds(min_tokens, fewest, tuple(notes) if min_query_tokens == "auto" else (), measured)
-    if never_faster:
-        note = (
+    if never_faster and min_tokens == AUTO:
+        notes.append(
             f"{', '.join(never_faster)} never faster than dense attention {where}, as measured: all rows run dense; "
             "choose another method or other parameters, or set min_tokens to run sparse anyway"
         )
-        return Thresholds(None, fewest, (note,))
-    lengths = [entry.min_tokens for entry in entries if entry.min_tokens is not None]
-    if unmeasured:
-        lengths.append(UNMEASURED_MIN_TOKENS)
-    is_measured = measured is not None and min_query_tokens == "auto"
-    strictest = max(entries, key=lambda entry: entry.least_pairs) if is_measured else None
-    pairs = (0, 0) if strictest is None else (strictest.least_pairs, strictest.pairs_per_token)
-    return Thresholds(max(lengths), fewest, tuple(notes), measured, *pairs)
-
-
-def timed_tokens(min_tokens: int, chunk_tokens: int) -> int:
-    """Return the number of new tokens after ``min_tokens`` with which ``bench crossover`` measures this length."""
-    return min(min_tokens, chunk_tokens // 2)
+    return Lengths(
+        measured.min_tokens if min_tokens == AUTO else min_tokens,
+        measured.min_query_tokens if min_query_tokens == AUTO else min_query_tokens,
+        # The operator's numbers apply as they are.
+        measured.min_pairs if len(automatic) == len(settings) else 0,
+        measured.pairs_per_token if len(automatic) == len(settings) else 0,
+        tuple(notes),
+    )
 
 
 def crossover_file(path: str | None = None, option: str = "crossover") -> Path:

@@ -5,14 +5,11 @@ They determine how much time a prompt spends outside of attention.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.config.model_check import read_config
-from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds
+from vllm_sparse_backend.config.model_shape import ModelShape, layer_kinds
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 
 WIDTHS = (
@@ -38,26 +35,13 @@ UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "
 """Models whose feed-forward layers have two matrices. Other models have a third, the gate."""
 
 
-@dataclass(frozen=True)
-class LinearSizes:
-    """Sizes of the linear layers of a model's layer; the defaults are those of Llama-3.1-8B."""
-
-    hidden_size: int = 4096
-    weights: int = 218_103_808
-
-    @staticmethod
-    def of(model: Path | None) -> "LinearSizes":
-        """Read the sizes from a model's config."""
-        if model is None:
-            return LinearSizes()
-        text, source = read_config(model), str(config_file(model))
-        shape = ModelShape.from_config(text, source)
-        config = {
-            name: round(fmean(value)) if name in WIDTHS and _are_integers(value) else value
-            for name, value in text.items()
-        }
-        weights = [weights for weights, _ in layer_sizes(config, shape, source)]
-        return LinearSizes(_hidden_size(_widths(config, source), shape), round(fmean(weights)))
+def mean_layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str) -> int:
+    """Return the weights of linear layers that apply to each token, mean over a model's layers."""
+    widths = {
+        name: round(fmean(value)) if name in WIDTHS and _are_integers(value) else value
+        for name, value in config.items()
+    }
+    return round(fmean(weights for weights, _ in layer_sizes(widths, shape, source)))
 
 
 def _are_integers(value: object) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vllm_sparse_backend.config.crossover_table import Thresholds, TokenCount
+from vllm_sparse_backend.config.crossover_table import Lengths, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -35,6 +35,9 @@ class Plan:
     level: str | None = None
     level_names: tuple[str, ...] = (EXACT,)
     methods: frozenset[Method] = frozenset()
+    """Methods of all ranks."""
+    measured_methods: frozenset[Method] = frozenset()
+    """Methods whose measured lengths ``auto`` stands for."""
 
     @staticmethod
     def build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1) -> "Plan":
@@ -75,9 +78,9 @@ class Plan:
         """Whether any head's method lets requests set its share of kept attention mass, p."""
         return any(method.share_kept is not None for method in self.methods)
 
-    def describe(self, thresholds: Thresholds) -> list[str]:
+    def describe(self, lengths: Lengths) -> list[str]:
         """Describe the plan for the log at start-up."""
-        lines = [f"sparse prefill with {self.source}, for {thresholds}", *thresholds.notes]
+        lines = [f"sparse prefill with {self.source}, for {lengths}", *lengths.notes]
         if dense_layers := [i for i, layer in enumerate(self.layers) if layer is None]:
             lines.append(f"layers {format_ranges(dense_layers)}: dense")
         layers: dict[str, set[int]] = defaultdict(set)
@@ -104,8 +107,10 @@ def _build(config: SparsePrefillConfig, profile: Profile, source: str, shape: Mo
     all_methods = [
         () if layer in dense else profile.methods_of(layer, shape.num_heads) for layer in range(shape.num_layers)
     ]
-    # All ranks' methods, as the configuration states them: all ranks need the same thresholds.
-    methods = chain.from_iterable(layer.methods for layer in {*layer_plans(all_methods)} if layer is not None)
+    # As the configuration states them: all ranks need the same lengths.
+    methods = frozenset(
+        chain.from_iterable(layer.methods for layer in {*layer_plans(all_methods)} if layer is not None)
+    )
     return Plan(
         layers=layer_plans([methods_of_layer[local_heads] for methods_of_layer in all_methods]),
         min_tokens=_select_setting(config, profile, "min_tokens"),
@@ -114,7 +119,8 @@ def _build(config: SparsePrefillConfig, profile: Profile, source: str, shape: Mo
         shape=shape,
         level=profile.level,
         level_names=profile.level_names,
-        methods=frozenset(methods),
+        methods=methods,
+        measured_methods=methods if profile.lengths_of is None else frozenset({profile.lengths_of}),
     )
 
 

@@ -215,6 +215,9 @@ class Profile(Level):
     """Number of leading positions of every request that are computed densely, or `auto`."""
     min_query_tokens: TokenCount | None = None
     """Minimum number of new tokens past `min_tokens` for a request to run sparse in a step, or `auto`."""
+    lengths_of: MethodSpec | None = None
+    """Method whose measured lengths `auto` stands for; by default, the strictest lengths of all methods of the
+    profile."""
     level: LevelName | None = None
     """Name of the level that the profile's own default, layers and dense_layers form; required with `levels`."""
     levels: dict[LevelName, Level] = Field(default={})

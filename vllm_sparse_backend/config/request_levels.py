@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.errors import ConfigurationError, format_value, looks_like, not_one_of, unexpected
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
@@ -164,9 +165,7 @@ class LevelPolicy:
         return ", ".join(values)
 
 
-def fingerprint(
-    plan: Plan, numbers: Mapping[str, object] | None = None, streaming_heads: StreamingHeadsConfig | None = None
-) -> str:
+def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], streaming_heads: StreamingHeadsConfig | None = None) -> str:
     """Hash the settings that decide which keys and values are written.
 
     These settings are the method of each layer and head, the lengths from which rows run sparse, and the version of the
@@ -174,9 +173,7 @@ def fingerprint(
     """
     data = {
         "layers": [[repr(method) for method in layer.methods] if layer is not None else None for layer in plan.layers],
-        "min_tokens": plan.min_tokens,
-        "min_query_tokens": plan.min_query_tokens,
-        "numbers": numbers,
+        "lengths": {engine: str(of_engine) for engine, of_engine in lengths.items()},
         "streaming_heads": None if streaming_heads is None else streaming_heads.model_dump(),
         "shape": asdict(plan.shape),
         "version": package_version(PACKAGE),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
-from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, Place, Thresholds, resolve_thresholds
+from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, LayerSize, Lengths, Place, resolve_lengths
 from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, STREAMING
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
@@ -15,11 +15,6 @@ from vllm_sparse_backend.config.settings import SparsePrefillConfig, StreamingHe
 from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods.dense.method import Dense
-
-Numbers = dict[str, dict[str, list[int | None]]]
-"""By level and engine, [min_tokens, min_query_tokens, min_pairs, pairs_per_token]: plain values, which travel between
-processes."""
-
 
 ANY_OTHER = "any other"
 """Placeholder for an engine without measurements."""
@@ -54,15 +49,16 @@ class Resolved:
     plans: Mapping[str, Plan]
     table: Crossover
     device: str
+    layer_size: LayerSize
     pools: bool = False
     streaming_heads: StreamingHeadsConfig | None = None
 
     @staticmethod
     def from_additional_config(
-        additional_config: Mapping[str, Any] | None, shape: ModelShape, device: str, tp_rank: int = 0, tp_size: int = 1,
-        pools: bool = False,
+        additional_config: Mapping[str, Any] | None, shape: ModelShape, layer_weights: int | None, device: str,
+        tp_rank: int = 0, tp_size: int = 1, pools: bool = False,
     ) -> "Resolved":  # fmt: skip
-        """Resolve the settings for a rank of a model."""
+        """Resolve the settings for a rank of a model, whose linear layers have ``layer_weights`` on average."""
         config = load_config(additional_config)
         device = carried_device(additional_config) or device
         read = Documents.carried(additional_config) or Documents.read(config, shape)
@@ -70,7 +66,8 @@ class Resolved:
         if plans[ON].has_shares:
             plans[SHARE] = plans[ON]  # except for p, which each row sets
         streaming_heads = config.streaming_heads if carried_streaming(additional_config) else None
-        return Resolved(config, read, plans, read.parse_crossover(), device, pools, streaming_heads)
+        size = LayerSize(shape.num_heads * shape.head_dim, layer_weights)
+        return Resolved(config, read, plans, read.parse_crossover(), device, size, pools, streaming_heads)
 
     @property
     def plan(self) -> Plan:
@@ -104,37 +101,26 @@ class Resolved:
 
     @property
     def uses_auto(self) -> bool:
-        """Whether any plan's numbers depend on the device, because they are ``auto``."""
+        """Whether any plan's lengths depend on the device, because they are ``auto``."""
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
-    def thresholds(self, level: str, engines: Collection[str]) -> Thresholds:
-        """Return the lengths from which rows of a level run sparse: the strictest thresholds of several engines."""
+    def lengths(self, level: str, engines: Collection[str]) -> Lengths:
+        """Return the lengths from which rows of a level run sparse: the strictest of several engines."""
         plan = self.plans[level]
-        shape = (plan.shape.num_heads, plan.shape.num_kv_heads, plan.shape.head_dim)
         numbers = (plan.min_tokens, plan.min_query_tokens)
-        candidates = [
-            resolve_thresholds(*numbers, plan.methods, self.table, Place(self.device, engine, shape))
-            for engine in sorted(engines)
-        ]
-        return max(candidates, key=lambda thresholds: thresholds.severity)
+        places = [Place(self.device, engine, self.layer_size) for engine in sorted(engines)]
+        return Lengths.strictest(
+            [resolve_lengths(*numbers, plan.measured_methods, self.table, place) for place in places]
+        )
 
-    def _by_engine(self, level: str) -> dict[str, Thresholds]:
-        return {engine: self.thresholds(level, [engine]) for engine in [*self.table.engines(self.device), ANY_OTHER]}
+    def lengths_by_engine(self, level: str) -> dict[str, Lengths]:
+        """Return the lengths of a level with each engine, which must be the same in all processes."""
+        return {engine: self.lengths(level, [engine]) for engine in [*self.table.engines(self.device), ANY_OTHER]}
 
-    def numbers(self) -> Numbers:
-        """Return the lengths from which rows run sparse, which must be the same in all processes."""
-        return {
-            level: {
-                engine: [of.min_tokens, of.min_query_tokens, of.min_pairs, of.pairs_per_token]
-                for engine, of in self._by_engine(level).items()
-            }
-            for level in self.plans
-        }
+    def earliest_lengths(self) -> Lengths:
+        """Return lengths with which all rows run sparse that do at any level with any engine.
 
-    def earliest_thresholds(self) -> Thresholds:
-        """Return the lowest thresholds of any level with any engine.
-
-        A server prepares for these thresholds before its engine is chosen.
+        A server prepares for them before its engine is chosen.
         """
-        candidates = chain.from_iterable(self._by_engine(level).values() for level in self.plans)
-        return min(candidates, key=lambda thresholds: thresholds.severity)
+        by_level = (self.lengths_by_engine(level).values() for level in self.plans)
+        return Lengths.earliest(list(chain.from_iterable(by_level)))

@@ -1,246 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lengths from which each method is faster than dense attention on this card: the table that ``auto`` reads.
+"""`bench crossover`: the lengths from which a method is faster than dense attention, as served. ``auto`` reads them.
 
-The benchmark measures two ladders of lengths, from the longest rung down. It compares the wall time that a layer's
-selection and attention add to its linear layers with the time that FlashAttention adds. The device multiplies matrices
-of the linear layers' size while the host launches the next layer's selection, as on a server. A layer of a large model
-hides these launches; in a small model, they take longer than the device's work. One product stands for all products of
-a layer, so launches of the others are left out.
+A cell is a number of new tokens after a number of cached tokens. The time that sparse prefill saves in a cell is the
+TTFT of exact requests less that of sparse requests to the same server, whose lengths are set so low that all cells run
+sparse. Selection costs the host a fixed time for its launches, every pair of a new token with a key saves time, and new
+tokens keep the device busy during the launches:
 
-* ``min_tokens``: this many tokens are dense in every row. The benchmark times the tokens after them: half a chunk
-  (4,096 tokens), which is the average sparse part of a chunk, or the same number as the dense tokens, if that is
-  smaller.
-* ``min_query_tokens``: this many new tokens after a long cached prefix.
+    saved time = a · pairs + b · new tokens - c
 
-A rung counts if sparse prefill is faster by ``MARGIN`` there and on all longer rungs. Null means that it is not faster
-even on the longest rung. Before a method is timed on an engine, its result on a short chunk is compared with float64.
+``fit_lengths`` finds a, b and c by least squares, relative to each cell's dense time. A step pays if its pairs, and
+b / a more for each new token, are at least c / a.
 """
 
-import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from vllm_sparse_backend.config.crossover_table import load_crossover, timed_tokens
-from vllm_sparse_backend.config.layer_weights import LinearSizes
-from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
-from vllm_sparse_backend.config.settings import KEY, load_config
-from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, planted_prompt
-from vllm_sparse_backend.evaluation.cuda_device import Card, Run
-from vllm_sparse_backend.evaluation.layer_timing import TimedLayer, layers_of, new_step
-from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
-from vllm_sparse_backend.identity import package_version
-from vllm_sparse_kernels.attention import AttendEngine
-from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import layer_plan
-from vllm_sparse_kernels.methods import METHODS, name_of, sparse_names
-from vllm_sparse_kernels.methods.base import Method
+import torch
 
-MARGIN = 1.03
-LAYERS = 4
-"""Layers that follow each other in a step."""
-NOISE = 0.01
-"""Repeated measurements of linear layers differ by this share of their time. Attention counts as taking at least it."""
-STEPS = 2
-"""Steps of a pass. With more steps, the wait for the last step matters less."""
-PASSES_S = 0.25
-"""Measuring time for each rung, in seconds."""
-CHECKED_TOKENS = (1792, 256)
-"""Cached and new tokens of the chunk whose result is compared with float64."""
-SHORTEST_TOKENS = 2048
-"""Lowest rung for ``min_tokens``."""
-NEW_TOKENS = (20, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+from vllm_sparse_backend.config.crossover_table import NEVER, Lengths, load_crossover
+from vllm_sparse_backend.config.layer_weights import mean_layer_weights
+from vllm_sparse_backend.config.method_parameters import changed_fields
+from vllm_sparse_backend.config.model_check import read_config
+from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.evaluation.client import Prompts
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
+from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
+from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
+from vllm_sparse_backend.evaluation.serve_bench import Length, ServerResults, ServeWorkload, alternate_requests
+from vllm_sparse_backend.evaluation.vllm_server import Settings, sparse_args, split_args
+from vllm_sparse_backend.identity import package_version
+from vllm_sparse_kernels.methods import name_of
+
+NEW_TOKENS = (200, 500, 1000, 2000, 4000, 8000)
+CACHED_TOKENS = (0, 4000, 8000, 16000, 30000, 60000, 100_000)
+STEP_TOKENS = 8192
+"""Tokens of the server's steps. New tokens fit into one step, also with those of a cached prefix's last page."""
+REPEATS = 9
+LEAST = Lengths(min_tokens=2048, min_query_tokens=64)
+"""Lengths from which the measured server runs sparse."""
 FORMAT = 1
 
 COLUMNS = {
-    "method": "method",
-    "engine": "engine",
-    "context_len": "after",
-    "query_len": "new",
-    "times_faster": "speed-up",
-    "problem": "not timed",
-    "least": "sparse from",
+    "cached_tokens": "cached", "new_tokens": "new", "dense_s": "exact: TTFT, s", "sparse_s": "sparse: TTFT, s",
+    "times_faster": "speed-up", "runs": "fitted",
+}  # fmt: skip
+LENGTHS_COLUMNS = {
+    name: name
+    for name in ("engine", "method", "params", "min_tokens", "min_query_tokens", "min_pairs", "pairs_per_token")
 }
-ENTRY_COLUMNS = {name: name for name in ("method", "params", "engine", "min_tokens", "min_query_tokens")}
 
 
-def changed_fields(method: Method) -> dict[str, Any]:
-    """Return the parameters that differ from the method's defaults."""
-    values = {field.name: getattr(method, field.name) for field in fields(method) if field.init}
-    default = METHODS[name_of(method)].parameters()
-    return {name: value for name, value in values.items() if value != getattr(default, name)}
+@dataclass(frozen=True)
+class Cell:
+    """Median TTFTs, in seconds, of new tokens after cached tokens."""
+
+    new_tokens: int
+    cached_tokens: int
+    dense_s: float
+    sparse_s: float
+
+    @property
+    def num_tokens(self) -> int:
+        return self.new_tokens + self.cached_tokens
+
+    @property
+    def sparse_tokens(self) -> int:
+        """New tokens that the measured server runs sparse."""
+        return min(self.new_tokens, self.num_tokens - LEAST.min_tokens)
+
+    @property
+    def pairs(self) -> int:
+        return LEAST.pairs(self.sparse_tokens, self.num_tokens)
+
+    def runs_sparse(self, lengths: Lengths) -> bool:
+        """Return whether the cell runs sparse with these lengths."""
+        return lengths.dense_reason(self.new_tokens, self.num_tokens) is None
+
+    def case(self, lengths: Lengths) -> dict[str, Any]:
+        """Return the cell as a case of a report, with how it runs by the fit."""
+        runs = "sparse" if self.runs_sparse(lengths) else "dense"
+        return {**asdict(self), "times_faster": self.dense_s / self.sparse_s, "runs": runs}
 
 
-def method_label(method: Method) -> str:
-    """Return the method's name and the parameters that differ from its defaults, such as ``sale tau=0.03``."""
-    changed = changed_fields(method).items()
-    values = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in changed}
-    return " ".join([name_of(method), *(f"{name}={value}" for name, value in values.items())])
+def lengths_to_measure(longest: int) -> tuple[Length, ...]:
+    """Return the cells that run sparse on the measured server, of at most ``longest`` tokens."""
+    lengths = [Length(new, cached) for cached in CACHED_TOKENS for new in NEW_TOKENS if new + cached <= longest]
+    least = LEAST.min_tokens + LEAST.min_query_tokens
+    measured = tuple(length for length in lengths if length.new_tokens + length.cached_tokens >= least)
+    if len(measured) <= len(("a", "b", "c")):
+        raise BenchError(f"--longest: given {longest:,}, expected enough tokens for four cells, such as 32,768")
+    return measured
 
 
-def methods_of_settings(settings: Sequence[Mapping[str, Any]], shape: ModelShape) -> list[Method]:
-    """Return each kind of method in these configurations, with the most common parameters of its heads.
-
-    Without configurations, return all methods at their defaults, and the server's default method.
-    """
-    methods: dict[Method, None] = {}
-    for values in settings:
-        layers = Plan.build(load_config({KEY: values}), shape).layers
-        counted = Counter(method for layer in layers if layer is not None for method in layer.methods)
-        kinds: dict[str, Method] = {}
-        for method, _ in counted.most_common():
-            kinds.setdefault(name_of(method), method)
-        methods |= dict.fromkeys(kinds.values())
-    every = [*(METHODS[name].parameters() for name in sparse_names()), make_method("default", {})]
-    return list(methods or dict.fromkeys(every))
-
-
-def ladder(least: int, most: int) -> list[int]:
-    """Return the powers of two and their midpoints in a range, such as 2,048, 3,072, 4,096, 6,144."""
-    rungs, rung = [], 1
-    while rung <= most:
-        rungs += [rung, rung * 3 // 2]
-        rung *= 2
-    return sorted({r for r in rungs if least <= r <= most})
+def fit_lengths(cells: Sequence[Cell]) -> Lengths:
+    """Return the lengths from which a step saves time by the fit; ``NEVER`` if it does in no cell."""
+    weights = torch.tensor([1 / cell.dense_s for cell in cells], dtype=torch.float64)
+    saved = weights * torch.tensor([cell.dense_s - cell.sparse_s for cell in cells], dtype=torch.float64)
+    columns = [[cell.pairs for cell in cells], [-1] * len(cells), [cell.sparse_tokens for cell in cells]]
+    for terms in (columns, columns[:2]):  # without new tokens, if they would cost time
+        scales = [max(map(abs, column)) for column in terms]  # pairs are up to 1e9
+        scaled = torch.tensor(terms, dtype=torch.float64).T / torch.tensor(scales) * weights[:, None]
+        solution = torch.linalg.lstsq(scaled, saved[:, None]).solution[:, 0] / torch.tensor(scales)
+        of_pair, fixed, *of_token = solution.tolist()
+        if min(of_token, default=0) >= 0:
+            break
+    if of_pair <= 0:
+        return NEVER
+    pairs = max(round(fixed / of_pair), 0), max(round(sum(of_token) / of_pair), 0)
+    lengths = Lengths(LEAST.min_tokens, LEAST.min_query_tokens, *pairs)
+    paying = [cell.sparse_tokens for cell in cells if cell.runs_sparse(lengths)]
+    return Lengths(LEAST.min_tokens, min(paying), *pairs) if paying else NEVER
 
 
-def crossover_ladders(longest: int, chunk_tokens: int) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return the rungs of both thresholds with (seq_len, query_len). Raises BenchError if the prompt is too short."""
-    after_dense = {
-        n: (n + query_len, query_len)
-        for n in ladder(SHORTEST_TOKENS, longest)
-        if n + (query_len := timed_tokens(n, chunk_tokens)) <= longest
-    }
-    if not after_dense:
-        raise BenchError(f"--longest: given {longest:,}, expected at least half a chunk more than {SHORTEST_TOKENS:,}")
-    new = [n for n in NEW_TOKENS if n <= chunk_tokens and n < longest]
-    return {"min_tokens": after_dense, "min_query_tokens": {n: (longest, n) for n in new}}
+@dataclass(frozen=True)
+class Crossover:
+    """The measurement of one configuration of a model on this machine."""
+
+    model: Path
+    settings: Settings
+    longest: int
+    server_args: str
+
+    def __post_init__(self) -> None:
+        """Check that the configuration names a method: the table holds measurements of methods."""
+        if (profile := self.settings.values.get("profile")) is not None:
+            expected = """a method, such as '{"method": "sale"}'"""
+            raise BenchError(f"--settings: given profile {profile!r}, expected {expected}")
+
+    def contestants(self) -> list[Contestant]:
+        """Return the server at its exact and its own level."""
+        values = {**self.settings.values, "min_tokens": LEAST.min_tokens, "min_query_tokens": LEAST.min_query_tokens}
+        steps = ("--max-model-len", str(self.longest + 1), "--max-num-batched-tokens", str(STEP_TOKENS))
+        args = (*steps, *split_args(self.server_args), *sparse_args(values))
+        return Contestant.served(str(self.settings), self.model, args, str(self.settings)).at([0, 1])
+
+    @property
+    def workload(self) -> ServeWorkload:
+        return ServeWorkload(lengths_to_measure(self.longest), 1, REPEATS, None)
+
+    def measure(self, report: Report, step: Callable[[], None]) -> tuple[str, list[Cell]]:
+        """Return the server's engine, and the cells."""
+        with opened(self.contestants(), report) as servers:
+            layers = parse_metrics(servers[0].metrics()).attention
+            prompts = Prompts.of(servers[0])
+            cells = list(self._cells(alternate_requests(servers, self.workload, prompts, step)))
+        del layers["dense"]
+        engine = max(layers, key=lambda name: layers[name])
+        return "portable" if engine == "torch" else engine, cells
+
+    def _cells(self, results: Iterator[tuple[Length, list[ServerResults]]]) -> Iterator[Cell]:
+        for length, (dense, sparse) in results:
+            if dense.first_s is None or sparse.first_s is None:
+                raise BenchError(f"{length}: no request was answered: {(dense.failures + sparse.failures)[0]}")
+            yield Cell(length.new_tokens, length.cached_tokens, dense.first_s, sparse.first_s)
+
+    def entry(self, device: str, engine: str, lengths: Lengths, command: str) -> dict[str, Any]:
+        """Return the table's entry."""
+        method, shape = load_config({KEY: self.settings.values}).uniform_method(), ModelShape.from_folder(self.model)
+        return {
+            "device": device, "engine": engine, "method": name_of(method), "params": changed_fields(method),
+            "num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim,
+            "layer_weights": mean_layer_weights(read_config(self.model), shape, str(self.model)),
+            "min_tokens": None if lengths == NEVER else lengths.min_tokens,
+            "min_query_tokens": None if lengths == NEVER else lengths.min_query_tokens,
+            "min_pairs": lengths.min_pairs, "pairs_per_token": lengths.pairs_per_token,
+            "vllm": package_version("vllm"), "triton": package_version("triton"),
+            "date": datetime.now(UTC).date().isoformat(), "command": command,
+        }  # fmt: skip
 
 
-def measure_crossovers(
-    card: Card,
-    heads: Heads,
-    linear: LinearSizes,
-    methods: Sequence[Method],
-    longest: int,
-    chunk_tokens: int,
-    table: Path,
-    report: Report,
-) -> None:
-    """Measure each method with each engine on planted prompts, and update ``table`` after each such pair.
-
-    Adds a case for each rung, and after the rungs of a pair a case with its entry in the table.
-    """
-    ladders = crossover_ladders(longest, chunk_tokens)
-    read_entries(table)  # fails before measuring if the file is not a table
-    prompts = [planted_prompt(heads, longest, card.device, seed) for seed in range(LAYERS)]
-    for method in methods:
-        for engine in card.engines.values():
-            timer = MethodTimer(card, prompts, linear, method, engine)
-            about = {"method": method_label(method), "engine": engine.name}
-            least = dict[str, int | None].fromkeys(ladders)
-            for name, rungs in ladders.items():
-                for rung in sorted(rungs, reverse=True):
-                    case = about | {"ladder": name} | timer.measure(*rungs[rung])
-                    report.add_case(case)
-                    if case.get("times_faster", 0.0) < MARGIN:
-                        break  # shorter rungs do not change the result
-                    least[name] = rung
-            entry = entry_of(card, heads, method, engine.name, least, report.command) | {"chunk_tokens": chunk_tokens}
-            replace_entry(table, entry)
-            report.add_case(about | {"entry": entry, "least": ", ".join(f"{n} {rung}" for n, rung in least.items())})
-
-
-class MethodTimer:
-    """Timer of one method on one engine, in all layers. ``problem`` is the reason if it cannot be timed."""
-
-    def __init__(
-        self, card: Card, prompts: Sequence[AttentionPrompt], linear: LinearSizes, method: Method, engine: AttendEngine
-    ) -> None:
-        self.card, self.prompts, self.linear, self.method, self.engine = card, prompts, linear, method, engine
-        # All heads are in the same cluster, so SharePrefill's heads share patterns.
-        shared: dict[str, Any] = {"cluster": 0} if hasattr(method, "cluster") else {}
-        timed_method = replace(method, **shared)
-        self.plan = [layer_plan([timed_method] * prompts[0].whole.num_heads)] * len(prompts)
-        self.problem = self._problem()
-
-    def layers(self, context_len: int, query_len: int) -> list[TimedLayer]:
-        return layers_of(self.prompts, self.plan, context_len, query_len, self.engine.name)
-
-    def _problem(self) -> str | None:
-        first, *_ = layers = self.layers(*CHECKED_TOKENS)
-        new_step(layers)()
-        if why := first.refusal(self.engine):
-            return why
-        first.select()
-        return first.wrong(self.engine)
-
-    def measure(self, seq_len: int, query_len: int) -> dict[str, Any]:
-        """Measure a chunk of the last ``query_len`` of ``seq_len`` tokens; without times if there is a problem."""
-        case: dict[str, Any] = {"context_len": seq_len - query_len, "query_len": query_len}
-        if self.problem:
-            return case | {"problem": self.problem}
-        layers = self.layers(seq_len - query_len, query_len)
-        return case | against_dense(self.card, layers, [self.engine] * len(layers), self.linear)
-
-
-def against_dense(
-    card: Card, layers: Sequence[TimedLayer], engines: Sequence[AttendEngine], linear: LinearSizes
-) -> dict[str, float]:
-    """Return the mean wall time per layer that attention adds to a step: sparse on each engine, and dense.
-
-    Between attention of two layers, the device multiplies matrices of the size of ``linear``.
-    """
-    begin, multiply = new_step(layers), card.linear(linear, sum(layers[0].batch.rows.query_lens))
-
-    def first() -> None:
-        begin()
-        layers[0].run(engines[0])
-
-    dense: list[Run] = [card.dense(layer.batch, layer.batch.empty_out()) for layer in layers]
-    sparse: list[Run] = [first, *(partial(layer.run, engine) for layer, engine in list(zip(layers, engines))[1:])]
-
-    def between(runs: Sequence[Run]) -> Sequence[Run]:
-        return [partial(_in_turn, attend, multiply) for attend in runs] * STEPS
-
-    taken = card.wall_ms(
-        {"dense": between(dense), "ours": between(sparse), "linear": [multiply] * (len(layers) * STEPS)}, PASSES_S
-    )
-    least_ms = NOISE * median(taken["linear"])
-    dense_ms, ms = (
-        max(least_ms, median(total - linear_ms for total, linear_ms in zip(taken[name], taken["linear"], strict=True)))
-        for name in ("dense", "ours")
-    )
-    kept = sum(int(layer.index.kept_pairs()) for layer in layers)
-    causal = sum(layer.batch.num_heads * causal_pairs(layer.batch.rows) for layer in layers)
-    return {"density": kept / causal, "dense_ms": dense_ms, "ms": ms, "times_faster": dense_ms / ms}
-
-
-def _in_turn(*runs: Run) -> None:
-    for run in runs:
-        run()
-
-
-def entry_of(
-    card: Card, heads: Heads, method: Method, engine: str, least_rungs: Mapping[str, int | None], command: str
-) -> dict[str, Any]:
-    """Return the table's entry of one method and engine on this card."""
-    return {
-        "device": card.name, "engine": engine, "method": name_of(method), "params": changed_fields(method),
-        "num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim, **least_rungs,
-        "vllm": package_version("vllm"), "triton": package_version("triton"),
-        "date": datetime.now(UTC).date().isoformat(), "command": command,
-    }  # fmt: skip
-
-
-SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim")
+SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim", "layer_weights")
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
@@ -248,7 +181,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
 
 
-def replace_entry(path: Path, entry: dict[str, Any]) -> None:
-    """Write an entry into a table, instead of that of the same card, engine, method and heads."""
+def replace_entry(path: Path, entry: Mapping[str, Any]) -> None:
+    """Write an entry into a table, instead of that of the same card, engine, method and layers."""
     others = [old for old in read_entries(path) if any(old[name] != entry[name] for name in SAME)]
     write_json(path, {"format": FORMAT, "entries": [*others, entry]})

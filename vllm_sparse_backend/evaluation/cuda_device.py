@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured CUDA device: vLLM's FlashAttention on it, and two kinds of times.
+"""The measured CUDA device: vLLM's FlashAttention on it, and device times.
 
 *Device time* is the time during which the device is busy. The device waits before a contestant's turn, so that the host
 gets ahead, and then runs the contestant until the device's clock matches that of a server, which runs layer after
-layer. *Wall time* also includes launches by the host, which dominate for few new tokens. Both measurements alternate
-with FlashAttention in the same run, over several inputs, and are reported as medians.
+layer. Contestants alternate with FlashAttention in the same run, over several inputs, and are reported as medians.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from vllm_sparse_backend.config.layer_weights import LinearSizes
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.engine_trial import Batch
@@ -86,14 +84,6 @@ class Card:
 
         return run
 
-    def linear(self, sizes: LinearSizes, num_tokens: int) -> Run:
-        """Return a function that multiplies tokens by as many weights as a layer's linear layers have, in bf16."""
-        shape = (sizes.hidden_size, math.ceil(sizes.weights / sizes.hidden_size))
-        weights = torch.randn(shape, device=self.device, dtype=torch.bfloat16)
-        hidden = torch.randn(num_tokens, sizes.hidden_size, device=self.device, dtype=torch.bfloat16)
-        out = hidden.new_empty(num_tokens, shape[1])
-        return lambda: torch.mm(hidden, weights, out=out)
-
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
@@ -139,23 +129,6 @@ class Card:
         for name, start, stop in events:
             sums[name] += start.elapsed_time(stop)
         return sums
-
-    def wall_ms(self, contestants: Mapping[str, Sequence[Run]], budget_s: float = 1.0) -> dict[str, list[float]]:
-        """Return the wall times in ms by name, one per pass: the mean of runs that follow each other without waits."""
-        taken: dict[str, list[float]] = {name: [] for name in contestants}
-        for measured in _passes(budget_s):
-            order = list(contestants)
-            if len(next(iter(taken.values()))) % 2:
-                order.reverse()
-            for name in order:
-                self.synchronize()
-                began = time.perf_counter()
-                for run in contestants[name]:
-                    run()
-                self.synchronize()
-                if measured:
-                    taken[name].append((time.perf_counter() - began) * 1e3 / len(contestants[name]))
-        return taken
 
 
 def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:

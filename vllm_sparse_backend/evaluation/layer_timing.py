@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chunk's pass through the layers of a prompt, as on a server, for timing against dense attention."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
-from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch, failure
@@ -59,18 +58,3 @@ class TimedLayer:
     def wrong(self, engine: AttendEngine) -> str | None:
         """Return why an engine's attention over the selected keys fails a server's trial, or None."""
         return failure(engine, self.batch, self.index, self.options)
-
-
-def layers_of(
-    prompts: Sequence[AttentionPrompt], plan: Sequence[LayerPlan | None], context_len: int, query_len: int, engine: str
-) -> list[TimedLayer]:
-    """Return the chunk in each layer as one step, in which all layers share rows. ``plan`` has no dense layer."""
-    rows = prompts[0].chunk(context_len, query_len).rows
-    chunks = [replace(prompt.chunk(context_len, query_len), rows=rows) for prompt in prompts]
-    return [TimedLayer.of(chunk, layer, engine) for chunk, layer in zip(chunks, plan, strict=True) if layer is not None]
-
-
-def new_step(layers: Sequence[TimedLayer]) -> Callable[[], None]:
-    """Return a function that begins a new step by clearing the state of the last step."""
-    state = layers[0].batch.rows.state
-    return state.clear

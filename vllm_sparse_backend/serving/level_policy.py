@@ -58,9 +58,9 @@ def level_policy(vllm_config: VllmConfig, resolved: Resolved | None = None) -> L
         requests = requests.model_copy(update={"default": EXACT})
     default = LevelPolicy(plan.level_names, plan.level).under(requests).default
     if connectors & SALTED_STORES:
-        numbers = resolved.numbers()
         fingerprints = {
-            level: fingerprint(plan, numbers[level], resolved.streaming_heads) for level, plan in resolved.plans.items()
+            level: fingerprint(plan, resolved.lengths_by_engine(level), resolved.streaming_heads)
+            for level, plan in resolved.plans.items()
         }
     else:
         fingerprints = {level: "" for level in (EXACT, *resolved.plans) if level != default}

@@ -60,10 +60,11 @@ def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
 def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Resolved:
     """Resolve the settings of a process for the served model."""
     additional_config, shape = _AdditionalConfig.of(vllm_config), compat.model_shape(vllm_config)
-    device, pools = compat.device_name(), compat.pools(vllm_config)
+    of_model = shape, compat.layer_weights(vllm_config, shape), compat.device_name()
+    pools = compat.pools(vllm_config)
     if carried_device(additional_config.values) is None:  # not cached: a file may still change
-        return Resolved.from_additional_config(additional_config.values, shape, device, tp_rank, tp_size, pools)
-    return _resolved(additional_config, shape, device, tp_rank, tp_size, pools)
+        return Resolved.from_additional_config(additional_config.values, *of_model, tp_rank, tp_size, pools)
+    return _resolved(additional_config, *of_model, tp_rank, tp_size, pools)
 
 
 def log_other_device(resolved: Resolved, rank: int) -> None:
@@ -72,7 +73,7 @@ def log_other_device(resolved: Resolved, rank: int) -> None:
     if resolved.uses_auto and resolved.device.casefold() != device.casefold():
         logger.warning(
             "sparse-prefill: rank %d runs on %s, but auto uses the measurements of %s, where the server started, "
-            "because all processes need the same thresholds. Set min_tokens and min_query_tokens to "
+            "because all processes need the same lengths. Set min_tokens and min_query_tokens to "
             "choose other numbers", rank, device, resolved.device,
         )  # fmt: skip
 
@@ -84,6 +85,9 @@ def _settings(additional_config: _AdditionalConfig) -> SparsePrefillConfig:
 
 @lru_cache(PARSED)
 def _resolved(
-    additional_config: _AdditionalConfig, shape: ModelShape, device: str, tp_rank: int, tp_size: int, pools: bool
-) -> Resolved:
-    return Resolved.from_additional_config(additional_config.values, shape, device, tp_rank, tp_size, pools)
+    additional_config: _AdditionalConfig, shape: ModelShape, layer_weights: int | None, device: str, tp_rank: int,
+    tp_size: int, pools: bool,
+) -> Resolved:  # fmt: skip
+    return Resolved.from_additional_config(
+        additional_config.values, shape, layer_weights, device, tp_rank, tp_size, pools
+    )

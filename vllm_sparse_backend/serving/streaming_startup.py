@@ -67,10 +67,9 @@ def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
         )
     if resolved.is_dense:
         yield "a pooling model, every row of which prefills dense"
-    exact_tokens = resolved.earliest_thresholds().min_tokens
-    if exact_tokens is None or exact_tokens >= max_len:
-        limit = "no crossover" if exact_tokens is None else f"min_tokens {exact_tokens}"
-        yield f"{limit} and --max-model-len {max_len}, so that every row prefills dense"
+    lengths = resolved.earliest_lengths()
+    if lengths.min_tokens >= max_len:
+        yield f"--max-model-len {max_len} and sparse prefill for {lengths}, so that every row prefills dense"
 
 
 def _impossible(vllm_config: VllmConfig) -> Iterator[str]:

@@ -26,7 +26,7 @@ TWO = (replace(SPEC, name="one"), replace(SPEC, name="two"))
 USE = """
 import json
 from pathlib import Path
-from vllm_sparse_backend.evaluation.crossover_bench import method_label, methods_of_settings
+from vllm_sparse_backend.config.method_parameters import make_method, method_label
 from vllm_sparse_backend.calibration.loop import calibratable_methods, independent_methods
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -43,7 +43,7 @@ print(json.dumps({
     "plan": [name_of(group.method), group.method.stride_tokens, list(group.heads)],
     "schema": "strided" in names,
     "calibrated": "strided" in calibratable_methods() and "strided" in independent_methods(),
-    "measured": method_label(methods_of_settings([{"method": "strided", "params": {"stride_tokens": 512}}], shape)[0]),
+    "measured": method_label(make_method("strided", {"stride_tokens": 512})),
 }))
 """
 

@@ -96,7 +96,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[st
     [
         ("streaming heads", ("streaming_heads: off", "streaming_heads: after 16384 tokens")),
         ("required", ("after 16384 tokens, set by the operator", "expected streaming_heads: after 16384 tokens as")),
-        ("lengths", ("of on with engine any other: [4096, 1, 0, 0]", "of on with engine any other: [100, 1, 0, 0]")),
+        ("lengths", ("level on with engine any other: rows of more than 4096 tokens", "rows of more than 100 tokens")),
         ("method", ("method: method a_shape", "method: method default")),
         ("version", ("version of this package: 9.9.9",)),
         ("error", ("rank 1 cannot resolve its settings: ZeroDivisionError",)),

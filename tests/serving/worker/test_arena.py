@@ -15,15 +15,15 @@ import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from benchmarks.arena import UNLIMITED, layer_memory
 from tests.helpers.arena_workers import WORKERS, ArenaSize, count_misses, slabs_of
 from tests.helpers.vllm_objects import CPU, make_builder, make_layers, make_step
-from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.crossover_table import NEVER, Lengths
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import arena as arenas
 from vllm_sparse_backend.serving.worker.arena import (
     Arena,
+    Extent,
     LayerMemory,
     Room,
-    SlabLimit,
     SparseRow,
     StepLimits,
     consecutive_rows,
@@ -47,7 +47,7 @@ class TestSlabs:
     @given(lengths=st.lists(LENGTHS, min_size=1, max_size=6), max_tokens=st.sampled_from([128, 512, 1280, 3072]))
     @settings(max_examples=60)
     def test_rows_are_cut_alike_in_any_batch(self, lengths: list[tuple[int, int]], max_tokens: int) -> None:
-        room, rows = Room(max_tokens, (SlabLimit(num_tiles=30, num_keys=LONGEST),)), consecutive_rows(lengths)
+        room, rows = Room(max_tokens, (Extent(num_tiles=30, num_keys=LONGEST),)), consecutive_rows(lengths)
         slabs = slabs_of(room, rows)
         for slab in slabs:
             assert sum(row.query_len for row in slab) <= max_tokens
@@ -104,8 +104,8 @@ class TestSize:
         assert one_tile.count_misses([SparseRow(0, 0, 8192, 100_000)]) == 0
 
     def test_no_row_runs_sparse(self) -> None:
-        for max_len, thresholds in ((16_384, Thresholds(16_384, 1)), (131_072, Thresholds(None, 1))):
-            assert StepLimits.of(8192, 256, max_len, thresholds) is None
+        for max_len, lengths in ((16_384, Lengths(16_384, 1)), (131_072, NEVER)):
+            assert StepLimits.of(8192, 256, max_len, lengths) is None
 
     def test_it_is_no_larger_than_its_share_of_the_device(
         self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

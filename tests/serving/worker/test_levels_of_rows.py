@@ -265,6 +265,6 @@ class TestRows:
                 impl.levels = {name: on_engine(level) for name, level in impl.levels.items()}
 
         monkeypatch.setattr(worker_layers, "_make_ready", make_ready)
-        thresholds = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).row_classifier.thresholds
-        numbers = {level: (lengths.min_tokens, lengths.min_query_tokens) for level, lengths in thresholds.items()}
+        by_level = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).row_classifier.lengths
+        numbers = {level: (lengths.min_tokens, lengths.min_query_tokens) for level, lengths in by_level.items()}
         assert numbers == {ON: (100, 10), "fast": (300, 30)}

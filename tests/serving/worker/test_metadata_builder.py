@@ -54,10 +54,12 @@ class TestClassification:
         assert kinds(builder, list(expected)) == list(expected.values())
 
     def test_few_tokens_after_a_measured_crossover_are_dense(self, built: Callable[..., Any], tmp_path: Path) -> None:
-        """A crossover of 100 was measured with 100 tokens after 100. A number set by an operator counts as it is."""
+        """The pairs of 100 tokens after 100 pay. A number set by an operator counts as it is."""
         table = tmp_path / "table.json"
         shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-        table.write_text(written(entry(100, 20, device="cpu", engine="portable", method="dense", **shape)))
+        table.write_text(
+            written(entry(100, 20, device="cpu", engine="portable", method="dense", min_pairs=15_050, **shape))
+        )
         rows = [(0, 199), (0, 200), (150, 79), (150, 80), (4000, 20)]
         expected = [dense(Fallback.FEW_PAIRS), SPARSES] * 2 + [SPARSES]
         _, builder = built(*range(4), crossover=str(table), min_tokens="auto", min_query_tokens="auto")

@@ -104,10 +104,12 @@ class TestGroups:
         self, configured: Configure, monkeypatch: pytest.MonkeyPatch, lines: list[str], tmp_path: Any, batched: int,
         is_told: bool,
     ) -> None:  # fmt: skip
-        """The crossover was measured with 100 tokens after 100, and requests have at most 200."""
+        """Requests have at most 200 tokens, and the pairs of 100 tokens after 100 pay."""
         shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
         table = tmp_path / "table.json"
-        table.write_text(written(entry(100, 20, device="cpu", engine="portable", method="dense", **shape)))
+        table.write_text(
+            written(entry(100, 20, device="cpu", engine="portable", method="dense", min_pairs=15_050, **shape))
+        )
         config = configured(method="dense", crossover=str(table), min_tokens="auto", min_query_tokens="auto")
         monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 1)
         monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", batched)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from vllm.config import VllmConfig
 
-from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
@@ -100,10 +100,11 @@ class SparseRow:
         ]
 
 
-class SlabLimit(NamedTuple):
-    """A number of tiles and of keys of all rows that the arena holds at once."""
+class Extent(NamedTuple):
+    """Size of a row, or of all rows of a slab."""
 
     num_tiles: int
+    """Tiles of queries."""
     num_keys: int
 
 
@@ -113,7 +114,7 @@ class Room:
 
     max_tokens: int
     """Queries of a slab. Longer rows are cut."""
-    limits: tuple[SlabLimit, ...]
+    limits: tuple[Extent, ...]
     """Slabs of several rows are within at least one of these."""
 
     def slabs(
@@ -167,42 +168,57 @@ class StepLimits:
     """Limits of the rows that run sparse in a step."""
 
     max_tokens: int
+    """New tokens of all rows."""
     max_rows: int
     max_len: int
+    """Tokens of a row with its context."""
     min_len: int
 
     @staticmethod
-    def of(max_tokens: int, max_rows: int, max_len: int, thresholds: Thresholds) -> "StepLimits | None":
+    def of(max_tokens: int, max_rows: int, max_len: int, lengths: Lengths) -> "StepLimits | None":
         """Return the limits of a scheduler; None if no row can run sparse."""
-        if thresholds.min_tokens is None or max_len <= thresholds.min_tokens:
+        if max_len <= lengths.min_tokens:
             return None
-        most_rows = max(min(max_rows, max_tokens // max(thresholds.min_query_tokens, 1)), 1)
+        fewest_tokens = max(lengths.min_query_tokens, 1)
         return StepLimits(
-            min(max_tokens, max_len - thresholds.min_tokens), most_rows, max_len, thresholds.min_tokens + 1
+            max_tokens=min(max_tokens, max_len - lengths.min_tokens),
+            max_rows=max(min(max_rows, max_tokens // fewest_tokens), 1),
+            max_len=max_len,
+            min_len=lengths.min_tokens + 1,
         )
 
-    def largest_slabs(self, limit: SlabLimit) -> Iterator[list[SparseRow]]:
+    def largest_slabs(self, limit: Extent) -> Iterator[list[SparseRow]]:
         """Yield the slabs within a limit that may need most: of one row, two rows, four rows ..., alike or unlike."""
         max_rows = min(self.max_rows, limit.num_tiles, max(limit.num_keys // self.min_len, 1))
-        for num_rows in sorted({*(1 << i for i in range(max_rows.bit_length())), max_rows}):
+        powers_of_two = {1 << i for i in range(max_rows.bit_length())}
+        for num_rows in sorted(powers_of_two | {max_rows}):
             # Rows that end within a tile have more tiles than a single row of the same number of tokens.
             num_tiles = min((self.max_tokens - num_rows) // TILE_TOKENS + num_rows, limit.num_tiles)
-            tiles, more = divmod(num_tiles, num_rows)
-            num_keys = min(self.max_len, limit.num_keys // num_rows)
-            yield from _rows_of([(tiles + (i < more), num_keys) for i in range(num_rows)])
+            slab = Extent(num_tiles, limit.num_keys)
+            yield from _rows_of(self._equal_rows(slab, num_rows))
             if num_rows > 1:
-                short = max(self.min_len, min(self.max_len, (limit.num_keys - self.max_len) // (num_rows - 1)))
-                long = min(self.max_len, limit.num_keys - (num_rows - 1) * short)
-                yield from _rows_of([(num_tiles - num_rows + 1, long), *[(1, short)] * (num_rows - 1)])
+                yield from _rows_of(self._long_and_short_rows(slab, num_rows))
+
+    def _equal_rows(self, slab: Extent, num_rows: int) -> list[Extent]:
+        tiles, remainder = divmod(slab.num_tiles, num_rows)
+        num_keys = min(self.max_len, slab.num_keys // num_rows)
+        return [Extent(tiles + (i < remainder), num_keys) for i in range(num_rows)]
+
+    def _long_and_short_rows(self, slab: Extent, num_rows: int) -> list[Extent]:
+        """Return one row as long as possible, next to rows of a single tile."""
+        num_short = num_rows - 1
+        short_keys = max(self.min_len, min(self.max_len, (slab.num_keys - self.max_len) // num_short))
+        long_keys = min(self.max_len, slab.num_keys - num_short * short_keys)
+        return [Extent(slab.num_tiles - num_short, long_keys), *[Extent(1, short_keys)] * num_short]
 
 
-def _rows_of(sizes: Sequence[tuple[int, int]]) -> Iterator[list[SparseRow]]:
-    """Yield rows of (tiles, keys), and the same rows if each begins a token before a group of tiles."""
-    query_lens = [min(num_tiles * TILE_TOKENS, num_keys) for num_tiles, num_keys in sizes]
-    context_lens = [num_keys - query_len for query_len, (_, num_keys) in zip(query_lens, sizes, strict=True)]
+def _rows_of(extents: Sequence[Extent]) -> Iterator[list[SparseRow]]:
+    """Yield rows of these sizes, and the same rows if each begins a token before a group of tiles."""
+    query_lens = [min(row.num_tiles * TILE_TOKENS, row.num_keys) for row in extents]
+    context_lens = [row.num_keys - query_len for row, query_len in zip(extents, query_lens, strict=True)]
     before_groups = [max(context_len // GROUP_TOKENS * GROUP_TOKENS - 1, 0) for context_len in context_lens]
-    for of_rows in (context_lens, before_groups):
-        yield consecutive_rows([*zip(of_rows, query_lens, strict=True)])
+    for contexts in (context_lens, before_groups):
+        yield consecutive_rows([*zip(contexts, query_lens, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -222,28 +238,35 @@ class LayerMemory:
             count_bytes(layer, replace(slab), self.num_kv_heads, self.head_dim, self.dtype) for layer in self.layers
         )
 
-    def most(self, limits: StepLimits, slab: SlabLimit) -> int:
+    def most(self, limits: StepLimits, limit: Extent) -> int:
         """Return the memory that any slab within a limit needs."""
-        return int(max(map(self.needed, limits.largest_slabs(slab))) * SLACK)
+        return int(max(map(self.needed, limits.largest_slabs(limit))) * SLACK)
 
     def arena(self, limits: StepLimits, max_bytes: int) -> tuple[int, Room]:
         """Return the size of the arena in bytes, up to ``max_bytes`` if a tile fits, and how it is used."""
-        one_row = replace(limits, max_rows=1)
-        longest = SlabLimit(ceil_div(limits.max_tokens, TILE_TOKENS), limits.max_len)
-        num_bytes = self.most(one_row, longest)
-        while num_bytes > max_bytes and longest.num_tiles > 1:
-            longest = longest._replace(num_tiles=ceil_div(longest.num_tiles, 2))
-            num_bytes = self.most(one_row, longest)
-        limits = replace(limits, max_tokens=min(limits.max_tokens, longest.num_tiles * TILE_TOKENS))
-        of_short_rows = longest._replace(num_tiles=longest.num_tiles + limits.max_rows)
-        of_any_rows = longest._replace(num_keys=limits.max_rows * limits.max_len)
+        longest_row, num_bytes = self._longest_row(limits, max_bytes)
+        limits = replace(limits, max_tokens=min(limits.max_tokens, longest_row.num_tiles * TILE_TOKENS))
+        several_rows_bytes = min(SEVERAL_ROWS_BYTES, max_bytes)
+        # Rows that together have as many keys as the longest row, and any rows that the scheduler can form.
+        short_rows = longest_row._replace(num_tiles=longest_row.num_tiles + limits.max_rows)
+        any_rows = longest_row._replace(num_keys=limits.max_rows * limits.max_len)
         held = []
-        for limit in (of_short_rows, of_any_rows):
-            of_several = self.most(limits, limit)
-            if of_several <= max(num_bytes * SEVERAL_ROWS_SHARE, min(SEVERAL_ROWS_BYTES, max_bytes)):
-                held.append(limit)
-                num_bytes = max(num_bytes, of_several)
+        for slab in (short_rows, any_rows):
+            needed = self.most(limits, slab)
+            if needed <= max(num_bytes * SEVERAL_ROWS_SHARE, several_rows_bytes):
+                held.append(slab)
+                num_bytes = max(num_bytes, needed)
         return num_bytes, Room(limits.max_tokens, tuple(held))
+
+    def _longest_row(self, limits: StepLimits, max_bytes: int) -> tuple[Extent, int]:
+        """Return the longest row, or the longest part of it that fits into ``max_bytes``, and its memory."""
+        limits = replace(limits, max_rows=1)
+        row = Extent(ceil_div(limits.max_tokens, TILE_TOKENS), limits.max_len)
+        num_bytes = self.most(limits, row)
+        while num_bytes > max_bytes and row.num_tiles > 1:
+            row = row._replace(num_tiles=ceil_div(row.num_tiles, 2))
+            num_bytes = self.most(limits, row)
+        return row, num_bytes
 
 
 @dataclass(frozen=True)
@@ -255,7 +278,7 @@ class Memory:
 
     @staticmethod
     def reserve(
-        vllm_config: VllmConfig, layers: LayerMemory, thresholds: Thresholds, device: torch.device, rank: int = 0
+        vllm_config: VllmConfig, layers: LayerMemory, lengths: Lengths, device: torch.device, rank: int = 0
     ) -> "Memory | None":
         """Allocate a worker's arena."""
         scheduler = vllm_config.scheduler_config
@@ -263,7 +286,7 @@ class Memory:
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs,
             vllm_config.model_config.max_model_len,
-            thresholds,
+            lengths,
         )
         if limits is None or not layers.layers:
             return None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
+from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.resolved import carried_streaming
@@ -21,7 +21,6 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.startup import no_layer_message, other_decode, slow_path
 from vllm_sparse_backend.serving.streaming_startup import do_without
 from vllm_sparse_backend.serving.worker import startup_log
-from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.owner import Worker
 from vllm_sparse_backend.serving.worker.warmup import warm_up
@@ -97,7 +96,7 @@ class AdoptedLayers(NamedTuple):
     """The layers of a cache group that run sparse, and the lengths from which rows of each level do."""
 
     numbers: tuple[int, ...]
-    thresholds: Mapping[str, Thresholds]
+    lengths: Mapping[str, Lengths]
     is_first_group: bool
 
 
@@ -129,11 +128,14 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     if memory is not None:
         _make_ready(worker, list(impls.values()), spec, cpu_isa)
     worker.attention_names |= {number: impl.layer.attention_name for number, impl in impls.items()}
-    thresholds = _thresholds(worker, list(impls.values()))
+    lengths = {
+        level: resolved.lengths(level, {impl.levels[level].layer.engine.name for impl in impls.values()})
+        for level in resolved.plans
+    }
     if worker.rank == 0 and worker.should_log("plans"):
-        startup_log.log_plans(vllm_config, resolved, thresholds)
+        startup_log.log_plans(vllm_config, resolved, lengths)
     first_sparse = min(number for number, reason in reasons.items() if reason is None)
-    return AdoptedLayers(tuple(impls), thresholds, is_first_group=first_sparse in impls)
+    return AdoptedLayers(tuple(impls), lengths, is_first_group=first_sparse in impls)
 
 
 def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: AttentionSpec, cpu_isa: str) -> None:
@@ -156,15 +158,3 @@ def _other_decode(worker: Worker, impl: SparsePrefillImpl, spec: AttentionSpec) 
     dtype, has_sink = worker.vllm_config.model_config.dtype, impl.sinks is not None
     stock = compat.stock_backend(worker.vllm_config, spec.head_size, dtype, impl.kv_cache_dtype, has_sink)
     return other_decode(stock, compat.DenseBackend.get_name())
-
-
-def _thresholds(worker: Worker, impls: Sequence[SparsePrefillImpl]) -> dict[str, Thresholds]:
-    """Return the lengths from which rows of each level run sparse on the engines that the layers got."""
-    limits = ChunkLimits.of(worker.vllm_config)
-    is_auto = worker.resolved.config.min_query_tokens == AUTO
-    by_level = {}
-    for level in worker.resolved.plans:
-        engines = {impl.levels[level].layer.engine.name for impl in impls}
-        thresholds = worker.resolved.thresholds(level, engines)
-        by_level[level] = thresholds.fitted(*limits) if is_auto else thresholds
-    return by_level

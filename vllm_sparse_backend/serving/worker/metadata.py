@@ -79,7 +79,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             return
         self.sparse_layers, self.counts_rows = adopted.numbers, adopted.is_first_group
         self.row_classifier = RowClassifier(
-            adopted.thresholds, worker.memory is not None, worker.requests, worker.resolved.reads_prompt_length
+            adopted.lengths, worker.memory is not None, worker.requests, worker.resolved.reads_prompt_length
         )
         streaming = worker.resolved.streaming_heads
         has_heads = worker.streaming.count  # else long rows would need a launch

@@ -19,7 +19,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefillBackend
 
-from vllm_sparse_backend.config.crossover_table import AUTO, Thresholds
+from vllm_sparse_backend.config.crossover_table import AUTO, Lengths
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.mla import ENGINE, describe
 from vllm_sparse_backend.config.model_check import QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM
@@ -133,10 +133,10 @@ class MlaWorker:
             number: ATTENTION_NAME if number in self.layers else "dense" for number in all_layers
         }
         self.worker.recorder.add_layers(numbers, resolved.plans)
-        thresholds = self._thresholds()
-        self._row_classifier = RowClassifier(thresholds, bool(numbers), self.worker.requests)
+        lengths = {level: resolved.lengths(level, {ENGINE}) for level in resolved.plans}
+        self._row_classifier = RowClassifier(lengths, bool(numbers), self.worker.requests)
         if numbers and self.worker.rank == 0:
-            self._log(vllm_config, all_layers, thresholds)
+            self._log(vllm_config, all_layers, lengths[ON])
 
     def _refuse_without_layers(
         self, vllm_config: VllmConfig, all_layers: Mapping[int, Any], numbers: list[int]
@@ -151,18 +151,11 @@ class MlaWorker:
             "of vLLM's MLAAttention with dense prefill; serve the model without this flag"
         )
 
-    def _thresholds(self) -> dict[str, Thresholds]:
-        """Return the lengths from which rows of each level run sparse."""
-        resolved = self.worker.resolved
-        return {level: replace(resolved.thresholds(level, {ENGINE}), notes=()) for level in resolved.plans}
-
-    def _log(
-        self, vllm_config: VllmConfig, all_layers: Mapping[int, Any], thresholds: Mapping[str, Thresholds]
-    ) -> None:
-        config, numbers = self.worker.resolved.config, thresholds[ON]
+    def _log(self, vllm_config: VllmConfig, all_layers: Mapping[int, Any], lengths: Lengths) -> None:
+        config = self.worker.resolved.config
         logger.info(
             "sparse-prefill: MLA layers %s prefill with %s, for %s; dense rows and decodes run as in stock vLLM",
-            format_ranges(sorted(self.layers)), describe(_method_of(self.worker)), numbers,
+            format_ranges(sorted(self.layers)), describe(_method_of(self.worker)), lengths,
         )  # fmt: skip
         dense = sorted(set(all_layers) - self.layers)
         if dense:
@@ -172,7 +165,7 @@ class MlaWorker:
                 "sparse-prefill: no crossover of MLA is measured on any device: auto uses the conservative defaults; "
                 "set min_tokens and min_query_tokens to choose other numbers"
             )
-        startup_log.log_levels(vllm_config, self.worker.resolved, thresholds)
+        startup_log.log_levels(vllm_config, self.worker.resolved, lengths)
 
     def prepare(self, request: RequestLevel, rows: Sequence[MlaRow], is_causal: bool) -> MlaCall:
         """Prepare rows of requests of the same level for all layers of a step."""

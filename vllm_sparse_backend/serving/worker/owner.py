@@ -87,7 +87,7 @@ class Worker:
                 self.memory = Memory.reserve(
                     self.vllm_config,
                     self._layer_memory(),
-                    self.resolved.earliest_thresholds(),
+                    self.resolved.earliest_lengths(),
                     self.device,
                     self.rank,
                 )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, is_checked, level_in
@@ -135,7 +135,8 @@ class BatchRow:
 class RowClassifier:
     """Decides how the rows of batches run: decode and dense rows on the dense backend, sparse rows on our kernels."""
 
-    thresholds: Mapping[str, Thresholds]
+    lengths: Mapping[str, Lengths]
+    """By level, the lengths from which rows run sparse."""
     has_sparse_layers: bool
     requests: Requests
     needs_prompts: bool = False
@@ -171,15 +172,14 @@ class RowClassifier:
                 if reason is None:
                     reason = self._dense_reason(query_len, seq_len, level.name)
                 kind = RowKind(SPARSE if reason is None else DENSE, reason, level.name)
-            min_tokens = (self.thresholds[level.name].min_tokens or 0) if kind.path == SPARSE else 0
+            min_tokens = self.lengths[level.name].min_tokens if kind.path == SPARSE else 0
             prompt_len = requests[i].prompt_len if self.needs_prompts else None
             rows.append(BatchRow(start, query_len, seq_len - query_len, kind, min_tokens, level, prompt_len))
         return rows
 
     def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:
         """Return why a row of these lengths in tokens prefills dense; None if it runs sparse."""
-        thresholds = self.thresholds[level]
-        if reason := thresholds.dense_reason(query_len, seq_len):
+        if reason := self.lengths[level].dense_reason(query_len, seq_len):
             return reason
         return None if self.has_sparse_layers else Fallback.TOO_SHORT
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from vllm.config import VllmConfig
 
-from vllm_sparse_backend.config.crossover_table import Thresholds
+from vllm_sparse_backend.config.crossover_table import NEVER, Lengths
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.ranges import format_ranges
@@ -38,46 +38,46 @@ def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
             logger.info("sparse-prefill: layers %s prefill dense: %s", format_ranges(dense), reason.explain)
 
 
-def log_plans(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
+def log_plans(vllm_config: VllmConfig, resolved: Resolved, lengths: Mapping[str, Lengths]) -> None:
     """Log the plan of each level, the levels that requests may choose, and a warning if no row can run sparse."""
     for level, plan in resolved.plans.items():
         if level == SHARE:  # its plan is the server's own
             continue
-        for line in plan.describe(thresholds[level]):
+        for line in plan.describe(lengths[level]):
             logger.info("sparse-prefill: %s", line)
-    log_levels(vllm_config, resolved, thresholds)
+    log_levels(vllm_config, resolved, lengths[ON])
 
 
-def log_levels(vllm_config: VllmConfig, resolved: Resolved, thresholds: Mapping[str, Thresholds]) -> None:
-    """Log the levels that requests may choose, and a warning if no row can run sparse."""
+def log_levels(vllm_config: VllmConfig, resolved: Resolved, lengths: Lengths) -> None:
+    """Log the levels that requests may choose, and a warning if no row of the server's own level can run sparse."""
     policy = level_policy(vllm_config, resolved)
     logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s", FIELD, policy)
     if resolved.config.requests.model_fields_set:
         logger.info("sparse-prefill: policy for requests: %s", policy.describe())
-    _warn_if_never_sparse(vllm_config, thresholds[ON])
+    _warn_if_never_sparse(vllm_config, lengths)
 
 
-def _warn_if_never_sparse(vllm_config: VllmConfig, thresholds: Thresholds) -> None:
+def _warn_if_never_sparse(vllm_config: VllmConfig, lengths: Lengths) -> None:
     """Warn if requests or their chunks are too short to run sparse at the server's own level."""
-    if thresholds.min_tokens is None:
-        return
+    if lengths.min_tokens == NEVER.min_tokens:
+        return  # the plan's line says so
     max_len = vllm_config.model_config.max_model_len
-    if max_len <= thresholds.min_tokens:
+    if max_len <= lengths.min_tokens:
         logger.warning("sparse-prefill: requests have at most %d tokens, so all of them run dense", max_len)
         return
     limits = ChunkLimits.of(vllm_config)
-    if limits.with_decodes < thresholds.min_query_tokens:
+    if limits.with_decodes < lengths.min_query_tokens:
         logger.warning(
             "sparse-prefill: a step has at most %d new tokens of a request, and %d next to the maximum number of "
             "decodes, but rows with fewer than %d run dense: raise --max-num-batched-tokens (and "
             "--long-prefill-token-threshold, if it is set), or lower min_query_tokens",
-            limits.alone, limits.with_decodes, thresholds.min_query_tokens,
+            limits.alone, limits.with_decodes, lengths.min_query_tokens,
         )  # fmt: skip
-    most_new = min(limits.alone, max_len - thresholds.min_tokens)
-    if (pairs := thresholds.pairs(most_new, max_len)) < thresholds.min_pairs:
+    most_new = min(limits.alone, max_len - lengths.min_tokens)
+    if (pairs := lengths.pairs(most_new, max_len)) < lengths.min_pairs:
         logger.warning(
             "sparse-prefill: the new tokens of a step have at most %d pairs with earlier keys, but rows with fewer "
             "than %d run dense: raise --max-num-batched-tokens or --max-model-len, or set min_tokens and "
             "min_query_tokens",
-            pairs, thresholds.min_pairs,
+            pairs, lengths.min_pairs,
         )  # fmt: skip
