@@ -31,7 +31,7 @@ trap stop EXIT
 def test_installing_is_what_every_change_passes() -> None:
     """`make demo` is a step of .ci/run."""
     demo, activate = INSTALLING.splitlines()
-    assert f"step {demo}" in (ROOT / ".ci/run").read_text().splitlines()
+    assert f'"{demo}"' in (ROOT / ".ci/run").read_text()
     assert activate == "source .venv/bin/activate"
 
 
