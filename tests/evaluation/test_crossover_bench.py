@@ -2,7 +2,9 @@
 """`bench crossover` finds the lengths from which measured times pay."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import pytest
 from tests.helpers.crossover_cases import entry, written
 from tests.helpers.folders import LLAMA_8B, model_folder
 from vllm_sparse_backend.config.crossover_table import NEVER, Lengths, load_crossover
+from vllm_sparse_backend.evaluation import crossover_bench
+from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
+from vllm_sparse_backend.evaluation.compared_servers import Contestant
 from vllm_sparse_backend.evaluation.crossover_bench import (
     Cell,
     Crossover,
@@ -17,7 +22,7 @@ from vllm_sparse_backend.evaluation.crossover_bench import (
     lengths_to_measure,
     replace_entry,
 )
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, Report
 from vllm_sparse_backend.evaluation.vllm_server import Settings
 
 
@@ -42,6 +47,50 @@ def test_the_fit_finds_the_lengths_by_which_times_were_saved(lengths: Lengths) -
     assert fitted.min_pairs == pytest.approx(lengths.min_pairs, rel=0.2)
     assert fitted.pairs_per_token == pytest.approx(lengths.pairs_per_token, rel=0.4)
     assert fitted.min_tokens == lengths.min_tokens
+
+
+@dataclass(frozen=True)
+class SimulatedServer(Endpoint):
+    """A server with a prefix cache for each level, whose sparse requests save time from given lengths on."""
+
+    cached: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+
+    def metrics(self) -> str:
+        return 'sparse_prefill_layers{attention="hopper"} 30.0\nsparse_prefill_layers{attention="dense"} 2.0\n'
+
+    def tokenize(self, text: str, special: bool = False) -> list[int]:
+        return list(range(50_000))
+
+    def ask(self, prompt: Sequence[int], tokens: int) -> TimedAnswer:
+        level, known = str(self.extra), 0
+        for cached_level, prefix in self.cached:
+            if level == cached_level and prefix == tuple(prompt[: len(prefix)]):
+                known = max(known, len(prefix))
+        self.cached.add((level, tuple(prompt)))
+        cell = Cell(len(prompt) - known, known, 0.0, 0.0)
+        saved_s = (
+            0.0 if "0" in level else 1e-10 * (MEASURED.pairs(cell.sparse_tokens, len(prompt)) - MEASURED.min_pairs)
+        )
+        taken_s = 0.02 + 2e-5 * cell.new_tokens + 3e-10 * cell.pairs - saved_s
+        return TimedAnswer(taken_s, taken_s, 1)
+
+
+MEASURED = Lengths(2048, 1000, 36_000_000, 4000)
+
+
+def test_a_server_is_measured_at_both_of_its_levels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def served(label: str, model: Path, args: Sequence[str], what: str) -> Contestant:
+        assert {"--max-num-batched-tokens", "sparse-prefill"} < set(args)
+        return Contestant(label, "model", what, lambda: nullcontext(SimulatedServer("ours", "http://x", "model")))
+
+    monkeypatch.setattr(crossover_bench.Contestant, "served", served)
+    monkeypatch.setattr(crossover_bench, "REPEATS", 1)
+    crossover = Crossover(tmp_path, Settings({"method": "top_p"}), 65_536, "")
+    steps: list[None] = []
+    engine, measured = crossover.measure(Report("crossover", "a GPU"), lambda: steps.append(None))
+    assert engine == "hopper"
+    assert len(steps) == 2 * crossover.workload.steps
+    assert fit_lengths(measured) == MEASURED
 
 
 def test_new_tokens_that_cost_time_do_not_count() -> None:

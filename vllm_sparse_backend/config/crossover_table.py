@@ -72,21 +72,21 @@ class Lengths:
     def strictest(lengths: Collection["Lengths"]) -> "Lengths":
         """Return lengths with which only those rows run sparse that do with each of these."""
         return Lengths(
-            max(each.min_tokens for each in lengths),
-            max(each.min_query_tokens for each in lengths),
-            max(each.min_pairs for each in lengths),
-            min(each.pairs_per_token for each in lengths),
-            tuple(dict.fromkeys(chain.from_iterable(each.notes for each in lengths))),
+            max(item.min_tokens for item in lengths),
+            max(item.min_query_tokens for item in lengths),
+            max(item.min_pairs for item in lengths),
+            min(item.pairs_per_token for item in lengths),
+            tuple(dict.fromkeys(chain.from_iterable(item.notes for item in lengths))),
         )
 
     @staticmethod
     def earliest(lengths: Collection["Lengths"]) -> "Lengths":
         """Return lengths with which all rows run sparse that do with any of these."""
         return Lengths(
-            min(each.min_tokens for each in lengths),
-            min(each.min_query_tokens for each in lengths),
-            min(each.min_pairs for each in lengths),
-            max(each.pairs_per_token for each in lengths),
+            min(item.min_tokens for item in lengths),
+            min(item.min_query_tokens for item in lengths),
+            min(item.min_pairs for item in lengths),
+            max(item.pairs_per_token for item in lengths),
         )
 
     def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:

@@ -173,7 +173,7 @@ def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], streaming_heads: Str
     """
     data = {
         "layers": [[repr(method) for method in layer.methods] if layer is not None else None for layer in plan.layers],
-        "lengths": {engine: str(of_engine) for engine, of_engine in lengths.items()},
+        "lengths": {engine: str(on_engine) for engine, on_engine in lengths.items()},
         "streaming_heads": None if streaming_heads is None else streaming_heads.model_dump(),
         "shape": asdict(plan.shape),
         "version": package_version(PACKAGE),

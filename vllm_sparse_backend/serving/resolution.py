@@ -60,11 +60,12 @@ def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
 def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Resolved:
     """Resolve the settings of a process for the served model."""
     additional_config, shape = _AdditionalConfig.of(vllm_config), compat.model_shape(vllm_config)
-    of_model = shape, compat.layer_weights(vllm_config, shape), compat.device_name()
-    pools = compat.pools(vllm_config)
+    weights, device, pools = compat.layer_weights(vllm_config, shape), compat.device_name(), compat.pools(vllm_config)
     if carried_device(additional_config.values) is None:  # not cached: a file may still change
-        return Resolved.from_additional_config(additional_config.values, *of_model, tp_rank, tp_size, pools)
-    return _resolved(additional_config, *of_model, tp_rank, tp_size, pools)
+        return Resolved.from_additional_config(
+            additional_config.values, shape, weights, device, tp_rank, tp_size, pools
+        )
+    return _resolved(additional_config, shape, weights, device, tp_rank, tp_size, pools)
 
 
 def log_other_device(resolved: Resolved, rank: int) -> None:

@@ -122,8 +122,8 @@ def fast_page_tokens(vllm_config: VllmConfig, device: torch.device) -> int:
     for rank in range(tp_size):
         resolved = resolve(vllm_config, rank, tp_size)
         shape, engine = resolved.plan.shape, resolved.config.engine
-        methods = {plan.methods for number in range(shape.num_layers) for plan in resolved.layer(number)}
-        widths += [index_block_tokens(of_layer, shape.head_dim, device, engine) for of_layer in methods]
+        layers = {plan for number in range(shape.num_layers) for plan in resolved.layer(number)}
+        widths += [index_block_tokens(layer.methods, shape.head_dim, device, engine) for layer in layers]
     return max(widths, default=compat.BULK_PAGE_TOKENS)
 
 

@@ -63,9 +63,9 @@ def settings_of_worker(resolved: Resolved) -> dict[str, str]:
     profile = "" if documents.profile is None else hashlib.sha256(documents.profile.encode()).hexdigest()[:12]
     after = "off" if streaming is None else f"after {streaming.min_context_tokens} tokens"
     lengths = {
-        f"lengths of level {level} with engine {engine}": str(of_engine)
+        f"lengths of level {level} with engine {engine}": str(lengths_on_engine)
         for level in resolved.plans
-        for engine, of_engine in resolved.lengths_by_engine(level).items()
+        for engine, lengths_on_engine in resolved.lengths_by_engine(level).items()
     }
     return {
         "version of this package": package_version(PACKAGE),
