@@ -12,12 +12,11 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.config.crossover_table import NEVER, Lengths
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import ON, SHARE
-from vllm_sparse_backend.config.ranges import format_ranges
+from vllm_sparse_backend.config.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.level_policy import level_policy
-from vllm_sparse_backend.serving.worker.chunk_limits import ChunkLimits
 
 logger = logging.getLogger(LOGGER)
 
@@ -65,15 +64,20 @@ def _warn_if_never_sparse(vllm_config: VllmConfig, lengths: Lengths) -> None:
     if max_len <= lengths.min_tokens:
         logger.warning("sparse-prefill: requests have at most %d tokens, so all of them run dense", max_len)
         return
-    limits = ChunkLimits.of(vllm_config)
-    if limits.with_decodes < lengths.min_query_tokens:
+    scheduler, drafts = vllm_config.scheduler_config, vllm_config.num_speculative_tokens
+    step_tokens = scheduler.max_num_batched_tokens
+    request_tokens = scheduler.long_prefill_token_threshold or MOST_COUNT
+    decode_tokens = (scheduler.max_num_seqs - 1) * (1 + drafts)
+    alone = min(step_tokens, request_tokens)
+    with_decodes = max(min(step_tokens - decode_tokens, request_tokens), 1)
+    if with_decodes < lengths.min_query_tokens:
         logger.warning(
             "sparse-prefill: a step has at most %d new tokens of a request, and %d next to the maximum number of "
             "decodes, but rows with fewer than %d run dense: raise --max-num-batched-tokens (and "
             "--long-prefill-token-threshold, if it is set), or lower min_query_tokens",
-            limits.alone, limits.with_decodes, lengths.min_query_tokens,
+            alone, with_decodes, lengths.min_query_tokens,
         )  # fmt: skip
-    most_new = min(limits.alone, max_len - lengths.min_tokens)
+    most_new = min(alone, max_len - lengths.min_tokens)
     if (pairs := lengths.pairs(most_new, max_len)) < lengths.min_pairs:
         logger.warning(
             "sparse-prefill: the new tokens of a step have at most %d pairs with earlier keys, but rows with fewer "
