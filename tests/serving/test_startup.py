@@ -6,7 +6,7 @@ import importlib
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,6 +18,7 @@ import torch
 pytest.importorskip("vllm", reason="needs vLLM")
 
 import transformers
+from vllm.config import CUDAGraphMode
 
 from tests.helpers.folders import profile_file
 from tests.helpers.vllm_configs import llama, served
@@ -281,18 +282,31 @@ def test_pages_hold_the_widest_block_of_any_layer(tmp_path: Path) -> None:
     assert startup.fast_page_tokens(served(llama(), {"profile": mixed}), on_hopper) == 32
 
 
-def test_a_graph_covers_the_tokens_that_larger_pages_add(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 new tokens after a prefix that fills no page of 128 are 624, and must not lose their graph."""
-    graphs = SimpleNamespace(cudagraph_capture_sizes=[256, 512], max_cudagraph_capture_size=512)
-    config: Any = SimpleNamespace(
-        compilation_config=graphs, scheduler_config=SimpleNamespace(max_num_batched_tokens=8192)
-    )
-    for is_hopper, page_tokens, largest in (
-        (False, 32, 512), (True, 16, 512), (True, 128, 624), (True, 128, 624)  # engine cores check again
-    ):  # fmt: skip
-        monkeypatch.setattr(compat, "prefers_bulk_pages", lambda is_hopper=is_hopper: is_hopper)
-        compat.cover_larger_pages(config, page_tokens)
-        assert graphs.cudagraph_capture_sizes[-1] == graphs.max_cudagraph_capture_size == largest
+def test_prefills_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also 512 new tokens after a prefix that fills no page of 32, which are 528. The operator's sizes stay."""
+
+    def captured(page_tokens: int, most: int, is_hopper: bool = True, sizes: Sequence[int] = (256, 512)) -> list[int]:
+        graphs = SimpleNamespace(
+            cudagraph_capture_sizes=list(sizes),
+            max_cudagraph_capture_size=sizes[-1],
+            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
+        )
+        scheduler = SimpleNamespace(max_num_batched_tokens=most)
+        config: Any = SimpleNamespace(
+            compilation_config=graphs, scheduler_config=scheduler, speculative_config=None, lora_config=None
+        )
+        monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: is_hopper)
+        for _ in range(2):  # engine cores check again
+            compat.capture_prefills(config, page_tokens)
+        assert graphs.max_cudagraph_capture_size == graphs.cudagraph_capture_sizes[-1]
+        return graphs.cudagraph_capture_sizes
+
+    assert captured(32, most=1000) == [256, 512, 528, 640, 768, 896, 1000]
+    assert captured(16, most=8192)[2:5] == [640, 768, 896]
+    assert captured(16, most=8192)[-2:] == [7936, 8192]
+    assert captured(32, most=16384)[-1] == 8192
+    assert captured(32, most=512) == captured(32, most=8192, is_hopper=False) == [256, 512]
+    assert captured(32, most=8192, sizes=(256, 1024)) == [256, 1024]
 
 
 def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:

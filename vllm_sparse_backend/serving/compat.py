@@ -56,6 +56,9 @@ USUAL_PAGE_TOKENS = 16
 LARGEST_USUAL_GRAPH = 512
 """Most tokens of a step that vLLM runs as a CUDA graph by default."""
 
+LARGEST_PREFILL_GRAPH = 8192
+"""vLLM's default limit of a step on Hopper. Larger steps keep a GPU busy longer than the host needs to launch them."""
+
 TOKENS_FIRST = (0, 2, 1, 3)
 """The usual order in memory: pages, then tokens, then heads."""
 
@@ -176,19 +179,35 @@ def prefers_bulk_pages() -> bool:
     return not IS_CPU and current_platform.is_device_capability_family(90)
 
 
-def cover_larger_pages(vllm_config: VllmConfig, page_tokens: int) -> None:
-    """Add a CUDA graph for the tokens that our pages add to a step.
+def capture_prefills(vllm_config: VllmConfig, page_tokens: int) -> None:
+    """Add CUDA graphs for the linear parts of prefills, which vLLM launches one by one above 512 tokens.
 
-    vLLM reuses whole pages of a cached prefix. A request of 512 new tokens, which runs in the largest graph with the
-    usual pages of 16 tokens, has up to 528 with pages of 32.
+    With sparse attention, the GPU is often done before the host has launched the next layer. Multiples of 128 tokens
+    pad no tile of a matrix product. The first size covers the tokens that our pages add to a request of 512: vLLM
+    reuses whole pages of a cached prefix.
     """
-    if not prefers_bulk_pages():
+    graphs, most = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_batched_tokens
+    # A speculator's or an adapter's graphs multiply the number, and verification runs in graphs of whole steps.
+    is_plain = vllm_config.speculative_config is None and vllm_config.lora_config is None
+    is_default = graphs.max_cudagraph_capture_size == LARGEST_USUAL_GRAPH
+    if not (prefers_bulk_pages() and is_plain and is_default and graphs.cudagraph_mode.has_piecewise_cudagraphs()):
         return
-    graphs, size = vllm_config.compilation_config, LARGEST_USUAL_GRAPH + page_tokens - USUAL_PAGE_TOKENS
-    is_larger = LARGEST_USUAL_GRAPH < size <= vllm_config.scheduler_config.max_num_batched_tokens
-    if is_larger and graphs.max_cudagraph_capture_size == LARGEST_USUAL_GRAPH:
-        graphs.cudagraph_capture_sizes.append(size)
-        graphs.max_cudagraph_capture_size = size
+    larger_page = LARGEST_USUAL_GRAPH + page_tokens - USUAL_PAGE_TOKENS
+    sizes = {larger_page, *range(640, 2048, 128), *range(2048, LARGEST_PREFILL_GRAPH + 1, 256), most}
+    sizes = {size for size in sizes if LARGEST_USUAL_GRAPH < size <= min(most, LARGEST_PREFILL_GRAPH)}
+    if sizes:
+        graphs.cudagraph_capture_sizes += sorted(sizes)
+        graphs.max_cudagraph_capture_size = max(sizes)
+
+
+def limit_split_keys(builder: Any, vllm_config: VllmConfig) -> None:
+    """Keep FlashAttention from splitting the keys of steps that are larger than any graph of a whole step.
+
+    A split step needs room for up to 32 partial outputs, which ``capture_prefills`` must not enlarge.
+    """
+    if getattr(builder, "max_cudagraph_size", None) is not None:
+        most = max(LARGEST_USUAL_GRAPH, vllm_config.scheduler_config.max_num_seqs)
+        builder.max_cudagraph_size = min(builder.max_cudagraph_size, most)
 
 
 def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[Any]:

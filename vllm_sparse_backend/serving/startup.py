@@ -50,7 +50,7 @@ def check(vllm_config: VllmConfig) -> None:
     cache = vllm_config.cache_config
     # As on Hopper. The device itself must not be initialised before vLLM starts its workers.
     fast_pages = fast_page_tokens(vllm_config, torch.device("cpu"))
-    compat.cover_larger_pages(vllm_config, cache.block_size if cache.user_specified_block_size else fast_pages)
+    compat.capture_prefills(vllm_config, cache.block_size if cache.user_specified_block_size else fast_pages)
     if multiprocessing.parent_process() is not None:
         return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)

@@ -64,6 +64,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        compat.limit_split_keys(self, vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.worker = worker_of(vllm_config)
         require_sparse_layer(self.worker.vllm_config)
