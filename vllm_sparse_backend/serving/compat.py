@@ -186,11 +186,13 @@ def capture_prefills(vllm_config: VllmConfig, page_tokens: int) -> None:
     pad no tile of a matrix product. The first size covers the tokens that our pages add to a request of 512: vLLM
     reuses whole pages of a cached prefix.
     """
+    if not prefers_bulk_pages():
+        return
     graphs, most = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_batched_tokens
-    # A speculator's or an adapter's graphs multiply the number, and verification runs in graphs of whole steps.
+    # Speculators and adapters multiply the number of graphs. A speculator also verifies tokens in them.
     is_plain = vllm_config.speculative_config is None and vllm_config.lora_config is None
     is_default = graphs.max_cudagraph_capture_size == LARGEST_USUAL_GRAPH
-    if not (prefers_bulk_pages() and is_plain and is_default and graphs.cudagraph_mode.has_piecewise_cudagraphs()):
+    if not (is_plain and is_default and graphs.cudagraph_mode.has_piecewise_cudagraphs()):
         return
     larger_page = LARGEST_USUAL_GRAPH + page_tokens - USUAL_PAGE_TOKENS
     sizes = {larger_page, *range(640, 2048, 128), *range(2048, LARGEST_PREFILL_GRAPH + 1, 256), most}
