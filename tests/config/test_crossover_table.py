@@ -150,17 +150,6 @@ def bundled(device: str, size: LayerSize) -> Lengths:
     return resolve_lengths("auto", "auto", [TopP()], load_crossover(), Place(device, "hopper", size))
 
 
-@pytest.mark.parametrize("source", ["configuration", "profile"])
-def test_a_number_of_new_tokens_that_is_set_applies_as_it_is(source: str, tmp_path: Path) -> None:
-    """A profile's number too, also on a server whose steps are smaller than it."""
-    measured = table(entry(9000, 2048, min_pairs=45_000_000))
-    profile = profile_file(
-        tmp_path, default={"method": "a_shape"}, **({"min_query_tokens": 4096} if source == "profile" else {})
-    )
-    numbers = {"min_query_tokens": 4096} if source == "configuration" else {}
-    assert resolved(measured, profile=profile, **numbers) == Lengths(9000, 4096)
-
-
 def test_a_profile_may_take_the_lengths_of_one_of_its_methods(tmp_path: Path) -> None:
     """As profiles of ``profile best`` do: all four lengths, of this server's device and not of another one's."""
     of_top_p = {"min_pairs": 36_000_000, "pairs_per_token": 4000}

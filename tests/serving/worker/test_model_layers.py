@@ -118,6 +118,19 @@ class TestGroups:
         warnings = [line for line in lines if "pairs with earlier keys, but rows with fewer" in line]
         assert len(warnings) == is_told
 
+    def test_a_profiles_number_is_kept_on_a_server_whose_steps_are_smaller(
+        self, configured: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    ) -> None:
+        (table := tmp_path / "table.json").write_text(
+            written(entry(100, 110, device="cpu", engine="portable", method="dense"))
+        )
+        profile = profile_file(tmp_path, default={"method": "dense"}, min_query_tokens=120)
+        config = configured(profile=profile, crossover=str(table))
+        monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", 125)
+        monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 10)
+        builder = make_builder(config, make_layers(config, [0]))
+        assert builder.row_classifier.lengths["on"].min_query_tokens == 120
+
     def test_each_rank_takes_its_own_heads_and_the_first_tells_the_plan(
         self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
