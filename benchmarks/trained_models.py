@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.traffic import texts_of
 from vllm_sparse_backend.evaluation.answers import Templates, TokenScores, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
@@ -42,6 +43,8 @@ TEMPLATES = (
     Templates('{name} = "{value}"', 'assert {name} == "{value}"'),
 )
 """Forms of facts: the form of the models' training, and two others."""
+
+Settings = Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")]
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
@@ -142,7 +145,7 @@ def _qualities(endpoint: Endpoint, prompts: Sequence[dict[str, Any]], jobs: int)
 @app.command()
 def quality(
     prompts: Path,
-    settings: Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")],
+    settings: Settings,
     most: Annotated[int, typer.Option(help="Prompts of each length.")] = 1000,
     jobs: Annotated[int, typer.Option(help="Concurrent requests.")] = 1,
     out: Annotated[Path | None, typer.Option("--json")] = None,
@@ -202,7 +205,7 @@ def _line(name: str, length: str, figures: dict[str, Any]) -> str:
 @app.command()
 def speed(
     prompts: Path,
-    settings: Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")],
+    settings: Settings,
     lengths: str = "1024,8192,16384,32768,65536,131000",
     times: Annotated[int, typer.Option(help="Requests of each length.")] = 5,
     after: Annotated[int, typer.Option(help="Cached tokens before 1,000 new tokens; 0 for none.")] = 0,
@@ -211,15 +214,8 @@ def speed(
     out: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure median TTFT by length, and TPOT. Every request has its own text, and settings take turns."""
-    ids = [token for prompt in json.loads(prompts.read_text()) for token in prompt["ids"]]
-    endpoints = [endpoint_of(text) for text in settings]
+    texts, endpoints = texts_of(prompts), [endpoint_of(text) for text in settings]
     medians: dict[str, dict[str, float]] = {}
-    place = 0
-
-    def piece(length: int) -> list[int]:
-        nonlocal place
-        place = (place + 100_003) % (len(ids) - length)
-        return ids[place : place + length]
 
     def measure(name: str, texts: Sequence[Sequence[int]], tokens: int = 1, jobs: int = 1) -> None:
         answers: dict[str, list[TimedAnswer]] = {endpoint.name: [] for endpoint in endpoints}
@@ -235,12 +231,12 @@ def speed(
         print(name, {key: (round(s, 5), round(first_s / s, 3)) for key, s in medians[name].items()})
 
     for length in map(int, lengths.split(",")):
-        measure(f"TTFT {length}", [piece(length) for _ in range(times + 1)])
+        measure(f"TTFT {length}", [texts.take(length) for _ in range(times + 1)])
     if after:
-        prefix = piece(after)
-        measure(f"TTFT 1000 after {after}", [prefix + piece(1000) for _ in range(times + 1)])
+        prefix = texts.take(after)
+        measure(f"TTFT 1000 after {after}", [prefix + texts.take(1000) for _ in range(times + 1)])
     for jobs in map(int, batches.split(",")) if tokens > 1 else ():
-        measure(f"TPOT, {jobs} at a time", [piece(512) for _ in range(4 * jobs)], tokens, jobs)
+        measure(f"TPOT, {jobs} at a time", [texts.take(512) for _ in range(4 * jobs)], tokens, jobs)
     if out:
         out.write_text(json.dumps(medians))
 

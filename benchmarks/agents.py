@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agents: parallel sessions whose contexts grow turn by turn after a cached prefix, for several settings in turn.
+
+    python -m benchmarks.agents PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001 --to 40000,80000
+
+PROMPTS.json is written by ``benchmarks.trained_models prompts``. A setting is NAME=URL or NAME=URL@LEVEL; the first is
+the baseline. A session sends its next turn when the answer to the last one is complete: all of the text so far, and
+600 to 6,000 new tokens. These stand for the last answer as well, so all settings get the same tokens. Each session's
+first request is not counted. Settings run one after the other, in reverse order in every second round, and each round
+has new texts. Turns that a setting does not complete before its share of ``--budget`` ends count for no setting.
+
+The sum, p50 and p99 of TTFT are over turns. "Whole" is the sum over sessions of the time from a turn's request to its
+last token. Errors are from a bootstrap over sessions.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.options import Json
+from benchmarks.traffic import STATISTICS, CacheReads, compare, show, texts_of
+from benchmarks.trained_models import Settings, endpoint_of
+from vllm_sparse_backend.cli.commands import run_alone
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session's text, and the number of its tokens that each request sends. The first request is the warm-up."""
+
+    token_ids: list[int]
+    ends: list[int]
+
+    @staticmethod
+    def draw(texts: Prompts, rng: random.Random, start: int, growth: tuple[int, int], to: int) -> "Session":
+        ends = [start]
+        while (end := ends[-1] + rng.randint(*growth)) <= to:
+            ends.append(end)
+        return Session(texts.take(ends[-1]), ends)
+
+
+@dataclass(frozen=True)
+class Turn:
+    prompt_tokens: int
+    first_token_s: float
+    last_token_s: float
+
+
+def run_sessions(endpoint: Endpoint, sessions: Sequence[Session], tokens: int, deadline: float) -> list[list[Turn]]:
+    """Run all sessions in parallel, and return their completed turns. No turn starts after the deadline."""
+    before = CacheReads.of(endpoint)
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        list(pool.map(lambda session: endpoint.ask(session.token_ids[: session.ends[0]], tokens), sessions))
+        turns = list(pool.map(partial(_run, endpoint, tokens, deadline), sessions))
+    for_cache = [
+        (end, earlier)
+        for session, done in zip(sessions, turns)
+        for earlier, end in pairwise([0, *session.ends[: len(done) + 1]])
+    ]
+    before.require(endpoint, for_cache)
+    return turns
+
+
+def _run(endpoint: Endpoint, tokens: int, deadline: float, session: Session) -> list[Turn]:
+    turns = []
+    for end in session.ends[1:]:
+        if time.monotonic() >= deadline:
+            break
+        answer = endpoint.ask(session.token_ids[:end], tokens)
+        turns.append(Turn(end, answer.first_token_s, answer.last_token_s))
+    return turns
+
+
+def run_round(
+    endpoints: Sequence[Endpoint], sessions: Sequence[Session], tokens: int, deadline: float
+) -> dict[str, list[list[Turn]]]:
+    """Run the sessions on each setting, and return the turns that all settings completed, by setting and session."""
+    turns: dict[str, list[list[Turn]]] = {}
+    for i, endpoint in enumerate(endpoints):
+        share_s = (deadline - time.monotonic()) / (len(endpoints) - i)
+        turns[endpoint.name] = run_sessions(endpoint, sessions, tokens, time.monotonic() + share_s)
+    common = [min(map(len, of_session)) for of_session in zip(*turns.values())]
+    return {name: [done[:n] for done, n in zip(of_name, common)] for name, of_name in turns.items()}
+
+
+def rows(
+    turns: Mapping[str, Sequence[Sequence[Turn]]], sessions: Sequence[Session], limits: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the table: figures of the turns up to each limit of prompt tokens."""
+    for limit in limits:
+        up_to = {
+            name: [[turn for turn in done if turn.prompt_tokens <= limit] for done in of_name]
+            for name, of_name in turns.items()
+        }
+        num_turns = sum(map(len, next(iter(up_to.values()))))
+        planned = sum(end <= limit for session in sessions for end in session.ends[1:])
+        if num_turns:
+            about = {"contexts to": limit, "turns": f"{num_turns} of {planned}"}
+            first = {
+                name: [[turn.first_token_s for turn in done] for done in of_name] for name, of_name in up_to.items()
+            }
+            last = {name: [[turn.last_token_s for turn in done] for done in of_name] for name, of_name in up_to.items()}
+            for statistic in STATISTICS:
+                yield compare(about | {"figure": "TTFT"}, first, statistic)
+            yield compare(about | {"figure": "whole"}, last, "sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agents:
+    """Measure TTFT and whole time of agents' sessions."""
+
+    prompts: Path
+    settings: Settings
+    to: Annotated[str, typer.Option(help="Largest contexts. The table has the turns up to each.")] = "40000,80000"
+    start: Annotated[int, typer.Option(help="Tokens of a session's first request, which is not counted.")] = 10_000
+    growth: Annotated[str, typer.Option(help="Fewest and most new tokens of a turn.")] = "600,6000"
+    sessions: Annotated[int, typer.Option(help="Parallel sessions.")] = 8
+    tokens: Annotated[int, typer.Option(help="Output tokens of a turn.")] = 150
+    rounds: Annotated[int, typer.Option(help="Times that each setting runs, each with new texts.")] = 1
+    budget: Annotated[float, typer.Option(help="Seconds for all rounds. No turn starts later.")] = 600.0
+    seed: int = 0
+    out: Json = None
+
+    def run(self) -> None:
+        endpoints = [endpoint_of(text) for text in self.settings]
+        limits = [int(limit) for limit in self.to.split(",")]
+        fewest, most = map(int, self.growth.split(","))
+        texts, rng, began = texts_of(self.prompts, self.seed), random.Random(self.seed), time.monotonic()
+        every: list[Session] = []
+        turns: dict[str, list[list[Turn]]] = {endpoint.name: [] for endpoint in endpoints}
+        for i in range(self.rounds):
+            drawn = [Session.draw(texts, rng, self.start, (fewest, most), max(limits)) for _ in range(self.sessions)]
+            every += drawn
+            order = endpoints[::-1] if i % 2 else endpoints
+            deadline = began + self.budget * (i + 1) / self.rounds
+            for name, done in run_round(order, drawn, self.tokens, deadline).items():
+                turns[name] += done
+        raw = {name: [[asdict(turn) for turn in done] for done in of_name] for name, of_name in turns.items()}
+        show(rows(turns, every, limits), self.out, turns=raw)
+
+
+if __name__ == "__main__":
+    run_alone(Agents)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open loop: short and long requests arrive at random times, whether or not the server has answered earlier ones.
+
+    python -m benchmarks.open_loop capacity PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
+    python -m benchmarks.open_loop latency PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001 \\
+        --capacity 1.2
+
+PROMPTS.json is written by ``benchmarks.trained_models prompts``. A setting is NAME=URL or NAME=URL@LEVEL; the first is
+the baseline. Arrivals are a Poisson process. Gaps and lengths come from one seed, so all settings get the same
+arrivals, and another rate only scales the gaps. Every request has its own text. TTFT counts from the arrival time, and
+"latest" is the longest time from an arrival to its request in milliseconds: how late this program was.
+
+`capacity` finds the highest rate at which p99 TTFT of short requests stays below ``--limit``, by bisection. A trial
+ends early if too many requests have exceeded the limit. `latency` measures TTFT at shares of a capacity, one setting
+after the other, in reverse order at every second share. Errors are from a bootstrap over windows of ten seconds.
+"""
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.options import Json
+from benchmarks.traffic import STATISTICS, CacheReads, compare, show, texts_of
+from benchmarks.trained_models import Settings, endpoint_of
+from vllm_sparse_backend.cli.commands import add_command
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
+from vllm_sparse_backend.evaluation.report import BenchError
+
+WINDOW_S = 10.0
+PRECISION = 1.05
+"""Bisection ends when the rate that fails is at most this many times the rate that holds."""
+
+SLOW_SHARE = 0.01
+"""Share of short requests that may exceed the limit."""
+
+
+@dataclass(frozen=True)
+class Request:
+    arrival_s: float
+    kind: str
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class Answered:
+    request: Request
+    late_s: float
+    """Time from the arrival to sending the request."""
+    first_token_s: float
+    """Time from the arrival to the first token."""
+
+
+def send_all(endpoint: Endpoint, requests: Sequence[Request], tokens: int, limit_s: float = math.inf) -> list[Answered]:
+    """Send each request at its arrival time, and wait for all answers.
+
+    Sending stops when more than ``SLOW_SHARE`` of the short requests have a TTFT above ``limit_s``.
+    """
+    before, began = CacheReads.of(endpoint), time.perf_counter()
+    most_slow = SLOW_SHARE * sum(request.kind == "short" for request in requests)
+
+    def send(request: Request) -> Answered:
+        late_s = time.perf_counter() - began - request.arrival_s
+        answer = endpoint.ask(request.prompt, tokens)
+        whole_s = time.perf_counter() - began - request.arrival_s
+        return Answered(request, late_s, whole_s - (answer.last_token_s - answer.first_token_s))
+
+    answers: list[Future[Answered]] = []
+    with ThreadPoolExecutor(len(requests)) as pool:  # a thread for each request: none waits for another's answer
+        for request in requests:
+            time.sleep(max(request.arrival_s - (time.perf_counter() - began), 0))
+            answers.append(pool.submit(send, request))
+            if sum(is_slow(answer.result(), limit_s) for answer in answers if answer.done()) > most_slow:
+                break
+    before.require(endpoint, [(len(request.prompt), 0) for request in requests[: len(answers)]])
+    return [answer.result() for answer in answers]
+
+
+def is_slow(answer: Answered, limit_s: float) -> bool:
+    return answer.request.kind == "short" and answer.first_token_s > limit_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenLoop:
+    """Options of both commands."""
+
+    prompts: Path
+    settings: Settings
+    seconds: Annotated[float, typer.Option(help="Time in which requests arrive.")] = 180.0
+    short: Annotated[str, typer.Option(help="Fewest and most tokens of short requests.")] = "500,2000"
+    long: Annotated[str, typer.Option(help="Fewest and most tokens of long requests.")] = "30000,100000"
+    long_share: Annotated[float, typer.Option(help="Share of long requests.")] = 0.05
+    tokens: Annotated[int, typer.Option(help="Output tokens.")] = 100
+    seed: int = 0
+    out: Json = None
+
+    def draw(self, texts: Prompts, rate: float) -> list[Request]:
+        """Return requests that arrive at ``rate`` per second. Other rates have the same lengths and scaled gaps."""
+        rng = random.Random(self.seed)
+        ranges = {kind: tuple(map(int, text.split(","))) for kind, text in (("short", self.short), ("long", self.long))}
+        requests: list[Request] = []
+        arrival_s = rng.expovariate(rate)
+        while arrival_s < self.seconds:
+            kind = "long" if rng.random() < self.long_share else "short"
+            requests.append(Request(arrival_s, kind, texts.take(rng.randint(*ranges[kind]))))
+            arrival_s += rng.expovariate(rate)
+        if not requests:
+            raise BenchError(f"--seconds: no request arrives in {self.seconds:g} s at {rate:g} per second; raise it")
+        return requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity(OpenLoop):
+    """Find each setting's capacity: the highest arrival rate at which short requests keep the limit."""
+
+    between: Annotated[str, typer.Option(help="A rate that holds and one that does not, per second.")] = "0.25,8"
+    limit: Annotated[float, typer.Option(help="Limit of short requests' p99 TTFT, in seconds.")] = 5.0
+    budget: Annotated[float, typer.Option(help="Seconds for all trials of all settings.")] = 3600.0
+
+    def run(self) -> None:
+        capacities: dict[str, list[float]] = {}
+        show(self.trials(capacities), self.out, capacities=capacities)
+        print(f"a rate that holds and one that does not, per second: {capacities}")
+
+    def trials(self, capacities: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+        """Yield a row of each trial, and add each setting's interval of rates."""
+        endpoints = [endpoint_of(text) for text in self.settings]
+        texts, began = texts_of(self.prompts, self.seed), time.monotonic()
+        for i, endpoint in enumerate(endpoints):
+            last_start = began + self.budget * (i + 1) / len(endpoints) - self.seconds
+            low, high = map(float, self.between.split(","))
+            while high / low > PRECISION and time.monotonic() < last_start:
+                rate = math.sqrt(low * high)
+                requests = self.draw(texts, rate)
+                answers = send_all(endpoint, requests, self.tokens, self.limit)
+                short = [answer.first_token_s for answer in answers if answer.request.kind == "short"]
+                holds = len(answers) == len(requests) and STATISTICS["p99"](short) < self.limit
+                low, high = (rate, high) if holds else (low, rate)
+                yield {
+                    "setting": endpoint.name, "rate": rate, "arrivals": len(requests), "sent": len(answers),
+                    "p99 of short": STATISTICS["p99"](short), "latest, ms": latest_ms(answers), "holds": holds,
+                }  # fmt: skip
+            capacities[endpoint.name] = [low, high]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency(OpenLoop):
+    """Measure TTFT of short and of long requests at shares of a capacity."""
+
+    capacity: Annotated[float, typer.Option(help="The baseline's capacity, in requests per second.")]
+    at: Annotated[str, typer.Option(help="Shares of the capacity.")] = "0.5,0.8,1.1"
+
+    def run(self) -> None:
+        show(self.rows(), self.out)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        endpoints = [endpoint_of(text) for text in self.settings]
+        texts = texts_of(self.prompts, self.seed)
+        for i, share in enumerate(map(float, self.at.split(","))):
+            requests = self.draw(texts, share * self.capacity)
+            order = endpoints[::-1] if i % 2 else endpoints
+            by_name = {endpoint.name: send_all(endpoint, requests, self.tokens) for endpoint in order}
+            answers = {endpoint.name: by_name[endpoint.name] for endpoint in endpoints}
+            latest = max(map(latest_ms, answers.values()))
+            for kind in sorted({request.kind for request in requests}):
+                seconds = {name: windows(of_name, kind) for name, of_name in answers.items()}
+                num_requests = sum(request.kind == kind for request in requests)
+                about = {"of capacity": share, "latest, ms": latest, "kind": kind, "requests": num_requests}
+                for statistic in ("p50", "p99"):
+                    yield compare(about, seconds, statistic)
+
+
+def windows(answers: Sequence[Answered], kind: str) -> list[list[float]]:
+    """Return the TTFT of one kind of request, by the window of its arrival."""
+    of_kind = [answer for answer in answers if answer.request.kind == kind]
+    by_window = groupby(of_kind, lambda answer: answer.request.arrival_s // WINDOW_S)
+    return [[answer.first_token_s for answer in window] for _, window in by_window]
+
+
+def latest_ms(answers: Sequence[Answered]) -> float:
+    return 1000 * max(answer.late_s for answer in answers)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    add_command(app, Capacity, name="capacity")
+    add_command(app, Latency, name="latency")
+    app()

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the programs for traffic share: texts of requests, reads of the prefix cache, and ratios with errors."""
+
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
+from vllm_sparse_backend.evaluation.report import BenchError, line_of, table_of
+
+RESAMPLES = 1000
+CACHE_TOLERANCE = 0.05
+"""Difference from the expected share of cached tokens: blocks at the end of a prefix are not whole."""
+
+Statistic = Callable[[Sequence[float]], float]
+STATISTICS: Mapping[str, Statistic] = {
+    "sum": lambda seconds: float(np.sum(seconds)),
+    "p50": lambda seconds: float(np.percentile(seconds, 50)),
+    "p99": lambda seconds: float(np.percentile(seconds, 99)),
+}
+
+
+def texts_of(path: Path, seed: int = 0) -> Prompts:
+    """Return the tokens of a file by ``benchmarks.trained_models prompts``. Other seeds give other prompts."""
+    prompts = Prompts([token for prompt in json.loads(path.read_text()) for token in prompt["ids"]])
+    prompts.made = 100_000 * seed
+    return prompts
+
+
+@dataclass(frozen=True)
+class CacheReads:
+    """Tokens of prompts, and how many of them a server read from its prefix cache, since it started."""
+
+    cached: float
+    total: float
+
+    @staticmethod
+    def of(endpoint: Endpoint) -> "CacheReads":
+        values = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(endpoint.metrics())
+            for sample in family.samples
+        }
+        names = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+        if missing := [name for name in names if name not in values]:
+            raise BenchError(f"{endpoint.name}: {endpoint.url}/metrics has no {missing[0]}, expected a vLLM server")
+        return CacheReads(*(values[name] for name in names))
+
+    def require(self, endpoint: Endpoint, requests: Iterable[tuple[int, int]]) -> None:
+        """Raise BenchError if the tokens that were cached since this reading are not as expected.
+
+        ``requests`` has each request's number of tokens, and how many of them an earlier request has too. A server that
+        has seen the texts before reads more, and a server whose cache is too small reads less.
+        """
+        tokens, cached = map(sum, zip(*requests, strict=True))
+        now = CacheReads.of(endpoint)
+        share = (now.cached - self.cached) / (now.total - self.total)
+        if abs(share - cached / tokens) > CACHE_TOLERANCE:
+            remedy = "use another --seed" if share > cached / tokens else "give the server a larger cache"
+            raise BenchError(
+                f"{endpoint.name}: {share:.1%} of the prompts' tokens came from the prefix cache, expected "
+                f"{cached / tokens:.1%}; {remedy}"
+            )
+
+
+def ratio_with_error(
+    baseline: Sequence[Sequence[float]], values: Sequence[Sequence[float]], statistic: Statistic
+) -> tuple[float, float | None]:
+    """Return the statistic of the baseline ÷ that of the values, and its standard error, if there are two units.
+
+    Both have the same units (sessions, or time windows) in the same order. The error is from a bootstrap over units,
+    which are drawn for both together.
+    """
+
+    def ratio(units: Sequence[int]) -> float:
+        above, below = ([second for unit in units for second in samples[unit]] for samples in (baseline, values))
+        return statistic(above) / statistic(below)
+
+    units, rng = range(len(baseline)), random.Random(0)
+    resampled = [ratio(rng.choices(units, k=len(units))) for _ in range(RESAMPLES)]
+    return ratio(units), stdev(resampled) if len(units) > 1 else None
+
+
+def compare(
+    about: Mapping[str, Any], samples: Mapping[str, Sequence[Sequence[float]]], statistic: str
+) -> dict[str, Any]:
+    """Return a table's row: the statistic of each setting in seconds, and the first setting's ÷ each other's."""
+    first, *others = samples
+    row = {**about, "statistic": statistic}
+    for name, units in samples.items():
+        row[name] = STATISTICS[statistic]([second for unit in units for second in unit])
+    for name in others:
+        ratio = ratio_with_error(samples[first], samples[name], STATISTICS[statistic])
+        row[f"{first} ÷ {name}"], row[f"± {name}"] = ratio
+    return row
+
+
+def show(rows: Iterable[Mapping[str, Any]], out: Path | None, **more: Any) -> None:
+    """Print each row when it is measured and a table at the end, and write them as JSON, with ``more`` beside them."""
+    shown: list[Mapping[str, Any]] = []
+    for row in rows:
+        shown.append(row)
+        print(line_of({column: column for column in row}, row), flush=True)
+    if not shown:
+        raise BenchError("nothing was measured within the --budget, expected some results; raise it")
+    print(table_of("", {column: column for column in shown[0]}, shown))
+    if out:
+        out.write_text(json.dumps({"rows": shown, **more}))

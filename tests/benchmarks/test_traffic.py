@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs for traffic give all servers the same load, never two at a time, and report the servers' real ratio."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import open_loop
+from benchmarks.agents import Agents
+from benchmarks.open_loop import Answered, Capacity, Latency, Request
+from benchmarks.traffic import ratio_with_error
+from tests.helpers.stub_server import Api, Send, running
+from vllm_sparse_backend.evaluation.client import Endpoint
+from vllm_sparse_backend.evaluation.report import BenchError
+
+BLOCK = 16
+CACHE_METRICS = """# TYPE vllm:prefix_cache_queries counter
+vllm:prefix_cache_queries_total{{engine="0"}} {total}
+# TYPE vllm:prefix_cache_hits counter
+vllm:prefix_cache_hits_total{{engine="0"}} {cached}
+"""
+
+
+class CachingServer(Api):
+    """Prefills one request at a time, at a speed for new tokens, and caches whole blocks."""
+
+    url: str
+
+    def __init__(self, tokens_per_s: float) -> None:
+        self.tokens_per_s, self.cached, self.total = tokens_per_s, 0, 0
+        self.blocks: set[int] = set()
+        self.lock = threading.Lock()
+        self.prompts: list[tuple[float, list[int]]] = []
+        self.busy: list[tuple[float, float]] = []
+
+    def metrics(self) -> str:
+        return CACHE_METRICS.format(total=self.total, cached=self.cached)
+
+    def stream(self, body: dict[str, Any], send: Send) -> None:
+        prompt, began = body["prompt"], time.perf_counter()
+        self.prompts.append((began, prompt))
+        with self.lock:
+            hashes = [hash(tuple(prompt[:end])) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
+            cached = BLOCK * sum(block in self.blocks for block in hashes)
+            self.blocks |= set(hashes)
+            self.cached, self.total = self.cached + cached, self.total + len(prompt)
+            time.sleep((len(prompt) - cached) / self.tokens_per_s)
+        super().stream(body, send)
+        self.busy.append((began, time.perf_counter()))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([{"ids": list(range(3000))}]))
+    return path
+
+
+@pytest.fixture
+def servers() -> Iterator[dict[str, CachingServer]]:
+    stubs = {"stock": CachingServer(20_000), "ours": CachingServer(40_000)}
+    with ExitStack() as stack:
+        for stub in stubs.values():
+            stub.url = stack.enter_context(running(stub))
+        yield stubs
+
+
+def require_one_at_a_time(servers: dict[str, CachingServer]) -> None:
+    busy = sorted((began, ended, name) for name, stub in servers.items() for began, ended in stub.busy)
+    for (_, ended, name), (began, _, other) in pairwise(busy):
+        assert name == other or began >= ended
+
+
+def test_agents(prompts: Path, servers: dict[str, CachingServer], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    agents = Agents(
+        prompts=prompts, settings=[f"{name}={stub.url}" for name, stub in servers.items()], to="3000", start=400,
+        growth="100,600", sessions=3, tokens=2, rounds=2, out=out,
+    )  # fmt: skip
+    agents.run()
+    stock, ours = (sorted(prompt for _, prompt in stub.prompts) for stub in servers.values())
+    assert stock == ours
+    require_one_at_a_time(servers)
+    row = json.loads(out.read_text())["rows"][0]
+    assert row["stock ÷ ours"] == pytest.approx(row["stock"] / row["ours"])
+    with pytest.raises(BenchError, match="use another --seed"):
+        agents.run()  # the servers have cached these texts
+
+
+def test_agents_count_the_turns_that_all_servers_completed(
+    prompts: Path, servers: dict[str, CachingServer], tmp_path: Path
+) -> None:
+    servers["stock"].tokens_per_s, out = 4_000, tmp_path / "out.json"
+    Agents(
+        prompts=prompts, settings=[f"{name}={stub.url}" for name, stub in servers.items()], to="3000", start=400,
+        growth="100,200", sessions=3, tokens=2, budget=3.0, out=out,
+    ).run()  # fmt: skip
+    stock, ours = json.loads(out.read_text())["turns"].values()
+    lengths = [[[turn["prompt_tokens"] for turn in turns] for turns in sessions] for sessions in (stock, ours)]
+    assert lengths[0] == lengths[1]
+    assert len(servers["stock"].prompts) < len(servers["ours"].prompts)
+
+
+def test_open_loop_arrivals(prompts: Path, servers: dict[str, CachingServer]) -> None:
+    """All servers get the same requests in the same order, and no request waits for an answer."""
+    servers["stock"].tokens_per_s = 1_000
+    Latency(
+        prompts=prompts, settings=[f"{name}={stub.url}" for name, stub in servers.items()], capacity=20, at="1",
+        seconds=2, short="50,200", long="500,1000", long_share=0.2, tokens=2,
+    ).run()  # fmt: skip
+    require_one_at_a_time(servers)
+    stock, ours = (sorted(prompt for _, prompt in stub.prompts) for stub in servers.values())
+    assert stock == ours
+    last_arrival = max(at for at, _ in servers["stock"].prompts)
+    assert sum(ended > last_arrival for _, ended in servers["stock"].busy) > len(stock) / 2
+
+
+def test_capacity(prompts: Path, servers: dict[str, CachingServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval that bisection finds contains the rate above which a server is too slow."""
+
+    def send_all(endpoint: Endpoint, requests: Sequence[Request], tokens: int, limit_s: float) -> list[Answered]:
+        too_many = len(requests) > 3 * 200
+        return [Answered(request, 0.0, 2 * limit_s if too_many else limit_s / 2) for request in requests]
+
+    monkeypatch.setattr(open_loop, "send_all", send_all)
+    capacity = Capacity(
+        prompts=prompts, settings=[f"stock={servers['stock'].url}"], seconds=200, short="1,2", long="3,4"
+    )
+    intervals: dict[str, list[float]] = {}
+    list(capacity.trials(intervals))
+    low, high = intervals["stock"]
+    assert low < high <= 1.05 * low
+    assert low == pytest.approx(3, rel=0.1)
+
+
+def test_errors_of_ratios() -> None:
+    """Servers that differ by the same factor in each session have no error, however much sessions differ."""
+    stock = [[1.0, 2.0], [30.0], [5.0]]
+    ours = [[second / 2 for second in session] for session in stock]
+    assert ratio_with_error(stock, ours, sum) == (2, 0)
