@@ -47,6 +47,12 @@ def test_widths_that_differ_between_layers_count_as_their_mean(tmp_path: Path) -
     assert weights_of({**LLAMA_8B, "intermediate_size": [14000, 14672]}, tmp_path) == WEIGHTS_8B
 
 
+def test_kinds_of_layers_that_are_numbers_count_as_attention(tmp_path: Path) -> None:
+    """A server reads the sizes of every model, and must not stop."""
+    config = {**LLAMA_8B, "layer_types": [0, 1] * 16}
+    assert mean_layer_weights(config, ModelShape.from_config(config), "config.json") == WEIGHTS_8B
+
+
 @pytest.mark.parametrize("width", ["wide", [1, "2"], -1])
 def test_a_width_that_is_no_number_names_its_file(width: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"config.json: intermediate_size: .*one number for all layers"):

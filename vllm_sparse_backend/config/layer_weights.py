@@ -57,7 +57,7 @@ def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> It
     gates = shape.num_heads if config.get("attn_output_gate", model_type in GATED_ATTENTION_MODELS) else 0
     attention = hidden * shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads + gates)
     recurrence = _recurrence_weights(widths, hidden) or attention
-    kinds = (layer_kinds(config) or [])[: shape.num_layers]
+    kinds = [str(kind) for kind in layer_kinds(config) or ()][: shape.num_layers]
     kinds += ["full_attention"] * (shape.num_layers - len(kinds))
     # Nemotron-H lists feed-forward layers as separate layers.
     is_split = any(kind in FEED_FORWARD_KINDS for kind in kinds)
