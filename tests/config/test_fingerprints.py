@@ -51,14 +51,15 @@ def plan_of(heads: Sequence[Sequence[Method]]) -> Plan:
 def test_any_field_of_any_head_makes_another(name: str) -> None:
     default = make_method(name, {})
     plans = [plan_of([[default] * 4] * 3)]
-    for field in [parameter.name for parameter in fields(default) if parameter.init]:
+    names = [parameter.name for parameter in fields(default) if parameter.init]
+    for field in names:
         for layer, head in (0, 0), (2, 3):
             heads = [[default] * 4 for _ in range(3)]
             heads[layer][head] = changed(default, name, field)
             plans.append(plan_of(heads))
     # The number of a cluster with a single member does not matter.
-    computed = {plan.layers for plan in plans}
-    assert len({fingerprint(plan, {}) for plan in plans}) == len(computed)
+    without_effect = 2 * ("cluster" in names)
+    assert len({fingerprint(plan, {}) for plan in plans}) == len(plans) - without_effect
 
 
 def test_what_auto_stands_for_makes_another() -> None:

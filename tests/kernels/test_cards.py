@@ -29,6 +29,7 @@ REFUSED_METHODS = {(target, 512): ("anchor_attention", "sale") for target in (90
 """Methods without any setting that runs, by target and head dim: their selection needs more shared memory."""
 
 
+@pytest.mark.full
 def test_kernels_with_the_most_shared_memory_fit_small_cards() -> None:
     table = compiled(89, 128, "share_prefill")
     assert table["share_prefill"].keys() >= {"decide_kernel", "split_lse_kernel", "sums_kernel", "attend_kernel"}

@@ -170,6 +170,7 @@ class TestRegistration:
         assert [plugin.unsupported(version) is None for version in versions] == [are_known] * len(versions)
 
 
+@pytest.mark.full
 def test_a_process_of_another_backend_is_left_alone(tmp_path: Path) -> None:
     """Registration changes only the functions that it names, and a configuration of another backend changes nothing."""
     command = [sys.executable, "-m", "tests.helpers.registered", str(tmp_path / "model")]

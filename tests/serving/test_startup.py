@@ -280,6 +280,9 @@ def test_pages_hold_the_widest_block_of_any_layer(tmp_path: Path) -> None:
     layers = {(0,): {"heads": {"0": {"method": "a_shape"}}}}  # whose blocks are wider if it is alone in a layer
     mixed = profile_file(tmp_path, default={"method": "top_p"}, layers=layers)
     assert startup.fast_page_tokens(served(llama(), {"profile": mixed}), on_hopper) == 32
+    layers = {(0,): {"default": {"method": "vertical_slash"}}}
+    wide_first = profile_file(tmp_path, default={"method": "top_p"}, layers=layers)
+    assert startup.fast_page_tokens(served(llama(), {"profile": wide_first}), on_hopper) == 64
 
 
 def test_prefills_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
