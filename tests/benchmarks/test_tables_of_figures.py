@@ -102,9 +102,24 @@ def test_streaming_heads() -> None:
         assert shows(density, VALUES[f"{name}: density"]), name
 
 
+def test_a_cap_in_tokens() -> None:
+    densities = [
+        f"density{where} with {cap}"
+        for where in ("", " of the last chunk")
+        for cap in ("most_tokens", "a cap of a fifth")
+    ]
+    for model, tokens, perplexity, error, *cells in table(QUALITY, "model", "tokens", "perplexity, %"):
+        name = f"{model}, emulated, {tokens} tokens: "
+        assert shows(perplexity, percent(VALUES[f"{name}perplexity with most_tokens"])), name
+        stretches = "standard error over stretches of 4,096 tokens"
+        assert shows(error, 100 * VALUES[f"{name}perplexity with most_tokens, {stretches}"]), name
+        for cell, quantity in zip(cells, densities, strict=True):
+            assert shows(cell, VALUES[name + quantity]), (name, quantity)
+
+
 def test_settings_of_top_p_with_streaming_heads() -> None:
     rows = table(QUALITY, "setting, with streaming heads", "answers ÷ stock's")
-    assert len(rows) == 4
+    assert len(rows) == 3
     for setting, *cells in rows:
         name = "SmolLM2, " + ("default" if setting == "default" else re.sub(r"[`{}\":]", "", setting))
         name += "" if setting in ("default", "`engine: portable`") else ", streaming heads"

@@ -13,7 +13,7 @@ PROMPT = list(range(SINK_TOKENS + WINDOW_TOKENS + 1500))
 MIN_CONTEXT = 2500
 SETTINGS = {
     "method": "top_p",
-    "params": {"kept_mass": 0.5, "most_share": 1.0},
+    "params": {"kept_mass": 0.5, "most_tokens": None},
     "streaming_heads": {"min_context_tokens": MIN_CONTEXT},
     "min_tokens": 100,
     "min_query_tokens": 1,

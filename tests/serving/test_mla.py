@@ -84,7 +84,7 @@ def mla_config(settings: Any = None, *, model: Any = None, attention: Any = None
     "config",
     [
         mla_config(),
-        mla_config({"method": "top_p", "params": {"kept_mass": 0.8, "most_share": 1.0}}),
+        mla_config({"method": "top_p", "params": {"kept_mass": 0.8, "most_tokens": None}}),
         mla_config({"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 512}, "dense_layers": [0]}),
         mla_config({"method": "streaming", "min_tokens": 1, "requests": {"default": "exact"}}),
         mla_config(dtype=torch.bfloat16, cache={"cache_dtype": "fp8"}, parallel={"tensor_parallel_size": 2}),
@@ -112,7 +112,7 @@ PLACE = "--additional-config sparse_prefill"
         (mla_config({"profile": "auto"}), f"{PLACE}.profile: given 'auto', but profiles describe"),
         (
             mla_config({"params": {"queries": "half"}}),
-            f"{PLACE}.params.queries: given 'half', but top_p has only the parameters kept_mass, most_share",
+            f"{PLACE}.params.queries: given 'half', but top_p has only the parameters kept_mass, most_tokens",
         ),
         (mla_config({"params": {"kept_mass": 2}}), r"params: kept_mass: .*2"),
         (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', expected 'auto'"),
@@ -176,7 +176,7 @@ def test_settings_on_a_stock_server_of_such_a_model_name_its_flag() -> None:
 def test_the_log_shows_the_parameters_that_exist() -> None:
     for name, described in (
         ("a_shape", "a_shape(sink_tokens=1024, local_tokens=4096)"),
-        ("default", "top_p(kept_mass=0.9, most_share=0.2)"),
+        ("default", "top_p(kept_mass=0.9, most_tokens=4096)"),
     ):
         method = make_method(name, {})
         assert isinstance(method, MlaMethod)

@@ -17,7 +17,7 @@ from vllm_sparse_kernels.mla import MlaMethod
 ENGINE = "mla"
 """Name of the attention engine in tables of crossovers. It has not been measured, so ``auto`` is conservative."""
 
-PARAMETERS = {"a_shape": ("sink_tokens", "local_tokens"), "top_p": ("kept_mass", "most_share")}
+PARAMETERS = {"a_shape": ("sink_tokens", "local_tokens"), "top_p": ("kept_mass", "most_tokens")}
 """The methods that exist for MLA, with the parameters that they have there."""
 
 METHOD_NAMES = (*PARAMETERS, *(preset for preset, (method, _) in PRESETS.items() if method in PARAMETERS))

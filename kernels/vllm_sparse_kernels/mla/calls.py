@@ -12,6 +12,7 @@ import torch
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.minference import AShape
 from vllm_sparse_kernels.methods.top_p import TopP
+from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, host_to_device
 
 KEY_D, VALUE_D = Constant(192), Constant(128)
@@ -40,7 +41,7 @@ FULL_WINDOW = AShape(0, EVERYTHING)
 """A window that reaches every key."""
 
 MlaMethod = AShape | TopP
-"""``top_p`` scores half of the queries by 128 channels. It reads ``kept_mass`` and ``most_share`` of its parameters."""
+"""``top_p`` scores half of the queries by 128 channels. It reads its ``kept_mass`` and ``most_tokens``."""
 
 
 class MlaRow(NamedTuple):
@@ -163,6 +164,12 @@ class MlaCall:
     def is_selected(self) -> bool:
         """Whether blocks are selected by their mass. With a ``kept_mass`` of 1, ``top_p`` keeps every key."""
         return isinstance(self.method, TopP) and self.method.kept_mass < 1
+
+    @property
+    def most_blocks(self) -> int:
+        """Maximum number of a tile's blocks that the call keeps for their mass."""
+        assert isinstance(self.method, TopP)
+        return ceil_div(self.method.most_blocks * KEY_BLOCK.value, BLOCK.value)
 
     @property
     def window(self) -> AShape:

@@ -95,9 +95,8 @@ def keep_blocks(call: MlaCall, maxima: torch.Tensor, sums: RunningSums, row: Mla
     candidates = masses.masked_fill(forced, torch.inf)
     ascending, order = candidates.flip(-1).sort(dim=-1, stable=True)  # the last of equal masses is dropped first
     drops = ascending.cumsum(-1) <= budget[:, None]
-    # At most ``most`` blocks are kept for their mass: lighter blocks are dropped even beyond the budget.
-    most = int(torch.ceil(torch.tensor(call.method.most_share, dtype=torch.float32) * num_reached))  # as in kernels
-    drops |= torch.arange(num_blocks, device=device) < int((~forced).sum()) - most
+    # At most ``most_blocks`` blocks are kept for their mass: lighter blocks are dropped even beyond the budget.
+    drops |= torch.arange(num_blocks, device=device) < int((~forced).sum()) - call.most_blocks
     kept = ~torch.zeros_like(drops).scatter(-1, num_blocks - 1 - order, drops)
     kept[:, num_reached:] = False
 

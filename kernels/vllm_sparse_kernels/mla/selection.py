@@ -109,7 +109,7 @@ class Selection:
             )  # fmt: skip
             _choose_kernel[grid](
                 self.rounded, self.scratch, part.tiles, sums, stride_sums, self.lists, kept_pairs, first, part.width,
-                method.kept_mass, method.most_share,
+                method.kept_mass, call.most_blocks,
                 CAUSAL=call.is_causal, CHUNK=HELD_BLOCKS, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
             )  # fmt: skip
             _drop_kernel[grid](
@@ -215,11 +215,11 @@ def _sums_kernel(rounded, scratch, tiles, sums, stride_sums, width, CAUSAL: tl.c
 
 
 @triton.jit(
-    do_not_specialize=["first_head", "width", "kept_mass", "most_share"],
+    do_not_specialize=["first_head", "width", "kept_mass", "most_blocks"],
     do_not_specialize_on_alignment=["kept_pairs"],  # an element of a tensor of counters, at an even or an odd place
 )
 def _choose_kernel(
-    rounded, scratch, tiles, sums, stride_sums, lists, kept_pairs, first_head, width, kept_mass, most_share,
+    rounded, scratch, tiles, sums, stride_sums, lists, kept_pairs, first_head, width, kept_mass, most_blocks,
     CAUSAL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List and mark the blocks of one tile and head: the fewest with which D stays within 1 - p of Z, on average.
@@ -244,8 +244,7 @@ def _choose_kernel(
     budget = tl.maximum(1 - kept_mass - tl.sum(b_dropped / b_total, 0) / tile.num_scored, 0.0)
     b_first = load_candidates(tile.masses, 0, begin, end, CHUNK)
     candidate_mass, _ = sum_and_count(b_first, tile.masses, begin, end, 1, CHUNK)
-    max_blocks = tl.ceil(most_share * num_blocks).to(tl.int32)
-    bits, num_equal = search_threshold(b_first, tile.masses, begin, end, candidate_mass - budget, max_blocks, CHUNK)
+    bits, num_equal = search_threshold(b_first, tile.masses, begin, end, candidate_mass - budget, most_blocks, CHUNK)
 
     i_list = (first_head + tl.program_id(1).to(tl.int64)) * tl.num_programs(0) + tl.program_id(0)
     count, num_seen, num_keys = 0, 0, 0

@@ -23,7 +23,7 @@ from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engin
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
 METHOD = TopP(
-    kept_mass=0.7, sink_tokens=32, local_tokens=128, most_share=1.0, channels="all", queries="all", peak_share=1.0
+    kept_mass=0.7, sink_tokens=32, local_tokens=128, most_tokens=None, channels="all", queries="all", peak_share=1.0
 )  # fmt: skip
 HALF = replace(METHOD, channels="half")
 FEW_QUERIES = replace(METHOD, queries="half")

@@ -21,7 +21,7 @@ from vllm_sparse_kernels.mla import (
 from vllm_sparse_kernels.mla.calls import BLOCK, SINK, Part
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
-METHOD = TopP(kept_mass=0.8, most_share=1.0)
+METHOD = TopP(kept_mass=0.8, most_tokens=None)
 CONTEXT, NEW = 501, 140
 
 STEP: list[tuple[bool, list[MlaRow]]] = [
@@ -37,7 +37,7 @@ STEP: list[tuple[bool, list[MlaRow]]] = [
 @pytest.mark.parametrize("kept_mass", [0.5, 0.9])
 def test_no_tile_drops_more_than_its_share_of_the_whole_row(chunk_tokens: int, heavy: slice, kept_mass: float) -> None:
     """This holds wherever the mass is: in the sinks, the last chunk, all of the context, or anywhere."""
-    context, new, method = 640, 200, TopP(kept_mass=kept_mass, most_share=1.0)
+    context, new, method = 640, 200, TopP(kept_mass=kept_mass, most_tokens=None)
     scores = 2 * torch.randn(HEADS, new, context + new, generator=torch.Generator().manual_seed(0))
     scores[..., heavy] += 4
     future = torch.arange(context + new) > context + torch.arange(new)[:, None]
@@ -138,7 +138,7 @@ def row_of(size: int, context: int) -> list[tuple[bool, list[MlaRow]]]:
     ]
 
 
-@pytest.mark.parametrize("method", [METHOD, TopP(kept_mass=0.95, most_share=0.3)], ids=str)
+@pytest.mark.parametrize("method", [METHOD, TopP(kept_mass=0.95, most_tokens=224)], ids=str)
 def test_kernels_keep_the_references_blocks(method: TopP, device: str) -> None:
     check_step(method, STEP, device)
 
@@ -200,13 +200,13 @@ def test_neither_parts_nor_earlier_layers_show(device: str, monkeypatch: pytest.
         assert all(map(torch.equal, other_tensors, tensors))
 
 
-def test_most_share_limits_blocks_for_their_mass(device: str) -> None:
+def test_most_tokens_limits_blocks_for_their_mass(device: str) -> None:
     """Sinks and the diagonal are kept besides. The tile then drops more than its budget."""
     engine, step = prefill(device), row_of(128, 1280)
     for is_causal, rows in step:
-        call = engine.prepare(TopP(kept_mass=0.99, most_share=0.15), rows, is_causal=is_causal)
+        call = engine.prepare(TopP(kept_mass=0.99, most_tokens=160), rows, is_causal=is_causal)
         inputs = inputs_of(rows, device)
         kept = inputs.attend(engine, call)
-    assert kept == HEADS * 128 * (SINK.value + 3 * BLOCK.value)  # 15 % of 20 blocks
+    assert kept == HEADS * 128 * (SINK.value + 3 * BLOCK.value)  # 160 keys, in whole blocks of 64
     scored = reference.scored_queries(128, engine.device)
     assert (engine.sums.dropped[:, scored] / engine.sums.total[:, scored]).mean() > 0.02

@@ -221,7 +221,13 @@ class TestRows:
         change."""
 
         def made(share: float) -> Any:
-            by_mass = {"method": "top_p", "kept_mass": share, "most_share": 1.0, "sink_tokens": 0, "local_tokens": 128}
+            by_mass = {
+                "method": "top_p",
+                "kept_mass": share,
+                "most_tokens": None,
+                "sink_tokens": 0,
+                "local_tokens": 128,
+            }
             heads = {0: by_mass, 1: by_mass | {"kept_mass": share if share < 0.9 else 1.0}}
             path = profile_file(tmp_path, default={"method": "a_shape"}, layers={0: {"heads": heads}})
             (layer,), builder = built(0, profile=path, min_tokens=MIN_TOKENS)

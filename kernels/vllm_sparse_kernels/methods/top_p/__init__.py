@@ -6,10 +6,10 @@ from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import select_top_p
 
 LADDER = (
-    *((0.7, 0.1), (0.75, 0.1), (0.8, 0.1), (0.85, 0.1), (0.9, 0.1), (0.9, 0.12), (0.9, 0.14), (0.9, 0.17), (0.9, 0.2)),
-    *((0.95, 0.2), (0.95, 0.4), (0.97, 0.6), (0.98, 1.0), (0.99, 1.0), (0.995, 1.0)),
+    *((0.7, 2048), (0.75, 2048), (0.8, 2048), (0.85, 2048), (0.9, 2048), (0.9, 3072), (0.9, 4096), (0.9, 6144)),
+    *((0.95, 6144), (0.95, 12288), (0.97, 24576), (0.98, None), (0.99, None), (0.995, None)),
 )
-"""(kept_mass, most_share) of settings from sparse to nearly dense."""
+"""(kept_mass, most_tokens) of settings from sparse to nearly dense."""
 
 SPECS = (
     MethodSpec(
@@ -18,10 +18,10 @@ SPECS = (
         select_top_p,
         full=TopP(kept_mass=1.0),
         demo={"kept_mass": 0.5},
-        ladder=tuple({"kept_mass": p, "most_share": most} for p, most in LADDER),
+        ladder=tuple({"kept_mass": p, "most_tokens": most} for p, most in LADDER),
         paper="this project",
         summary="the fewest blocks that hold a share of the queries' attention, by 8-bit scores of every key",
         control="share",
-        main_parameters=("kept_mass", "most_share", "peak_share"),
+        main_parameters=("kept_mass", "most_tokens", "peak_share"),
     ),
 )

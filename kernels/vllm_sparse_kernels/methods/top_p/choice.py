@@ -37,11 +37,11 @@ TWO_BITS = Constant(0x40000000)
 """The bits of 2.0. Masses are at most 1, except for rounding."""
 
 
-class Shares(NamedTuple):
-    """Shares that each selected head keeps, as arguments of kernels."""
+class Limits(NamedTuple):
+    """Limits of what each selected head keeps, as arguments of kernels."""
 
     kept_mass: Any  # [selected heads] float32: p
-    most_share: Any  # [selected heads] float32: maximum share of a tile's blocks that are kept for their mass
+    most_blocks: Any  # [selected heads] float32: maximum number of a tile's blocks that are kept for their mass
 
 
 class BlockLists(NamedTuple):
@@ -68,10 +68,10 @@ def write_block_lists(call: Call, masses: torch.Tensor, first_tile: int) -> None
     Heads whose ``kept_mass`` is at least 1 keep everything, and their masses are not read.
     """
     index, method, (num_selected, num_tiles, _) = call.index, call.method, masses.shape
-    shares = Shares(call.parameters("kept_mass"), call.parameters("most_share"))
+    limits = Limits(call.parameters("kept_mass"), call.parameters("most_blocks"))
     _choose_kernel[(num_tiles, num_selected)](
         masses, masses.stride(0), masses.stride(1), call.head_ids, index.rows.tiles, index.rows.num_tiles, first_tile,
-        shares, method.sink_tokens, method.local_tokens,
+        limits, method.sink_tokens, method.local_tokens,
         BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
         FINE_BLOCKS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
         num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
@@ -80,14 +80,14 @@ def write_block_lists(call: Call, masses: torch.Tensor, first_tile: int) -> None
 
 @triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "stride_ids"])
 def _choose_kernel(
-    masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, shares, sink, local,
+    masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, limits, sink, local,
     lists, stride_ids, FINE_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold ``kept_mass``.
 
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
-    count towards the share, and at most ``most_share`` of the blocks are kept for it. ``sink`` and ``local`` are
+    count towards the share, and at most ``most_blocks`` blocks are kept for it. ``sink`` and ``local`` are
     numbers of tokens. FINE_BLOCKS neighbouring blocks form a block of the index, which is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end once a single
@@ -108,12 +108,12 @@ def _choose_kernel(
     _, _, _, position = load_tile(tiles, i_tile)
     end = tl.maximum(position - local, 0) // KEY_BLOCK
     _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
-    kept_mass = tl.load(shares.kept_mass + i_selected)
+    kept_mass = tl.load(limits.kept_mass + i_selected)
     keeps_all = kept_mass >= 1
     if keeps_all:
         begin = num_blocks  # no candidates
     b_first = tl.abs(load_candidates(tile_masses, 0, begin, end, CHUNK))
-    max_blocks = tl.ceil(tl.load(shares.most_share + i_selected) * num_blocks).to(tl.int32)
+    max_blocks = tl.load(limits.most_blocks + i_selected).to(tl.int32)
     bits, num_equal = _find_threshold(b_first, tile_masses, begin, end, num_blocks, kept_mass, max_blocks, CHUNK)
 
     # Read the masses again, in order, and keep those above the threshold, the first of those equal to it, and peaks.

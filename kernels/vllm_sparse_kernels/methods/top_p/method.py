@@ -14,8 +14,9 @@ scale s:
    sum is over all blocks. If it were estimated from sampled keys, a query with heavy keys outside the sample would
    outweigh its tile; this lost answers.
 3. Average over the tile's scored queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other
-   blocks with which the kept blocks hold p of Σ_b A[b]. Ties go to the first blocks. At most the share ``most_share``
-   of the tile's blocks is kept, heaviest first: if attention is that flat, part of the keys represents all of them.
+   blocks with which the kept blocks hold p of Σ_b A[b]. Ties go to the first blocks. At most ``most_tokens``
+   keys are kept for their mass, heaviest blocks first: if attention is that flat, part of the keys represents all of
+   them. The number does not grow with the context, because such tiles do not need more keys in longer contexts.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
    1/128 of its tile's mass, and answers depend on such targets.
 
@@ -35,13 +36,13 @@ docs/research/quality.md has densities and losses on trained models, also for ot
   over 128 queries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 
-from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.call import MOST, Call
 from vllm_sparse_kernels.engine_choice import capability_of, gluon_refusal
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p import portable
@@ -104,7 +105,8 @@ QUERIES = Literal["half", "all"]
 class TopP(Method):
     """Parameters of ``top_p``; the module's docstring describes the algorithm."""
 
-    differing = ("kept_mass", "most_share")
+    differing = ("kept_mass", "most_tokens")
+    former: ClassVar[Mapping[str, str]] = {"most_share": "most_tokens, a number of keys, or null for no limit"}
     finest_block_tokens = KEY_BLOCK.value
 
     kept_mass: float = 0.9
@@ -116,8 +118,9 @@ class TopP(Method):
     local_tokens: int = 160
     """Keys before a tile's first query that are always kept, in addition to all keys between its queries."""
 
-    most_share: float = 0.2
-    """Maximum share, in (0, 1], of a tile's blocks that are kept for their mass. With 1, only p limits their number."""
+    most_tokens: int | None = 4096
+    """Maximum number of a tile's keys that are kept for their mass, in whole blocks. With ``null``, only p limits their
+    number."""
 
     channels: CHANNELS = "half"
     """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss.
@@ -135,7 +138,8 @@ class TopP(Method):
         for name, value, least in (("sink_tokens", self.sink_tokens, 0), ("local_tokens", self.local_tokens, 128)):
             whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
             require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
-        require(0 < self.most_share <= 1, "most_share", self.most_share, "a number in (0, 1]")
+        has_most = self.most_tokens is None or (self.most_tokens > 0 and self.most_tokens % KEY_BLOCK.value == 0)
+        require(has_most, "most_tokens", self.most_tokens, f"null or a multiple of {KEY_BLOCK.value} > 0")
         require(0 < self.peak_share <= 1, "peak_share", self.peak_share, "a number in (0, 1]")
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
         require(self.queries in get_args(QUERIES), "queries", self.queries, f"one of {get_args(QUERIES)}")
@@ -145,9 +149,14 @@ class TopP(Method):
         """p, ``kept_mass``."""
         return self.kept_mass
 
+    @property
+    def most_blocks(self) -> int:
+        """Maximum number of a tile's blocks of 32 keys that are kept for their mass."""
+        return MOST if self.most_tokens is None else self.most_tokens // KEY_BLOCK.value
+
     def with_kept_mass(self, share: float) -> "TopP":
-        """Return the method with p = ``share`` and without an upper bound on kept blocks (``most_share`` 1)."""
-        return replace(self, kept_mass=share, most_share=1.0)
+        """Return the method with p = ``share`` and without ``most_tokens``."""
+        return replace(self, kept_mass=share, most_tokens=None)
 
     @property
     def num_scored(self) -> int:

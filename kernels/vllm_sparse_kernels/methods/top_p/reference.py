@@ -4,7 +4,6 @@
 Everything is float32.
 """
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
     sizes, order = between.sort(dim=-1, descending=True, stable=True)
     before = torch.cat([always, always + sizes.cumsum(-1)], -1)[..., :-1]
     added = before < method.kept_mass * masses.sum(-1, keepdim=True)
-    added[..., math.ceil(method.most_share * num_blocks) :] = False
+    added[..., method.most_blocks :] = False
     kept = torch.ones_like(masses, dtype=torch.bool)
     kept[..., first:end] = torch.zeros_like(added).scatter_(-1, order, added)
     return kept
