@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.traffic import texts_of
-from vllm_sparse_backend.evaluation.answers import Templates, TokenScores, build_prompt
+from vllm_sparse_backend.evaluation.answers import Encode, Templates, TokenScores, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -59,6 +59,24 @@ def endpoint_of(text: str) -> Endpoint:
     return endpoint.at_level(float(level) if re.fullmatch(r"[\d.]+", level) else level) if level else endpoint
 
 
+def ratio_of_answers(right: Sequence[int], baseline: Sequence[int]) -> tuple[float, float]:
+    """Return right answers ÷ the baseline's, and the standard error; both are given by prompt."""
+    total = sum(baseline)
+    if not total:
+        return math.nan, math.nan
+    changes = [(ours - theirs) / total for ours, theirs in zip(right, baseline)]
+    return sum(right) / total, math.sqrt(len(changes)) * stdev(changes) if len(changes) > 1 else math.nan
+
+
+def tokenizer_of(model: Path) -> tuple[Encode, list[int]]:
+    """Return a model folder's tokenizer, and the tokens that begin a prompt."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    begin = json.loads((model / "config.json").read_text()).get("bos_token_id")
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, [] if begin is None else [begin]
+
+
 @dataclass
 class Quality:
     """Results of one setting and length, by prompt."""
@@ -73,10 +91,9 @@ class Quality:
     def against(self, other: "Quality") -> dict[str, Any]:
         """Return answers and perplexity relative to ``other``, with standard errors."""
         changes = [ours - theirs for ours, theirs in zip(self.nats, other.nats)]
-        answers = [(ours - theirs) / sum(other.right) for ours, theirs in zip(self.right, other.right)]
+        answers, answers_error = ratio_of_answers(self.right, other.right)
         return {
-            "answers": sum(self.right) / sum(other.right),
-            "answers_error": math.sqrt(len(answers)) * stdev(answers) if len(answers) > 1 else math.nan,
+            "answers": answers, "answers_error": answers_error,
             "right": sum(self.right), "questions": sum(self.questions), "perplexity": math.exp(fmean(changes)),
             "perplexity_error": stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan,
             "density": self.density, "sparse_rows": self.sparse_rows,
@@ -94,19 +111,15 @@ def prompts(
     seed: int = 0,
 ) -> None:
     """Write ``--each`` prompts of every length, with the texts and the forms of facts in turn."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    begin = json.loads((model / "config.json").read_text()).get("bos_token_id")
-    ids = [tokenizer.encode(text.read_text(errors="ignore"), add_special_tokens=False).ids for text in texts]
-    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # noqa: E731
+    encode, begin = tokenizer_of(model)
+    ids = [encode(text.read_text(errors="ignore")) for text in texts]
     rng, chosen, written = random.Random(seed), [int(form) for form in forms.split(",")], []
     for length in map(int, lengths.split(",")):
         for i in range(per_length):
             text, form = ids[i % len(ids)], chosen[i // len(ids) % len(chosen)]
             start = rng.randrange(max(len(text) - length, 1))
             templates = TEMPLATES[form]
-            prompt = build_prompt(encode, [] if begin is None else [begin], text[start:], length, FACTS, templates, rng)
+            prompt = build_prompt(encode, begin, text[start:], length, FACTS, templates, rng)
             spans = [(answer.begin, answer.end) for answer in prompt.answers]
             facts = [answer.fact_at for answer in prompt.answers]
             written.append({"length": length, "form": form, "ids": prompt.token_ids, "spans": spans, "facts": facts})

@@ -16,7 +16,9 @@ from benchmarks import open_loop
 from benchmarks.agents import Agents
 from benchmarks.open_loop import Answered, Capacity, Latency, Request
 from benchmarks.traffic import ratio_with_error
+from benchmarks.turns import Turns, slope
 from tests.helpers.stub_server import Api, Send, running
+from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.report import BenchError
 
@@ -145,3 +147,26 @@ def test_errors_of_ratios() -> None:
     stock = [[1.0, 2.0], [30.0], [5.0]]
     ours = [[second / 2 for second in session] for session in stock]
     assert ratio_with_error(stock, ours, sum) == (2, 0)
+
+
+def test_conversations(tmp_path: Path) -> None:
+    """Fresh questions ask for facts of their turn, old questions for facts before it."""
+    text = tmp_path / "text.txt"
+    text.write_text("The old ship left the harbor in the morning. " * 400)
+    turns = Turns(
+        model=BUNDLED, text=text, settings=[], conversations=2, turns=3, start=600, growth=400, questions=6
+    )  # fmt: skip
+    for conversation in turns.draw():
+        begin = conversation.start
+        for turn in conversation.turns:
+            before, part = (" ".join(map(str, conversation.token_ids[a:b])) for a, b in ((0, begin), (begin, turn.end)))
+            assert all(" ".join(map(str, question.answer_ids)) in part for question in turn.fresh)
+            assert all(" ".join(map(str, question.answer_ids)) in before for question in turn.old)
+            assert all(begin < place < turn.end for place in turn.places)
+            begin = turn.end
+        assert begin == len(conversation.token_ids) == 600 + 3 * 400
+
+
+def test_slope() -> None:
+    change, error = slope([[0.0, 1.0, 2.0], [5.0, 8.0, 11.0]])
+    assert (change, error) == (pytest.approx(2), pytest.approx(1))
