@@ -14,18 +14,20 @@ read the conversation through the prefix cache:
 They add no whole block that the next turn would find in the cache. ``prompt_logprobs`` would take fewer requests, but
 vLLM computes such prompts without its prefix cache. Settings run in parallel, because nothing is timed.
 
-A slope is the change per turn: the mean of a linear fit's over conversations, with its standard error.
+A change per turn is the slope of a linear fit, with its standard error over conversations. "Gained" are right answers
+less the baseline's.
 """
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from scipy.stats import linregress
@@ -35,14 +37,12 @@ from benchmarks.traffic import CacheReads, show
 from benchmarks.trained_models import Settings, endpoint_of, ratio_of_answers, tokenizer_of
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens, mean_and_error
+from vllm_sparse_backend.evaluation.answer_run import require_room
 from vllm_sparse_backend.evaluation.answers import NAMES, Encode, Line, Templates, weave
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
-
-TOKEN_ID = "token_id:"
-"""Prefix of a token in vLLM's answers with ``return_tokens_as_token_ids``."""
 
 
 @dataclass(frozen=True)
@@ -62,50 +62,49 @@ class Question:
 class Turn:
     end: int
     """Number of the conversation's tokens with this turn."""
-    fresh: list[Question]
-    old: list[Question]
+    questions: list[Question]
+    """Fresh ones, then as many old ones."""
     places: list[int]
 
 
 @dataclass(frozen=True)
 class Conversation:
     token_ids: list[int]
-    start: int
-    """Number of tokens of the first request, which nothing is asked after."""
     turns: list[Turn]
+    """The first has no questions: there are no old facts yet."""
+
+    def requests(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of tokens of each request, and how many of them are cached."""
+        for earlier, turn in pairwise([Turn(0, [], []), *self.turns]):
+            yield turn.end, earlier.end
+            yield from ((turn.end + len(question.line_ids), turn.end) for question in turn.questions)
+            yield from ((place, place - 1) for place in turn.places)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A setting's results after one turn of a conversation."""
 
-    fresh: int
-    old: int
-    """Right answers."""
-    answers: NextTokens
-    """Distributions of each answer's first token."""
+    right: list[bool]
     text: NextTokens
     """Distributions at the places."""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A setting's results after one turn of a conversation, and the baseline's."""
 
     fresh: int
     old: int
     baseline_fresh: int
     baseline_old: int
-    text_kl: float
-    text_top1: float
-    answers_kl: float
+    kl: float
+    top1: float
 
     @staticmethod
     def of(outcome: Outcome, baseline: Outcome) -> "Comparison":
-        text, answers = outcome.text.against(baseline.text), outcome.answers.against(baseline.answers)
-        return Comparison(
-            outcome.fresh, outcome.old, baseline.fresh, baseline.old, text.kl, text.top1, answers.kl
-        )  # fmt: skip
+        half = len(outcome.right) // 2
+        right = [sum(part) for x in (outcome, baseline) for part in (x.right[:half], x.right[half:])]
+        return Comparison(*right, *outcome.text.against(baseline.text))
 
     @property
     def right(self) -> int:
@@ -114,6 +113,11 @@ class Comparison:
     @property
     def baseline_right(self) -> int:
         return self.baseline_fresh + self.baseline_old
+
+    @property
+    def gained(self) -> int:
+        """Right answers less the baseline's."""
+        return self.right - self.baseline_right
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,97 +140,79 @@ class Turns:
         drawn = list(self.draw())
         with ThreadPoolExecutor(len(endpoints)) as pool:
             first, *others = pool.map(partial(run_all, drawn), endpoints)
-        compared = {
-            endpoint.name: [list(map(Comparison.of, *pair)) for pair in zip(outcomes, first)]
-            for endpoint, outcomes in zip(endpoints[1:], others)
-        }
-        slopes = [row for name, conversations in compared.items() for row in slope_rows(name, conversations)]
-        raw = {name: [[asdict(x) for x in turns] for turns in of_name] for name, of_name in compared.items()}
-        ends = [turn.end for turn in drawn[0].turns]
-        rows = (row for name, conversations in compared.items() for row in turn_rows(name, conversations, ends))
-        show(rows, self.out, slopes=slopes, conversations=raw)
+        table: list[dict[str, Any]] = []
+        slopes: list[dict[str, Any]] = []
+        raw: dict[str, Any] = {}
+        for endpoint, outcomes in zip(endpoints[1:], others):
+            compared = [list(map(Comparison.of, *pair)) for pair in zip(outcomes, first)]
+            table += rows(endpoint.name, compared)
+            slopes += slope_rows(endpoint.name, compared)
+            raw[endpoint.name] = [[x._asdict() for x in turns] for turns in compared]
+        show(table, self.out, slopes=slopes, conversations=raw)
         print(table_of("Change per turn", {column: column for column in slopes[0]}, slopes))
 
     def draw(self) -> Iterator[Conversation]:
         """Yield conversations, each from another stretch of the text."""
-        encode, begin = tokenizer_of(self.model)
+        require_room([self.start, self.growth], self.questions // 2)
+        encode, begin_ids = tokenizer_of(self.model)
         ids = encode(read_prompt_text(self.text))
         whole = self.start + self.turns * self.growth
         if len(ids) < whole:
             raise BenchError(f"{self.text}: given {len(ids):,} tokens, expected at least {whole:,}, a conversation's")
         for i in range(self.conversations):
             at = i * (len(ids) - whole) // max(self.conversations - 1, 1)
-            yield self.draw_conversation(encode, begin, ids[at:], random.Random(f"{self.seed} {i}"))
+            yield self.draw_conversation(encode, begin_ids, ids[at:], random.Random(f"{self.seed} {i}"))
 
     def draw_conversation(
         self, encode: Encode, begin_ids: Sequence[int], text_ids: Sequence[int], rng: random.Random
     ) -> Conversation:
-        per_part = self.questions // 2
-        names = iter(rng.sample(NAMES, (self.turns + 1) * per_part))
+        num_facts = self.questions // 2
+        names = rng.sample(NAMES, (self.turns + 1) * num_facts)
         token_ids, turns, old = list(begin_ids), [], list[Question]()
         for i in range(self.turns + 1):
             begin, end = len(token_ids), self.start + i * self.growth
-            facts = [(next(names), str(rng.randrange(1_000_000, 10_000_000))) for _ in range(per_part)]
-            lines = [[Line.of(encode, Templates().fact, *fact).token_ids] for fact in facts]
-            room = end - begin - sum(len(line) for (line,) in lines)
-            if 2 * room < end - begin:
-                raise BenchError(
-                    f"--questions: {per_part} facts take {end - begin - room:,} of a part's {end - begin:,} tokens, "
-                    "expected at most half; ask for fewer --questions, or raise --start and --growth"
-                )
-            part, _ = weave([], text_ids[begin : begin + room], lines, [[rng.randint(0, room)] for _ in lines])
+            facts = [(names.pop(), str(rng.randrange(1_000_000, 10_000_000))) for _ in range(num_facts)]
+            lines = [Line.of(encode, Templates().fact, *fact).token_ids for fact in facts]
+            room = end - begin - sum(map(len, lines))
+            cuts = [[rng.randint(0, room)] for _ in lines]
+            part, _ = weave([], text_ids[begin : begin + room], [[line] for line in lines], cuts)
             token_ids += part
             fresh = [Question.of(encode, *fact) for fact in facts]
-            if i:
-                places = sorted(rng.sample(range(begin + 1, end), self.questions))
-                turns.append(Turn(end, fresh, rng.sample(old, per_part), places))
+            if old:
+                places = rng.sample(range(begin + 1, end), self.questions)
+                turns.append(Turn(end, fresh + rng.sample(old, num_facts), places))
+            else:
+                turns.append(Turn(end, [], []))
             old += fresh
-        return Conversation(token_ids, self.start, turns)
+        return Conversation(token_ids, turns)
 
 
 def run_all(conversations: Sequence[Conversation], endpoint: Endpoint) -> list[list[Outcome]]:
-    """Run all conversations in parallel, and return the outcomes of their turns."""
+    """Run all conversations in parallel, and return the outcomes of their turns but the first."""
     before, metrics = CacheReads.of(endpoint), parse_metrics(endpoint.metrics())
     with ThreadPoolExecutor(len(conversations)) as pool:
         outcomes = list(pool.map(partial(_run, endpoint), conversations))
-    before.require(endpoint, (request for conversation in conversations for request in requests_of(conversation)))
+    before.require(endpoint, (request for conversation in conversations for request in conversation.requests()))
     after = parse_metrics(endpoint.metrics())
-    sparse, density = after.rows_of("sparse") - metrics.rows_of("sparse"), (after.pairs - metrics.pairs).density
-    print(f"{endpoint.name}: {sparse} rows ran sparse, density {density}", flush=True)
+    sparse, pairs = after.rows_of("sparse") - metrics.rows_of("sparse"), after.pairs - metrics.pairs
+    print(f"{endpoint.name}: {sparse} rows ran sparse, density {pairs.density}", flush=True)
     return outcomes
 
 
 def _run(endpoint: Endpoint, conversation: Conversation) -> list[Outcome]:
     ids, outcomes = conversation.token_ids, []
-    generate(endpoint, ids[: conversation.start], 1)
     for turn in conversation.turns:
         generate(endpoint, ids[: turn.end], 1)
-        right, firsts = [], []
-        for question in (*turn.fresh, *turn.old):
-            tokens, distributions = generate(endpoint, ids[: turn.end] + question.line_ids, len(question.answer_ids))
-            right.append(tokens == question.answer_ids)
-            firsts.append(distributions[0])
-        text = [generate(endpoint, ids[:place], 1)[1][0] for place in turn.places]
-        num_fresh = len(turn.fresh)
-        outcomes.append(
-            Outcome(sum(right[:num_fresh]), sum(right[num_fresh:]), NextTokens(firsts), NextTokens(text))
-        )  # fmt: skip
-    return outcomes
+        right = []
+        for question in turn.questions:
+            answer_ids, _ = generate(endpoint, ids[: turn.end] + question.line_ids, len(question.answer_ids))
+            right.append(answer_ids == question.answer_ids)
+        outcomes.append(Outcome(right, NextTokens([generate(endpoint, ids[:place], 1)[1] for place in turn.places])))
+    return outcomes[1:]
 
 
-def requests_of(conversation: Conversation) -> Iterator[tuple[int, int]]:
-    """Yield the number of tokens of each request, and how many of them are cached."""
-    earlier = conversation.start
-    yield earlier, 0
-    for turn in conversation.turns:
-        yield turn.end, earlier
-        yield from ((turn.end + len(question.line_ids), turn.end) for question in (*turn.fresh, *turn.old))
-        yield from ((place, place - 1) for place in turn.places)
-        earlier = turn.end
-
-
-def generate(endpoint: Endpoint, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[dict[int, float]]]:
-    """Return the tokens of greedy decoding, and the ``TOP`` most likely tokens of each position.
+def generate(endpoint: Endpoint, prompt: Sequence[int], tokens: int) -> tuple[list[int], dict[int, float]]:
+    """Return the tokens of greedy decoding, and the ``TOP`` most likely tokens of the first position.
 
     A request for log-probabilities of generated tokens reads the prefix cache; one for ``prompt_logprobs`` does not.
     """
@@ -236,42 +222,37 @@ def generate(endpoint: Endpoint, prompt: Sequence[int], tokens: int) -> tuple[li
     }  # fmt: skip
     with connected(endpoint.url) as send:
         logprobs = json.load(send("/v1/completions", body))["choices"][0]["logprobs"]
-    of_text = lambda token: int(token.removeprefix(TOKEN_ID))  # noqa: E731
-    positions = [{of_text(token): logprob for token, logprob in top.items()} for top in logprobs["top_logprobs"]]
-    return list(map(of_text, logprobs["tokens"])), positions
+    first = {_token_id(token): logprob for token, logprob in logprobs["top_logprobs"][0].items()}
+    return list(map(_token_id, logprobs["tokens"])), first
 
 
-def turn_rows(
-    name: str, conversations: Sequence[Sequence[Comparison]], ends: Sequence[int]
-) -> Iterator[dict[str, Any]]:
+def _token_id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))  # as vLLM writes tokens with return_tokens_as_token_ids
+
+
+def rows(name: str, conversations: Sequence[Sequence[Comparison]]) -> Iterator[dict[str, Any]]:
     """Yield a row for each turn, and one for all. Errors are over conversations."""
-    by_turn = [(str(i + 1), ends[i], [[x] for x in column]) for i, column in enumerate(zip(*conversations))]
-    for turn, tokens, groups in (*by_turn, ("all", ends[-1], conversations)):
-        column = [x for group in groups for x in group]
-        answers, answers_error = ratio_of_answers(
-            [sum(x.right for x in group) for group in groups],
-            [sum(x.baseline_right for x in group) for group in groups],
+    by_turn = [(str(i + 1), [[x] for x in column]) for i, column in enumerate(zip(*conversations))]
+    for turn, groups in (*by_turn, ("all", conversations)):
+        every = [x for group in groups for x in group]
+        right, baseline = (
+            [sum(getattr(x, key) for x in group) for group in groups] for key in ("right", "baseline_right")
         )
-        kl, kl_error = mean_and_error([fmean(x.text_kl for x in group) for group in groups])
-        top1, top1_error = mean_and_error([fmean(x.text_top1 for x in group) for group in groups])
+        answers, answers_error = ratio_of_answers(right, baseline)
+        kl, kl_error = mean_and_error([fmean(x.kl for x in group) for group in groups])
+        top1, top1_error = mean_and_error([fmean(x.top1 for x in group) for group in groups])
         yield {
-            "setting": name, "turn": turn, "tokens": tokens,
-            "fresh": f"{sum(x.fresh for x in column)} for {sum(x.baseline_fresh for x in column)}",
-            "old": f"{sum(x.old for x in column)} for {sum(x.baseline_old for x in column)}",
+            "setting": name, "turn": turn,
+            "fresh": f"{sum(x.fresh for x in every)} for {sum(x.baseline_fresh for x in every)}",
+            "old": f"{sum(x.old for x in every)} for {sum(x.baseline_old for x in every)}",
             "answers": answers, "± answers": answers_error, "KL": kl, "± KL": kl_error,
-            "top-1": top1, "± top-1": top1_error, "KL of answers": fmean(x.answers_kl for x in column),
+            "top-1": top1, "± top-1": top1_error,
         }  # fmt: skip
 
 
 def slope_rows(name: str, conversations: Sequence[Sequence[Comparison]]) -> Iterator[dict[str, Any]]:
-    figures: Mapping[str, Any] = {
-        "right answers, less the baseline's": lambda x: x.right - x.baseline_right,
-        "KL": lambda x: x.text_kl,
-        "top-1": lambda x: x.text_top1,
-        "KL of answers": lambda x: x.answers_kl,
-    }
-    for figure, value_of in figures.items():
-        change, error = slope([[value_of(x) for x in turns] for turns in conversations])
+    for figure in ("gained", "kl", "top1"):
+        change, error = slope([[getattr(x, figure) for x in turns] for turns in conversations])
         yield {"setting": name, "figure": figure, "per turn": change, "±": error}
 
 

@@ -157,11 +157,12 @@ def test_conversations(tmp_path: Path) -> None:
         model=BUNDLED, text=text, settings=[], conversations=2, turns=3, start=600, growth=400, questions=6
     )  # fmt: skip
     for conversation in turns.draw():
-        begin = conversation.start
-        for turn in conversation.turns:
+        begin = conversation.turns[0].end
+        for turn in conversation.turns[1:]:
             before, part = (" ".join(map(str, conversation.token_ids[a:b])) for a, b in ((0, begin), (begin, turn.end)))
-            assert all(" ".join(map(str, question.answer_ids)) in part for question in turn.fresh)
-            assert all(" ".join(map(str, question.answer_ids)) in before for question in turn.old)
+            answers = [" ".join(map(str, question.answer_ids)) for question in turn.questions]
+            assert [answer in part for answer in answers] == [True] * 3 + [False] * 3
+            assert [answer in before for answer in answers] == [False] * 3 + [True] * 3
             assert all(begin < place < turn.end for place in turn.places)
             begin = turn.end
         assert begin == len(conversation.token_ids) == 600 + 3 * 400
