@@ -17,8 +17,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +28,7 @@ from benchmarks.options import Json
 from benchmarks.traffic import STATISTICS, CacheReads, compare, show, texts_of
 from benchmarks.trained_models import Settings, endpoint_of
 from vllm_sparse_backend.cli.commands import run_alone
-from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
+from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, TimedAnswer
 
 
 @dataclass(frozen=True)
@@ -47,70 +46,48 @@ class Session:
         return Session(texts.take(ends[-1]), ends)
 
 
-@dataclass(frozen=True)
-class Turn:
-    prompt_tokens: int
-    first_token_s: float
-    last_token_s: float
+def run_sessions(
+    endpoint: Endpoint, sessions: Sequence[Session], tokens: int, deadline: float
+) -> list[list[TimedAnswer]]:
+    """Run all sessions in parallel, and return the answers to their turns. No turn starts after the deadline."""
 
+    def run(session: Session) -> list[TimedAnswer]:
+        answers = []
+        for end in session.ends[1:]:
+            if time.monotonic() >= deadline:
+                break
+            answers.append(endpoint.ask(session.token_ids[:end], tokens))
+        return answers
 
-def run_sessions(endpoint: Endpoint, sessions: Sequence[Session], tokens: int, deadline: float) -> list[list[Turn]]:
-    """Run all sessions in parallel, and return their completed turns. No turn starts after the deadline."""
     before = CacheReads.of(endpoint)
     with ThreadPoolExecutor(len(sessions)) as pool:
         list(pool.map(lambda session: endpoint.ask(session.token_ids[: session.ends[0]], tokens), sessions))
-        turns = list(pool.map(partial(_run, endpoint, tokens, deadline), sessions))
-    for_cache = [
+        answers = list(pool.map(run, sessions))
+    before.require(endpoint, [
         (end, earlier)
-        for session, done in zip(sessions, turns)
+        for session, done in zip(sessions, answers)
         for earlier, end in pairwise([0, *session.ends[: len(done) + 1]])
-    ]
-    before.require(endpoint, for_cache)
-    return turns
-
-
-def _run(endpoint: Endpoint, tokens: int, deadline: float, session: Session) -> list[Turn]:
-    turns = []
-    for end in session.ends[1:]:
-        if time.monotonic() >= deadline:
-            break
-        answer = endpoint.ask(session.token_ids[:end], tokens)
-        turns.append(Turn(end, answer.first_token_s, answer.last_token_s))
-    return turns
-
-
-def run_round(
-    endpoints: Sequence[Endpoint], sessions: Sequence[Session], tokens: int, deadline: float
-) -> dict[str, list[list[Turn]]]:
-    """Run the sessions on each setting, and return the turns that all settings completed, by setting and session."""
-    turns: dict[str, list[list[Turn]]] = {}
-    for i, endpoint in enumerate(endpoints):
-        share_s = (deadline - time.monotonic()) / (len(endpoints) - i)
-        turns[endpoint.name] = run_sessions(endpoint, sessions, tokens, time.monotonic() + share_s)
-    common = [min(map(len, of_session)) for of_session in zip(*turns.values())]
-    return {name: [done[:n] for done, n in zip(of_name, common)] for name, of_name in turns.items()}
+    ])  # fmt: skip
+    return answers
 
 
 def rows(
-    turns: Mapping[str, Sequence[Sequence[Turn]]], sessions: Sequence[Session], limits: Sequence[int]
+    answers: Mapping[str, Sequence[Sequence[TimedAnswer]]], sessions: Sequence[Session], limits: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the table: figures of the turns up to each limit of prompt tokens."""
+    """Yield the rows of the table: figures of the turns up to each limit that all settings completed."""
+    completed = [min(map(len, of_session)) for of_session in zip(*answers.values())]
     for limit in limits:
-        up_to = {
-            name: [[turn for turn in done if turn.prompt_tokens <= limit] for done in of_name]
-            for name, of_name in turns.items()
-        }
-        num_turns = sum(map(len, next(iter(up_to.values()))))
-        planned = sum(end <= limit for session in sessions for end in session.ends[1:])
-        if num_turns:
-            about = {"contexts to": limit, "turns": f"{num_turns} of {planned}"}
-            first = {
-                name: [[turn.first_token_s for turn in done] for done in of_name] for name, of_name in up_to.items()
-            }
-            last = {name: [[turn.last_token_s for turn in done] for done in of_name] for name, of_name in up_to.items()}
-            for statistic in STATISTICS:
-                yield compare(about | {"figure": "TTFT"}, first, statistic)
-            yield compare(about | {"figure": "whole"}, last, "sum")
+        planned = [sum(end <= limit for end in session.ends[1:]) for session in sessions]
+        counted = list(map(min, planned, completed))
+        if not sum(counted):
+            continue
+        about = {"contexts to": limit, "turns": f"{sum(counted)} of {sum(planned)}"}
+        turns = {name: [done[:n] for done, n in zip(of_name, counted)] for name, of_name in answers.items()}
+        first = {name: [[turn.first_token_s for turn in done] for done in of_name] for name, of_name in turns.items()}
+        last = {name: [[turn.last_token_s for turn in done] for done in of_name] for name, of_name in turns.items()}
+        for statistic in STATISTICS:
+            yield compare(about | {"figure": "TTFT"}, first, statistic)
+        yield compare(about | {"figure": "whole"}, last, "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +111,18 @@ class Agents:
         limits = [int(limit) for limit in self.to.split(",")]
         fewest, most = map(int, self.growth.split(","))
         texts, rng, began = texts_of(self.prompts, self.seed), random.Random(self.seed), time.monotonic()
-        every: list[Session] = []
-        turns: dict[str, list[list[Turn]]] = {endpoint.name: [] for endpoint in endpoints}
+        sessions: list[Session] = []
+        answers: dict[str, list[list[TimedAnswer]]] = {endpoint.name: [] for endpoint in endpoints}
+        runs_left = self.rounds * len(endpoints)
         for i in range(self.rounds):
             drawn = [Session.draw(texts, rng, self.start, (fewest, most), max(limits)) for _ in range(self.sessions)]
-            every += drawn
-            order = endpoints[::-1] if i % 2 else endpoints
-            deadline = began + self.budget * (i + 1) / self.rounds
-            for name, done in run_round(order, drawn, self.tokens, deadline).items():
-                turns[name] += done
-        raw = {name: [[asdict(turn) for turn in done] for done in of_name] for name, of_name in turns.items()}
-        show(rows(turns, every, limits), self.out, turns=raw)
+            sessions += drawn
+            for endpoint in endpoints[::-1] if i % 2 else endpoints:
+                now = time.monotonic()
+                share_s = (began + self.budget - now) / runs_left
+                answers[endpoint.name] += run_sessions(endpoint, drawn, self.tokens, now + share_s)
+                runs_left -= 1
+        show(rows(answers, sessions, limits), self.out)
 
 
 if __name__ == "__main__":

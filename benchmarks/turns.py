@@ -4,8 +4,8 @@
     python -m benchmarks.turns MODEL TEXT.txt stock=http://localhost:8000 ours=http://localhost:8001 --json turns.json
 
 A setting is NAME=URL or NAME=URL@LEVEL; the first is the baseline. A conversation begins with ``--start`` tokens of the
-text, and each turn appends ``--growth`` tokens. Each of these parts states facts. After a turn, two kinds of requests
-read the conversation through the prefix cache:
+text, and each turn appends ``--growth`` tokens. These parts state facts at equal distances. After a turn, two kinds of
+requests read the conversation through the prefix cache:
 
 * Questions: the conversation, and a line that asks for a fact, up to the answer. Half of the facts are from this turn
   (fresh), half from earlier parts (old). An answer is right if greedy decoding returns all of its tokens.
@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
+import numpy as np
 import typer
 from scipy.stats import linregress
 
@@ -38,7 +38,7 @@ from benchmarks.trained_models import Settings, endpoint_of, ratio_of_answers, t
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens, mean_and_error
 from vllm_sparse_backend.evaluation.answer_run import require_room
-from vllm_sparse_backend.evaluation.answers import NAMES, Encode, Line, Templates, weave
+from vllm_sparse_backend.evaluation.answers import NAMES, Encode, Line, Templates
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
@@ -90,34 +90,39 @@ class Outcome:
     """Distributions at the places."""
 
 
-class Comparison(NamedTuple):
-    """A setting's results after one turn of a conversation, and the baseline's."""
+@dataclass(frozen=True)
+class Comparison:
+    """A setting's results and the baseline's."""
 
-    fresh: int
-    old: int
-    baseline_fresh: int
-    baseline_old: int
-    kl: float
-    top1: float
+    right: np.ndarray  # [conversation, turn, question]
+    baseline: np.ndarray  # [conversation, turn, question]
+    agreement: dict[str, np.ndarray]  # [conversation, turn]
 
     @staticmethod
-    def of(outcome: Outcome, baseline: Outcome) -> "Comparison":
-        half = len(outcome.right) // 2
-        right = [sum(part) for x in (outcome, baseline) for part in (x.right[:half], x.right[half:])]
-        return Comparison(*right, *outcome.text.against(baseline.text))
+    def of(outcomes: Sequence[Sequence[Outcome]], baseline: Sequence[Sequence[Outcome]]) -> "Comparison":
+        right, baseline_right = (np.array([[x.right for x in turns] for turns in of]) for of in (outcomes, baseline))
+        agreements = [[x.text.against(y.text) for x, y in zip(*turns)] for turns in zip(outcomes, baseline)]
+        kl, top1 = np.moveaxis(np.array(agreements), -1, 0)
+        return Comparison(right, baseline_right, {"KL": kl, "top-1": top1})
 
-    @property
-    def right(self) -> int:
-        return self.fresh + self.old
+    def rows(self, name: str) -> Iterator[dict[str, Any]]:
+        """Yield a row for each turn, and one for all. Errors are over conversations."""
+        num_turns, half = self.right.shape[1], self.right.shape[2] // 2
+        turns = {str(i + 1): slice(i, i + 1) for i in range(num_turns)} | {"all": slice(num_turns)}
+        for turn, at in turns.items():
+            row: dict[str, Any] = {"setting": name, "turn": turn}
+            for kind, questions in (("answers", slice(None)), ("fresh", slice(half)), ("old", slice(half, None))):
+                sums = [right[:, at, questions].sum(axis=(1, 2)).tolist() for right in (self.right, self.baseline)]
+                row[kind], row[f"± {kind}"] = ratio_of_answers(*sums)
+            for figure, values in self.agreement.items():
+                row[figure], row[f"± {figure}"] = mean_and_error(values[:, at].mean(axis=1).tolist())
+            yield row
 
-    @property
-    def baseline_right(self) -> int:
-        return self.baseline_fresh + self.baseline_old
-
-    @property
-    def gained(self) -> int:
-        """Right answers less the baseline's."""
-        return self.right - self.baseline_right
+    def slopes(self, name: str) -> Iterator[dict[str, Any]]:
+        gained = self.right.sum(axis=2) - self.baseline.sum(axis=2, dtype=int)
+        for figure, values in {"gained": gained, **self.agreement}.items():
+            change, error = slope(values.tolist())
+            yield {"setting": name, "figure": figure, "per turn": change, "±": error}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,15 +145,9 @@ class Turns:
         drawn = list(self.draw())
         with ThreadPoolExecutor(len(endpoints)) as pool:
             first, *others = pool.map(partial(run_all, drawn), endpoints)
-        table: list[dict[str, Any]] = []
-        slopes: list[dict[str, Any]] = []
-        raw: dict[str, Any] = {}
-        for endpoint, outcomes in zip(endpoints[1:], others):
-            compared = [list(map(Comparison.of, *pair)) for pair in zip(outcomes, first)]
-            table += rows(endpoint.name, compared)
-            slopes += slope_rows(endpoint.name, compared)
-            raw[endpoint.name] = [[x._asdict() for x in turns] for turns in compared]
-        show(table, self.out, slopes=slopes, conversations=raw)
+        compared = {endpoint.name: Comparison.of(outcomes, first) for endpoint, outcomes in zip(endpoints[1:], others)}
+        slopes = [row for name, comparison in compared.items() for row in comparison.slopes(name)]
+        show((row for name, comparison in compared.items() for row in comparison.rows(name)), self.out, slopes=slopes)
         print(table_of("Change per turn", {column: column for column in slopes[0]}, slopes))
 
     def draw(self) -> Iterator[Conversation]:
@@ -168,21 +167,18 @@ class Turns:
     ) -> Conversation:
         num_facts = self.questions // 2
         names = rng.sample(NAMES, (self.turns + 1) * num_facts)
-        token_ids, turns, old = list(begin_ids), [], list[Question]()
-        for i in range(self.turns + 1):
-            begin, end = len(token_ids), self.start + i * self.growth
-            facts = [(names.pop(), str(rng.randrange(1_000_000, 10_000_000))) for _ in range(num_facts)]
-            lines = [Line.of(encode, Templates().fact, *fact).token_ids for fact in facts]
-            room = end - begin - sum(map(len, lines))
-            cuts = [[rng.randint(0, room)] for _ in lines]
-            part, _ = weave([], text_ids[begin : begin + room], [[line] for line in lines], cuts)
-            token_ids += part
-            fresh = [Question.of(encode, *fact) for fact in facts]
+        token_ids, turns, old = list(begin_ids), [Turn(self.start, [], [])], list[Question]()
+        for end in range(self.start, self.start + self.turns * self.growth + 1, self.growth):
+            begin, fresh = len(token_ids), list[Question]()
+            for number in range(num_facts):
+                fact = (names.pop(), str(rng.randrange(1_000_000, 10_000_000)))
+                line = Line.of(encode, Templates().fact, *fact).token_ids
+                line_end = begin + (end - begin) * (number + 1) // num_facts
+                token_ids += [*text_ids[len(token_ids) : line_end - len(line)], *line]
+                fresh.append(Question.of(encode, *fact))
             if old:
                 places = rng.sample(range(begin + 1, end), self.questions)
                 turns.append(Turn(end, fresh + rng.sample(old, num_facts), places))
-            else:
-                turns.append(Turn(end, [], []))
             old += fresh
         return Conversation(token_ids, turns)
 
@@ -228,32 +224,6 @@ def generate(endpoint: Endpoint, prompt: Sequence[int], tokens: int) -> tuple[li
 
 def _token_id(token: str) -> int:
     return int(token.removeprefix("token_id:"))  # as vLLM writes tokens with return_tokens_as_token_ids
-
-
-def rows(name: str, conversations: Sequence[Sequence[Comparison]]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each turn, and one for all. Errors are over conversations."""
-    by_turn = [(str(i + 1), [[x] for x in column]) for i, column in enumerate(zip(*conversations))]
-    for turn, groups in (*by_turn, ("all", conversations)):
-        every = [x for group in groups for x in group]
-        right, baseline = (
-            [sum(getattr(x, key) for x in group) for group in groups] for key in ("right", "baseline_right")
-        )
-        answers, answers_error = ratio_of_answers(right, baseline)
-        kl, kl_error = mean_and_error([fmean(x.kl for x in group) for group in groups])
-        top1, top1_error = mean_and_error([fmean(x.top1 for x in group) for group in groups])
-        yield {
-            "setting": name, "turn": turn,
-            "fresh": f"{sum(x.fresh for x in every)} for {sum(x.baseline_fresh for x in every)}",
-            "old": f"{sum(x.old for x in every)} for {sum(x.baseline_old for x in every)}",
-            "answers": answers, "± answers": answers_error, "KL": kl, "± KL": kl_error,
-            "top-1": top1, "± top-1": top1_error,
-        }  # fmt: skip
-
-
-def slope_rows(name: str, conversations: Sequence[Sequence[Comparison]]) -> Iterator[dict[str, Any]]:
-    for figure in ("gained", "kl", "top1"):
-        change, error = slope([[getattr(x, figure) for x in turns] for turns in conversations])
-        yield {"setting": name, "figure": figure, "per turn": change, "±": error}
 
 
 def slope(conversations: Iterable[Sequence[float]]) -> tuple[float | None, float | None]:
