@@ -45,6 +45,11 @@ class LayerPlan:
         return LayerPlan(tuple(method if counts[method.sharing] > 1 else method.unshared for method in methods))
 
     @cached_property
+    def distinct_methods(self) -> tuple[Method, ...]:
+        """The methods, each once."""
+        return tuple(dict.fromkeys(self.methods))
+
+    @cached_property
     def groups(self) -> tuple[HeadGroup[Method], ...]:
         """The heads that are selected together: those whose methods have the same ``group_key``."""
         heads: dict[Method, list[int]] = {}
@@ -129,13 +134,17 @@ class Layer:
     def allocate_index(self, rows: Rows, workspace: Workspace | None = None) -> SparseIndex:
         """Allocate the layer's index for some rows; without ``workspace``, torch allocates every tensor.
 
-        Equal layers share the layout of their indices.
+        Layers share the layout of their indices if they are equal, or if no head has stripes.
         """
-        return rows.once(self, lambda: self._layout(rows)).allocate(workspace or Workspace(rows.device))
+        stripes = {method: stripes_of(method, rows) for method in self.plan.distinct_methods}
+        has_stripes = any(layout.capacity for layout in stripes.values())
 
-    def _layout(self, rows: Rows) -> IndexLayout:
-        stripes = {head: stripes_of(method, rows) for head, method in enumerate(self.plan.methods)}
-        return IndexLayout.build(rows, self.num_heads, self.block_tokens, stripes)
+        def build() -> IndexLayout:
+            of_heads = {head: stripes[method] for head, method in enumerate(self.plan.methods)}
+            return IndexLayout.build(rows, self.num_heads, self.block_tokens, of_heads if has_stripes else {})
+
+        key = self if has_stripes else (IndexLayout, self.num_heads, self.block_tokens)
+        return rows.once(key, build).allocate(workspace or Workspace(rows.device))
 
     def new_call(
         self, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float, workspace: Workspace | None = None

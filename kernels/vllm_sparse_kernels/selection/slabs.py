@@ -153,6 +153,18 @@ def tile_sets_of(
     return flat
 
 
+def _tile_sets(
+    rows: Rows, first_tile: int, end_tile: int, key_starts: tuple[tuple[int, int], ...], set_tiles: int
+) -> torch.Tensor:
+    """Return the sets of some tiles on the device, once for all layers, whose numbers of selected heads differ."""
+
+    def make() -> torch.Tensor:
+        flat = tile_sets_of(rows, first_tile, end_tile, dict(key_starts), set_tiles)
+        return to_device(flat, torch.int32, rows.device).view(-1, SET_FIELDS)
+
+    return rows.once((_tile_sets, first_tile, end_tile, key_starts, set_tiles), make)
+
+
 def _slab(
     rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes, set_tiles: int
 ) -> KeySlab:
@@ -160,13 +172,12 @@ def _slab(
     starts = [*accumulate(map(padded, seq_lens[:-1]), initial=0)]
     runs = []
     for first_tile, end_tile, reach in ranges_of_runs(rows, first_row, end_row, num_selected, tile_bytes):
-        flat = tile_sets_of(rows, first_tile, end_tile, dict(enumerate(starts, first_row)), set_tiles)
-        tile_sets = to_device(flat, torch.int32, rows.device).view(-1, SET_FIELDS)
+        tile_sets = _tile_sets(rows, first_tile, end_tile, tuple(enumerate(starts, first_row)), set_tiles)
         runs.append(Run(first_tile, end_tile, reach, tile_sets))
     num_tiles, longest = rows.tile_starts[end_row] - rows.tile_starts[first_row], max(seq_lens)
     return KeySlab(
         first_row,
-        to_device(starts, torch.int32, rows.device),
+        rows.once((_slab, first_row, end_row), lambda: to_device(starts, torch.int32, rows.device)),
         most_at_once([*map(padded, rows.seq_lens)], SLAB_TOKENS),
         longest,
         most_at_once([tile_bytes(num_selected, longest)] * num_tiles, RUN_BYTES),
