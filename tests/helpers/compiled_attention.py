@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine ``portable`` compiled for GPUs that are not present: usage of each kernel, by case, as JSON.
-
-    python -m tests.helpers.compiled_attention 89-128-64-plain 80-128-128-options
+"""The engine ``portable`` compiled for GPUs that are not present: usage of each kernel, by case.
 
 A case is a compute capability, head dim, block size in tokens, and the options of the heads: ``plain``; ``options`` for
-skipped products and 8-bit scores; or ``pages`` for pages smaller than a block, and stripes. Kernels cannot be compiled
-in Triton's interpreter, so this runs in a separate process. Nothing is launched.
+skipped products and 8-bit scores; or ``pages`` for pages smaller than a block, and stripes. Nothing is launched.
 """
-
-import json
-import sys
 
 import torch
 
@@ -20,7 +14,7 @@ from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable import engine as portable
 
 
-def compiled_kernels(case: str) -> dict[str, Usage]:
+def attention_kernels(case: str) -> dict[str, Usage]:
     """Compile ``attend`` as the engine launches it on such a device, and return the usage of each kernel by name.
 
     Args:
@@ -37,7 +31,3 @@ def compiled_kernels(case: str) -> dict[str, Usage]:
     with card(int(capability)), recorded(kernels):
         portable.attend(batch.call(index), torch.empty_like(batch.q), options=options)
     return kernels
-
-
-if __name__ == "__main__":
-    print(json.dumps({case: compiled_kernels(case) for case in sys.argv[1:]}))

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every kernel of a method for a GPU that is not present, and print the resource usage of each as JSON.
+"""Compile every kernel of a method for a GPU that is not present, and return the resource usage of each.
 
-    python -m tests.helpers.compiled_methods 90 128
-    python -m tests.helpers.compiled_methods 89 64 top_p sale
-
-Arguments are a compute capability, a head dim, and methods (default: all). The interpreter accepts code that the
-compiler refuses, such as a name that changes its type in a loop. Nothing is run here.
+The interpreter accepts code that the compiler refuses, such as a name that changes its type in a loop. Nothing is run
+here.
 """
 
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +16,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.helpers.batches import random_batch
-from tests.helpers.offline_compiler import SHARED_KIB, card, report_of, resource_usage
+from tests.helpers.offline_compiler import SHARED_KIB, card, compile_with, resource_usage
 from vllm_sparse_kernels.attention import FlashAttention, flash_engine, widest_block
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
@@ -44,8 +39,8 @@ MAX_REGISTERS, MAX_PROGRAM_REGISTERS = 255, 1 << 16
 
 
 def compiled(target: int, head_dim: int, *methods: str) -> dict[str, dict[str, Usage]]:
-    """Return ``compiled_kernels`` from a separate process, in which kernels are not interpreted."""
-    return dict(report_of("-m", "tests.helpers.compiled_methods", str(target), str(head_dim), *methods))
+    """Return ``compiled_kernels`` of methods, by default of all, from a process that does not interpret kernels."""
+    return compile_with(compiled_kernels, target, head_dim, methods or tuple(METHODS))
 
 
 def problems(table: dict[str, dict[str, Usage]], limit_bytes: int) -> dict[str, str]:
@@ -142,7 +137,3 @@ def layers_of(name: str, head_dim: int) -> Iterator[Layer]:
 def no_attention(q: torch.Tensor, out: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Replace FlashAttention's function."""
     return out, torch.zeros(1, len(q))
-
-
-if __name__ == "__main__":
-    print(json.dumps(compiled_kernels(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(METHODS))))

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the kernels of MLA's prefill for a GPU that is not present, and print the resource usage of each as JSON.
+"""Compile the kernels of MLA's prefill for a GPU that is not present, and return the resource usage of each.
 
-    python -m tests.helpers.compiled_mla 90
-
-The argument is a compute capability. Nothing is run here.
+Nothing is run here.
 """
-
-import json
-import sys
 
 import torch
 
@@ -32,7 +27,7 @@ log-sum-exp, which Triton would specialise if it is 1 or a multiple of 16. Count
 bytes, which Triton would specialise too."""
 
 
-def compiled_kernels(capability: int) -> dict[str, Usage]:
+def mla_kernels(capability: int) -> dict[str, Usage]:
     """Compile the kernels of new tokens and of chunks: dense, A-shape and ``top_p``.
 
     Args:
@@ -57,7 +52,3 @@ def compiled_kernels(capability: int) -> dict[str, Usage]:
                     call = engine.prepare(method, part, is_causal=is_causal)
                     engine.attend(call, q[:num_tokens], k, up[..., 128:], out=out, lse=lse, kept_pairs=kept_pairs)
     return kernels
-
-
-if __name__ == "__main__":
-    print(json.dumps(compiled_kernels(int(sys.argv[1]))))

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the passes over the last queries for Hopper, without a GPU, and print figures by kernel as JSON.
+"""Compile the passes over the last queries for Hopper, without a GPU, and return figures by kernel."""
 
-    python -m tests.helpers.compiled_sums
-
-Kernels cannot be compiled in Triton's interpreter, so this runs in a separate process.
-"""
-
-import json
 import re
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import torch
 
@@ -18,14 +14,15 @@ from vllm_sparse_kernels.selection import last_queries
 KERNELS = ("split_lse_kernel", "sums_kernel")
 
 
-def main() -> None:
+def sums_figures() -> dict[str, dict[str, int]]:
     batch = random_batch([(3000, 200)], 32, 8, 128, page_size=128, dtype=torch.bfloat16)
     call = batch.call(random_index(batch, 128, 0.2, 0, 0), every_head(None, 32))
     recorders = {name: Recorder(getattr(last_queries, name)) for name in (*KERNELS, "block_diagonals_kernel")}
-    for name, recorder in recorders.items():
-        setattr(last_queries, name, recorder)
     estimate = last_queries.Estimate(64, band=64)
-    with compiling_for():
+    with ExitStack() as stack:
+        stack.enter_context(compiling_for())
+        for name, recorder in recorders.items():
+            stack.enter_context(patch.object(last_queries, name, recorder))
         last_queries.last_query_sums(call, (0, 1), estimate)
     figures = {}
     for name in KERNELS:
@@ -34,8 +31,4 @@ def main() -> None:
         # Copies that may still be in flight while a loop continues; after a loop, no copies are in flight.
         waits = [int(count) for count in re.findall(r"async_wait [^\n]*num = (\d+)", compiled.asm["ttgir"])]
         figures[name] = {"registers": code.registers, "shared_bytes": code.shared_bytes, "copies_ahead": max(waits)}
-    print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()
+    return figures

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of the Hopper engine's machine code, compiled without a GPU.
 
-    python -m tests.helpers.hopper_code 128-128-blocks-bf16
-
 A case is a head dim, a block size in tokens, the lists and sinks, and a dtype.
 """
 
-import json
 import re
-import sys
 from collections.abc import Sequence
 
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
@@ -117,7 +113,3 @@ def barriers_in_data(sass: Sequence[str]) -> int:
         for name in (r"SYNCS\.EXCH", r"(?:STS|STSM|LDS|LDSM)\b")
     )
     return len(made & data)
-
-
-if __name__ == "__main__":
-    print(json.dumps(figures_of(sys.argv[1:])))

@@ -6,15 +6,18 @@ Triton needs a driver to know its target. A stand-in reports Hopper here; nothin
 """
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -24,6 +27,8 @@ from triton.runtime.driver import driver
 
 from vllm_sparse_kernels.cards import CARDS
 from vllm_sparse_kernels.methods.sale import scores as sale_scores
+
+Result = TypeVar("Result")
 
 HOPPER_TARGET = GPUTarget("cuda", 90, 32)
 
@@ -127,10 +132,25 @@ def _has_bulk(capability: int, cache: Any) -> bool:
     return capability >= 90 and cache.head_dim & (cache.head_dim - 1) == 0
 
 
-def report_of(*arguments: str) -> Any:
-    """Return the JSON that a Python process prints last. Unlike this process, it compiles kernels."""
+@cache
+def _compiler() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def compile_with(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in a process that compiles kernels, unlike this one, and serves all calls, because its imports
+    take seconds."""
+    with patch.dict(os.environ):
+        os.environ.pop("TRITON_INTERPRET", None)
+        result = _compiler().submit(function, *arguments)
+    return result.result()
+
+
+def report_of(script: str, *arguments: str) -> Any:
+    """Return the JSON that a script prints last, in a process of its own that compiles kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(arguments)}: ended with {done.returncode}: {done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -4,8 +4,8 @@ fast."""
 
 import pytest
 
-from tests.helpers.hopper_code import exponents
-from tests.helpers.offline_compiler import report_of
+from tests.helpers.hopper_code import exponents, figures_of
+from tests.helpers.offline_compiler import compile_with
 
 pytestmark = pytest.mark.full
 
@@ -23,7 +23,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def table() -> dict[str, dict[str, int]]:
     """Return each case's figures."""
-    return dict(report_of("-m", "tests.helpers.hopper_code", *CASES))
+    return compile_with(figures_of, CASES)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,8 +9,9 @@ import pytest
 import triton
 
 from tests.helpers.compiled_methods import compiled
+from tests.helpers.compiled_sums import sums_figures
 from tests.helpers.hopper_code import barriers_in_data
-from tests.helpers.offline_compiler import report_of
+from tests.helpers.offline_compiler import compile_with, report_of
 from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = pytest.mark.full
@@ -22,7 +23,7 @@ REGISTERS, SHARED_BYTES = 1 << 16, 228 << 10
 
 @pytest.fixture(scope="module")
 def figures() -> dict[str, dict[str, int]]:
-    return dict(report_of("-m", "tests.helpers.compiled_sums"))
+    return compile_with(sums_figures)
 
 
 @pytest.mark.parametrize("kernel", THREADS)
@@ -77,7 +78,7 @@ print(kernel.metadata.shared)
 def test_sales_gluon_kernel_compiles_as_meant(head_dim, block_tokens, tmp_path):
     """There are no spills, and products overlap with maxima."""
     cubin = tmp_path / "half_kernel.cubin"
-    shared = report_of("-c", COMPILE, str(head_dim), str(block_tokens), str(cubin))
+    shared = report_of(COMPILE, str(head_dim), str(block_tokens), str(cubin))
     assert 2 * (shared + 1024) <= 227 * 1024, "two programs do not fit one multiprocessor"
     sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], check=True, capture_output=True, text=True).stdout
     usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], check=True, capture_output=True, text=True)
@@ -147,7 +148,7 @@ print(json.dumps(found))
 )
 def of_top_p(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
     """Return the figures of each compiled kernel, by name."""
-    by_kernel = report_of("-c", COMPILE_TOP_P, *map(str, request.param))
+    by_kernel = report_of(COMPILE_TOP_P, *map(str, request.param))
     return {name: dict(figures) for name, figures in by_kernel.items()}
 
 
@@ -210,7 +211,7 @@ def test_programs_of_anchors_wait_for_their_window_and_their_queries_once(head_d
     """The compiler moves the loads of the tile's row after the exit of tiles without candidates. If the window's start
     depended on another load, each program would wait for memory once more before it can load its queries. If a query
     were used before the last is loaded, the remaining loads would start only when memory has answered."""
-    report = report_of("-c", COMPILE_ANCHORS, str(head_dim))
+    report = report_of(COMPILE_ANCHORS, str(head_dim))
     assert report["loads_before_exit"] == 1
     assert report["query_loads"] == 128 * head_dim * 2 // (256 * 16)  # a thread of 256 loads 16 bytes at a time
     assert report["uses_between_query_loads"] == []

@@ -4,7 +4,8 @@
 import pytest
 
 from tests.helpers.compiled_methods import MAX_PROGRAM_REGISTERS, problems
-from tests.helpers.offline_compiler import SHARED_KIB, report_of
+from tests.helpers.compiled_mla import mla_kernels
+from tests.helpers.offline_compiler import SHARED_KIB, compile_with
 
 pytestmark = pytest.mark.full
 
@@ -26,7 +27,7 @@ MOST_SPILLED_BYTES = 192
 
 @pytest.mark.parametrize("target", SHARED_KIB)
 def test_every_kernel_compiles_and_fits(target: int) -> None:
-    kernels = report_of("-m", "tests.helpers.compiled_mla", str(target))
+    kernels = compile_with(mla_kernels, target)
     assert {name: usage["variants"] for name, usage in kernels.items()} == VARIANTS
     assert problems({"mla": kernels}, SHARED_KIB[target] << 10) == {}
     spills = {
