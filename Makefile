@@ -24,11 +24,11 @@ $(INSTALLED): pyproject.toml deploy/install.py
 demo: $(INSTALLED)
 	@$(BIN)/sparse-prefill demo
 
-# What to run on every change: five minutes on two cores. It starts stock vLLM and this backend, once.
+# What to run on every change: three minutes on two cores. It starts stock vLLM and this backend, once.
 test: $(INSTALLED)
 	@$(BIN)/pytest -m 'not full' $(SIDE_BY_SIDE)
 
-# All there is, as CI runs it: half an hour on two cores.
+# All there is, as CI runs it: twenty minutes on two cores.
 test-all: $(INSTALLED)
 	@$(BIN)/pytest $(SIDE_BY_SIDE) --durations=15
 

@@ -32,9 +32,12 @@ BROKEN_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 
 def pip(*args: str, check: bool = True) -> bool:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq", *args]
+    return subprocess.run(command, check=check).returncode == 0
+
+
+def install(*args: str, check: bool = True) -> bool:
     # Compiling all modules takes half of an installation. Python compiles those that a program imports, once.
-    env = os.environ | {"PIP_NO_COMPILE": "1"}
-    return subprocess.run(command, check=check, env=env).returncode == 0
+    return pip("install", "--no-compile", *args, check=check)
 
 
 def has_nvidia_gpu() -> bool:
@@ -48,10 +51,10 @@ def install_cpu_torch() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pin = next(requirement for requirement in extras["cpu"] if requirement.startswith("torch=="))
     index = os.environ.get("TORCH_INDEX_URL")
-    if pip("install", f"{pin}+cpu", *(["--extra-index-url", index] if index else []), check=False):
+    if install(f"{pin}+cpu", *(["--extra-index-url", index] if index else []), check=False):
         return
     print("pip found no CPU build of torch: asking uv, which knows PyTorch's CPU index.", flush=True)
-    pip("install", "uv")
+    install("uv")
     uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", sys.executable, "--torch-backend", "cpu", pin]
     if subprocess.run(uv, check=False).returncode != 0:
         sys.exit(f"No CPU build of {pin} was found. Set TORCH_INDEX_URL to an index that has one, and try again.")
@@ -72,7 +75,7 @@ def provide_vllm_metadata() -> None:
         with zipfile.ZipFile(wheel, "w") as archive:
             for name, text in files.items():
                 archive.writestr(name, text)
-        pip("install", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
+        install("--no-deps", "--no-index", "--force-reinstall", str(wheel))
 
 
 def main() -> None:
@@ -85,11 +88,11 @@ def main() -> None:
         sys.exit(f"{sys.executable} is not in a virtual environment. `make setup` makes one in .venv.")
     if has_nvidia_gpu():
         print("An NVIDIA GPU is here: installing the extras gpu and dev.", flush=True)
-        pip("install", "-e", f"{ROOT}[gpu,dev]")
+        install("-e", f"{ROOT}[gpu,dev]")
         return
     print("No NVIDIA GPU: installing the extras cpu and dev (about 3 minutes, once).", flush=True)
     install_cpu_torch()
-    pip("install", "-e", f"{ROOT}[cpu,dev]")
+    install("-e", f"{ROOT}[cpu,dev]")
     pip("uninstall", "-y", *BROKEN_ON_CPU)
     provide_vllm_metadata()
 

@@ -25,6 +25,7 @@ from vllm_sparse_backend.identity import MLA_FLAG
 
 pytestmark = [
     pytest.mark.server,
+    pytest.mark.full,
     pytest.mark.skipif(has_cuda(), reason="float32 and vLLM's CPU_MLA backend need a CPU"),
     pytest.mark.xdist_group("mla"),
 ]
@@ -108,7 +109,6 @@ def chunked(model: Path, *runs: tuple[dict[str, Any] | None, Sequence[str]]) -> 
 A_SHAPE = {"method": "a_shape", "min_tokens": MIN_TOKENS, "min_query_tokens": 1}
 
 
-@pytest.mark.full
 def test_chunks_and_cached_prefixes(mla_model: Path) -> None:
     """Windows longer than the prompt give stock's tokens. With short ones, exact requests get stock's tokens, and
     sparse requests with the same beginning read none of their blocks.
