@@ -50,7 +50,7 @@ query."""
     ("lengths", "block_tokens"),
     [
         (SPLIT_LENGTHS[0], 64),
-        *(pytest.param(*case, marks=FULL) for case in product(SPLIT_LENGTHS, (32, 64, 128))),
+        *(pytest.param(*case, marks=FULL) for case in zip(SPLIT_LENGTHS[1:], (32, 128))),
     ],
 )
 def test_programs_that_divide_a_tile_compute_what_it_does(device, lengths, block_tokens, num_queries, monkeypatch):
