@@ -11,8 +11,10 @@ arrivals, and another rate only scales the gaps. Every request has its own text.
 "latest" is the longest time from an arrival to its request in milliseconds: how late this program was.
 
 `capacity` finds the highest rate at which p99 TTFT of short requests stays below five seconds: 1 % of them may take
-longer. It bisects, and a trial ends early if more did. `latency` measures TTFT at shares of a capacity, one setting
-after the other, in reverse order at every second share. Errors are from a bootstrap over blocks of requests.
+longer. It bisects, and a trial ends early if more did. The bounds of ``--between`` are not tried.
+
+`latency` measures TTFT at shares of a capacity, one setting after the other, in reverse order at every second share.
+Errors are from a bootstrap over blocks of requests.
 """
 
 import math
@@ -122,12 +124,10 @@ class Capacity(OpenLoop):
     budget: Annotated[float, typer.Option(help="Seconds for all trials of all settings.")] = 3600.0
 
     def run(self) -> None:
-        capacities: dict[str, list[float]] = {}
-        show(self.trials(capacities), self.out, capacities=capacities)
-        print(f"a rate that holds and one that does not, per second: {capacities}")
+        show(self.trials(), self.out)
 
-    def trials(self, capacities: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
-        """Yield a row of each trial, and add each setting's interval of rates."""
+    def trials(self) -> Iterator[dict[str, Any]]:
+        """Yield a row of each trial. A setting's last row has its capacity."""
         endpoints = [endpoint_of(text) for text in self.settings]
         texts, began = texts_of(self.prompts, self.seed), time.monotonic()
         for i, endpoint in enumerate(endpoints):
@@ -143,8 +143,8 @@ class Capacity(OpenLoop):
                 yield {
                     "setting": endpoint.name, "rate": rate, "arrivals": len(requests), "sent": len(answers),
                     "slow": num_slow, "may be slow": most_slow, "latest, ms": latest_ms(answers),
+                    "holds": low, "does not hold": high,
                 }  # fmt: skip
-            capacities[endpoint.name] = [low, high]
 
 
 @dataclass(frozen=True, kw_only=True)
