@@ -149,9 +149,8 @@ class TestPrompt:
         ({}, 8192, 16_384),
         ({"layer_types": ["sliding_attention", "full_attention"]}, 16_384, 16_384),
         ({}, 4096, None),
-        ({"layer_types": ["linear_attention", "full_attention"]}, 8192, None),
-        ({"hybrid_override_pattern": "M*"}, 8192, None),
-        ({"text_config": {"num_hidden_layers": 2}}, 8192, None),
+        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, 8192, 16_384),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, 8192, None),
     ],
 )
 def test_from_which_context_a_server_gives_them_fewer_keys(

@@ -62,9 +62,6 @@ CHUNK_ROWS = 1024
 """Scores of this number of (head, query) pairs are computed at a time: for 8,192 keys, a float32 temporary takes 32
 MiB. The measurement must not need more memory than vLLM's profile run, which decides on the size of the KV cache."""
 
-PLAIN_KINDS = frozenset({"full_attention", "sliding_attention"})
-"""Kinds of layers whose heads a server can measure."""
-
 STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
 """Method of a streaming head."""
 
@@ -99,10 +96,9 @@ class FarAttention(NamedTuple):
 
 def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
     """Return the length of the context from which streaming heads keep fewer keys on a server with default settings."""
-    config = read_config_json(model / "config.json")
-    text = text_part(config, str(model))
-    is_plain = text is config and PLAIN_KINDS.issuperset(layer_kinds(text) or ())
-    if not is_plain or chunk_tokens < PROMPT_TOKENS:
+    text = text_part(read_config_json(model / "config.json"), str(model))
+    has_chunks = "chunked_attention" in (layer_kinds(text) or ())
+    if has_chunks or chunk_tokens < PROMPT_TOKENS:
         return None
     return StreamingHeadsConfig().min_context_tokens
 

@@ -323,48 +323,16 @@ def is_from_transformers(tokenizer: Any) -> bool:
     return isinstance(tokenizer, PreTrainedTokenizerBase)
 
 
-def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int]) -> None:
-    """Run the model on a prompt without a KV cache or attention metadata. All pipeline stages must call this."""
-    from vllm.distributed.parallel_state import get_pp_group
-    from vllm.sequence import IntermediateTensors
+def embeds_tokens(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM embeds the tokens of every step, also those of text, before it calls the model."""
+    model = vllm_config.model_config
+    if hasattr(model, "supports_multimodal_inputs"):
+        supports_multimodal = model.supports_multimodal_inputs
+    else:  # 0.30
+        from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        _forward(vllm_config, model, token_ids, None)
-        return
-    group = get_pp_group()
-    received: dict[str, Any] = {}
-    passed_on: dict[str, Any] = {}
-    try:
-        if not group.is_first_rank:
-            received = group.recv_tensor_dict() or {}
-            if not received:
-                raise RuntimeError("an earlier pipeline stage failed")
-        out = _forward(vllm_config, model, token_ids, IntermediateTensors(received) if received else None)
-        if not group.is_last_rank:
-            # Later stages may need what earlier stages sent; vLLM's runners pass it on too. NCCL ignores strides.
-            passed_on = {
-                name: value.contiguous() if isinstance(value, torch.Tensor) else value
-                for name, value in {**received, **out.tensors}.items()
-            }
-    finally:
-        if not group.is_last_rank:
-            # Empty after an error, so that later stages raise an error instead of waiting.
-            group.send_tensor_dict(passed_on)
-
-
-def _forward(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int], before: Any) -> Any:
-    """Run this worker's stage of the model. ``before`` is the output of the stage before it, or None."""
-    from vllm.forward_context import set_forward_context
-
-    device = current_device()
-    ids = torch.tensor(token_ids, dtype=torch.int32, device=device)
-    positions = torch.arange(len(token_ids), dtype=torch.int64, device=device)
-    with (
-        torch.inference_mode(),
-        set_current_vllm_config(vllm_config),
-        set_forward_context(None, vllm_config, num_tokens=len(token_ids)),
-    ):
-        return model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=None)
+        supports_multimodal = MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
+    return bool(supports_multimodal or model.enable_prompt_embeds)
 
 
 def query_scale(query: torch.Tensor, layer: Any) -> float:

@@ -88,13 +88,8 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
 def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
     """Yield (whether it is given, the option or kind of model, why streaming heads cannot be found with it)."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    other_inputs = "the heads are measured on a prompt of text tokens only"
-    yield _flag(model, "is_multimodal_model"), "a multimodal model", other_inputs
-    yield _flag(model, "enable_prompt_embeds"), "--enable-prompt-embeds", other_inputs
-    yield _flag(model, "uses_mrope"), "a model with M-RoPE", other_inputs
-    other_layers = "the heads are measured in a run without a cache, in which only plain attention works"
-    yield _flag(model, "is_hybrid"), "a hybrid model", other_layers
-    yield _flag(model, "is_encoder_decoder"), "an encoder-decoder model", other_layers
+    without_encoder = "the heads are measured on a prompt without an encoder's input"
+    yield _flag(model, "is_encoder_decoder"), "an encoder-decoder model", without_encoder
     has_dynamic_scales = _flag(vllm_config.cache_config, "calculate_kv_scales")
     yield has_dynamic_scales, "--calculate-kv-scales", "the measurement's prompt would set the scales"
     yield getattr(vllm_config, "lora_config", None) is not None, "--enable-lora", "adapters can change what heads do"

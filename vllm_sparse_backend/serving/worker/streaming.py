@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_sparse_backend.calibration import streaming_heads as calibration
 from vllm_sparse_backend.calibration.capture import begin_ids
@@ -26,6 +27,7 @@ from vllm_sparse_backend.serving.streaming_startup import describe, do_without
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.layers import model_layers, plain_impls
 from vllm_sparse_backend.serving.worker.owner import StreamingHeads, Worker, worker_of
+from vllm_sparse_backend.serving.worker.prompt_run import run_model
 
 logger = init_logger(LOGGER)
 T = TypeVar("T")
@@ -90,16 +92,16 @@ class _Search:
 
 
 def refuse_layers(vllm_config: VllmConfig) -> None:
-    """Raise ConfigurationError if a layer mixes tokens in another way than attention that ``measure`` can compute."""
+    """Raise ConfigurationError if the run cannot compute how a layer mixes tokens."""
     plain = plain_impls(vllm_config)
     compilation = vllm_config.compilation_config
     experts = frozenset(compilation.static_all_moe_layers)  # listed among the layers, but they mix no tokens
     for name, layer in compilation.static_forward_context.items():
-        if name in experts:
+        if name in experts or isinstance(layer, MambaBase):
             continue
         impl = plain.get(name)
         if impl is None:
-            problem = f"is {type(layer).__name__}, not plain attention"
+            problem = f"is {type(layer).__name__}"
         elif impl.attn_type != "decoder":
             problem = f"has attention of type {impl.attn_type}"
         elif impl.alibi_slopes is not None:
@@ -108,7 +110,9 @@ def refuse_layers(vllm_config: VllmConfig) -> None:
             problem = "reads the cache of another layer"
         else:
             continue
-        raise ConfigurationError(f"layer {name} {problem}, expected causal attention of every layer over its own keys")
+        raise ConfigurationError(
+            f"layer {name} {problem}, expected causal attention over the layer's own keys, or a recurrence"
+        )
 
 
 def _prompt(vllm_config: VllmConfig) -> list[int]:
@@ -169,7 +173,7 @@ def measure(
     for impl in impls:
         impl.forward = partial(attend, impl)  # type: ignore[method-assign]
     try:
-        compat.run_model(vllm_config, model, prompt)
+        run_model(vllm_config, model, prompt)
     finally:
         for impl in impls:
             del impl.forward
