@@ -89,7 +89,8 @@ def _recurrent_states(
         yield None
         return
     metadata: dict[str, Any] = dict.fromkeys(layers)
-    before = {name: layer.kv_cache for name, layer in recurrent.items()}
+    # Some kinds of layers have none before vLLM allocates it.
+    before = {name: getattr(layer, "kv_cache", ()) for name, layer in recurrent.items()}
     by_spec: dict[Any, tuple[torch.Tensor, Any]] = {}
     try:
         for name, layer in recurrent.items():
