@@ -20,12 +20,9 @@ TOKENS = list(range(3, 303))
 
 
 class Recurrence(MambaBase):
-    """A sum over the tokens, whose state is as large as vLLM's linear attention keeps it."""
+    """A sum over the tokens. It has no ``kv_cache`` before vLLM allocates it, as vLLM's gated recurrences have none."""
 
     mamba_type = MambaAttentionBackendEnum.LINEAR
-
-    def __init__(self) -> None:
-        self.kv_cache = (torch.tensor([]),)
 
     def get_state_shape(self) -> tuple[tuple[int, ...]]:
         return ((2, 3),)
@@ -81,7 +78,7 @@ def test_recurrent_layers_prefill_one_request_on_a_state_of_the_run(
     model: Any = Model(recurrences)
     run_model(config, model, TOKENS)
     assert model.sums == [sum(range(len(TOKENS)))] * 2
-    assert all(layer.kv_cache[0].numel() == 0 for layer in recurrences.values())
+    assert all(layer.kv_cache == () for layer in recurrences.values())
 
 
 def test_attention_layers_of_a_hybrid_get_no_metadata(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
