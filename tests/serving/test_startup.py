@@ -285,9 +285,12 @@ def test_pages_hold_the_widest_block_of_any_layer(tmp_path: Path) -> None:
 
 
 def test_prefills_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also 512 new tokens after a prefix that fills no page of 32, which are 528. The operator's sizes stay."""
+    """512 new tokens after a prefix that fills no page of 32 are 528. The operator's sizes stay."""
 
-    def captured(page_tokens: int, most: int, is_hopper: bool = True, sizes: Sequence[int] = (256, 512)) -> list[int]:
+    def captured(
+        page_tokens: int, most: int, is_hopper: bool = True, sizes: Sequence[int] = (256, 512), experts: int = 0,
+        ranks: int = 1,
+    ) -> list[int]:  # fmt: skip
         graphs = SimpleNamespace(
             cudagraph_capture_sizes=list(sizes),
             max_cudagraph_capture_size=sizes[-1],
@@ -295,20 +298,22 @@ def test_prefills_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         scheduler = SimpleNamespace(max_num_batched_tokens=most)
         config: Any = SimpleNamespace(
-            compilation_config=graphs, scheduler_config=scheduler, speculative_config=None, lora_config=None
-        )
+            compilation_config=graphs, scheduler_config=scheduler, speculative_config=None, lora_config=None,
+            model_config=SimpleNamespace(get_num_experts=lambda: experts),
+            parallel_config=SimpleNamespace(data_parallel_size=ranks),
+        )  # fmt: skip
         monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: is_hopper)
         for _ in range(2):  # engine cores check again
             compat.capture_prefills(config, page_tokens)
         assert graphs.max_cudagraph_capture_size == graphs.cudagraph_capture_sizes[-1]
         return graphs.cudagraph_capture_sizes
 
-    assert captured(32, most=1000) == [256, 512, 528, 640, 768, 896, 1000]
-    assert captured(16, most=8192)[2:5] == [640, 768, 896]
-    assert captured(16, most=8192)[-2:] == [7936, 8192]
-    assert captured(32, most=16384)[-1] == 8192
-    assert captured(32, most=512) == captured(32, most=8192, is_hopper=False) == [256, 512]
-    assert captured(32, most=8192, sizes=(256, 1024)) == [256, 1024]
+    assert captured(32, most=8192) == captured(32, most=8192, experts=128, ranks=2) == [256, 512, 528]
+    assert captured(32, most=512) == captured(16, most=8192) == captured(32, most=8192, is_hopper=False) == [256, 512]
+    assert captured(32, most=1000, experts=128) == [256, 512, 528, 640, 768, 896, 1000]
+    assert captured(16, most=8192, experts=128)[-2:] == [7936, 8192]
+    assert captured(32, most=16384, experts=128)[-1] == 8192
+    assert captured(32, most=8192, experts=128, sizes=(256, 1024)) == [256, 1024]
 
 
 def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -180,26 +180,37 @@ def prefers_bulk_pages() -> bool:
 
 
 def capture_prefills(vllm_config: VllmConfig, page_tokens: int) -> None:
-    """Add CUDA graphs for the linear parts of prefills, which vLLM launches one by one above 512 tokens.
+    """Add CUDA graphs for steps of more than 512 tokens, whose layers vLLM otherwise launches kernel by kernel.
 
-    With sparse attention, the GPU is often done before the host has launched the next layer. Multiples of 128 tokens
-    pad no tile of a matrix product. The first size covers the tokens that our pages add to a request of 512: vLLM
-    reuses whole pages of a cached prefix.
+    vLLM reuses whole pages of a cached prefix, so a request of 512 new tokens has up to 528 with pages of 32. In a
+    model of experts with sparse attention, a GPU is also done with a layer before the host has launched the next.
+    Multiples of 128 tokens pad no tile of a matrix product.
     """
     if not prefers_bulk_pages():
         return
     graphs, most = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_batched_tokens
-    # Speculators and adapters multiply the number of graphs. A speculator also verifies tokens in them.
-    is_plain = vllm_config.speculative_config is None and vllm_config.lora_config is None
-    is_default = graphs.max_cudagraph_capture_size == LARGEST_USUAL_GRAPH
-    if not (is_plain and is_default and graphs.cudagraph_mode.has_piecewise_cudagraphs()):
-        return
-    larger_page = LARGEST_USUAL_GRAPH + page_tokens - USUAL_PAGE_TOKENS
-    sizes = {larger_page, *range(640, 2048, 128), *range(2048, LARGEST_PREFILL_GRAPH + 1, 256), most}
+    if graphs.max_cudagraph_capture_size != LARGEST_USUAL_GRAPH:
+        return  # the operator's
+    sizes = {LARGEST_USUAL_GRAPH + page_tokens - USUAL_PAGE_TOKENS}
+    if _gains_by_graphs(vllm_config):
+        sizes |= {*range(640, 2048, 128), *range(2048, LARGEST_PREFILL_GRAPH + 1, 256), most}
     sizes = {size for size in sizes if LARGEST_USUAL_GRAPH < size <= min(most, LARGEST_PREFILL_GRAPH)}
     if sizes:
         graphs.cudagraph_capture_sizes += sorted(sizes)
         graphs.max_cudagraph_capture_size = max(sizes)
+
+
+def _gains_by_graphs(vllm_config: VllmConfig) -> bool:
+    """Return whether prefills of this model should run in graphs."""
+    return (
+        vllm_config.model_config.get_num_experts() > 0
+        and vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
+        # One rank's prefill would pad the decodes of all others to its size.
+        and vllm_config.parallel_config.data_parallel_size == 1
+        # Adapters multiply the number of graphs. So do speculators, which also verify tokens in them.
+        and vllm_config.speculative_config is None
+        and vllm_config.lora_config is None
+    )
 
 
 def limit_split_keys(builder: Any, vllm_config: VllmConfig) -> None:
