@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from vllm_sparse_backend.evaluation import report as product
-from vllm_sparse_backend.evaluation.answer_run import summaries
+from vllm_sparse_backend.evaluation.answer_tables import summaries
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError
 
@@ -106,12 +106,11 @@ def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
 
 def of_answers(cases: Sequence[dict[str, Any]]) -> Iterator[Named]:
     """Yield the figures of `eval answers`, for lengths whose requests were all answered: otherwise prompts differ."""
-    prompts = [case for case in cases if case["part"] == "prompt"]
-    labels, lengths = (list(dict.fromkeys(case[key] for case in prompts)) for key in ("label", "tokens"))
-    model = prompts[0]["model"]
-    for row in summaries(cases, labels, lengths):
+    model = cases[0]["model"]
+    for row in summaries(cases, list(dict.fromkeys(case["label"] for case in cases))):
         if not row["failed"] and row["share"] is not None:
-            name = f"{row['label']}, answers inside the prompt, {row['tokens']:,} tokens, {model}"
+            task = "answers" if row["task"] == "facts" else row["task"]
+            name = f"{row['label']}, {task} inside the prompt, {row['tokens']:,} tokens, {model}"
             yield f"{name}: right", row["share"], "share", "higher"
             yield f"{name}: perplexity", row["perplexity"], "ratio", "lower"
 

@@ -28,15 +28,13 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.traffic import texts_of
-from vllm_sparse_backend.evaluation.answers import Encode, Templates, TokenScores, build_prompt
+from vllm_sparse_backend.evaluation.answers import Prompt, TokenScores, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.tasks import Templates, fact_threads
 
 FACTS = 24
-LINE_TOKENS = 40
-"""Maximum number of a line's tokens before the value."""
-
 TEMPLATES = (
     Templates(),
     Templates("The code for {name} is {value}.", "What is the code for {name}? It is {value}."),
@@ -118,22 +116,20 @@ def prompts(
         for i in range(per_length):
             text, form = ids[i % len(ids)], chosen[i // len(ids) % len(chosen)]
             start = rng.randrange(max(len(text) - length, 1))
-            templates = TEMPLATES[form]
-            prompt = build_prompt(encode, begin, text[start:], length, FACTS, templates, rng)
-            spans = [(answer.begin, answer.end) for answer in prompt.answers]
-            facts = [answer.fact_at for answer in prompt.answers]
-            written.append({"length": length, "form": form, "ids": prompt.token_ids, "spans": spans, "facts": facts})
+            threads = fact_threads(rng, FACTS, TEMPLATES[form])
+            prompt = build_prompt(encode, [] if begin is None else [begin], text[start:], length, threads, rng)
+            about = {"length": length, "form": form, "ids": prompt.token_ids}
+            written.append(about | {"spans": prompt.answers, "lines": prompt.lines})
     out.write_text(json.dumps(written))
 
 
 def _score(endpoint: Endpoint, prompt: dict[str, Any]) -> tuple[int, int, float]:
     """Return (right answers, questions, mean nats of the text's last two thirds)."""
     ids, spans = prompt["ids"], prompt["spans"]
+    text_places = Prompt(ids, spans, prompt["lines"]).text_places
     scores = TokenScores.of(ids, endpoint.prompt_logprobs(ids))
     right = sum(all(rank == 1 for rank in scores.ranks[begin:end]) for begin, end in spans)
-    of_values = [*spans, *((at, at + 9) for at in prompt["facts"])]
-    lines = {i for begin, end in of_values for i in range(begin - LINE_TOKENS, end + 3)}
-    plain = [-scores.logprobs[i] for i in range(len(ids) // 3, len(ids)) if i not in lines]
+    plain = [-scores.logprobs[place] for place in text_places if place >= len(ids) // 3]
     return right, len(spans), fmean(plain)
 
 

@@ -21,7 +21,7 @@ from vllm_sparse_backend.cli import app, common, doctor, profile_commands, progr
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation import answer_run, crossover_bench, serve_bench
+from vllm_sparse_backend.evaluation import answer_run, answer_tables, crossover_bench, serve_bench
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
@@ -52,14 +52,13 @@ def test_lists_show_whole_summaries_and_options_name_their_values(path: tuple[st
 
 
 def test_tables_have_few_columns_and_paste_as_markdown() -> None:
-    for columns in (serve_bench.COLUMNS, answer_run.COLUMNS, answer_run.CHANGE_COLUMNS, crossover_bench.COLUMNS):
+    for columns in (serve_bench.COLUMNS, answer_tables.COLUMNS, answer_tables.CHANGE_COLUMNS, crossover_bench.COLUMNS):
         header, rule = table_of("", columns, [dict.fromkeys(columns, "")]).splitlines()[:2]
         assert len(columns) <= 7
         assert len(header) <= 100
         assert re.fullmatch(r"\|( -+:? \|)+", rule)
-    row = {"share": 0.987, "share_error": 0.012, "perplexity_change": -0.7, "perplexity_change_error": None}
-    assert answer_run.cells_of(row)["share"] == "0.99 ± 0.01"
-    assert answer_run.cells_of(row)["perplexity_change"] == "-0.70"
+    assert answer_tables.with_error(0.987, 0.012, ".2f") == "0.99 ± 0.01"
+    assert answer_tables.with_error(-0.7, None, "+.2f") == "-0.70"
 
 
 def test_json_goes_to_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:

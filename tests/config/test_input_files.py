@@ -18,9 +18,9 @@ from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import load_profile
-from vllm_sparse_backend.evaluation import answer_run
+from vllm_sparse_backend.evaluation.compared_servers import resume
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 READERS: dict[str, Callable[[Path, Path], Any]] = {
     "a profile": lambda path, model: load_profile(path),
@@ -29,7 +29,9 @@ READERS: dict[str, Callable[[Path, Path], Any]] = {
     "a model's config": lambda path, model: ModelShape.from_folder(path),
     "calibration prompts": lambda path, model: prompts.read_prompts(model, [path], 10),
     "a text": lambda path, model: read_prompt_text(path),
-    "answers that eval continues": lambda path, model: answer_run.resume(SimpleNamespace(bench=""), path, "", ()),
+    "answers that eval continues": lambda path, model: resume(
+        Report("answers", "", path), {}, [SimpleNamespace(model="")]
+    ),
 }
 
 

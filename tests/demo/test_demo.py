@@ -23,7 +23,7 @@ SPARSE = MetricsReport(
 def cases(ours: int) -> dict[str, Case]:
     """Stock answers all questions, and the demo's server answers ``ours`` of them."""
     return {
-        name: {"seconds": 1.5, "answers": [{"ranks": [1 if i < right else 2]} for i in range(run.FACTS)]}
+        name: {"seconds": 1.5, "ranks": [[1 if i < right else 2] for i in range(run.FACTS)]}
         for name, right in (("stock vLLM", run.FACTS), ("sparse-prefill", ours))
     }
 

@@ -3,21 +3,25 @@
 
 import math
 import random
+import re
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.stub_server import FACT, QUESTION, Words, entry
-from vllm_sparse_backend.evaluation import answers
-from vllm_sparse_backend.evaluation.answers import Answer, Line, Prompt, TokenScores, build_prompt, standard_error
+from vllm_sparse_backend.evaluation.answers import Prompt, Statement, TokenScores, build_prompt, standard_error
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.tasks import HOPS, TASKS, VALUES, fact_threads
 
 
 def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int = 0) -> Prompt:
     text = encode(prose(num_tokens, 5))
-    return build_prompt(encode, [0], text, num_tokens, num_facts, answers.Templates(), random.Random(seed))
+    rng = random.Random(seed)
+    return build_prompt(encode, [0], text, num_tokens, fact_threads(rng, num_facts), rng)
 
 
 @pytest.mark.parametrize(
@@ -34,14 +38,60 @@ def test_answers_are_where_they_are_said_to_be(encode: Words) -> None:
     for match in questions:
         assert places[match[1]][1] == match[2]
         assert places[match[1]][0] < match.start()
-    for answer in prompt.answers:
-        before = encode.decode(prompt.token_ids[: answer.begin])
-        value = encode.decode(prompt.token_ids[answer.begin : answer.end])
-        assert value.strip() == answer.value == places[answer.name][1]
-        assert before.endswith(f"of {answer.name}? Answer:{' ' if value == answer.value else ''}")
-        fact = encode.decode(prompt.token_ids[: answer.fact_at])
-        assert len(fact) + len(value) - len(answer.value) == places[answer.name][0]
-        assert answer.distance > 0
+    by_value = {value: name for name, (_, value) in places.items()}
+    for begin, end in prompt.answers:
+        before, value = encode.decode(prompt.token_ids[:begin]), encode.decode(prompt.token_ids[begin:end])
+        assert before.endswith(f"of {by_value[value.strip()]}? Answer:{'' if value.startswith(' ') else ' '}")
+    lines = [encode.decode(prompt.token_ids[begin:end]).strip() for begin, end in prompt.lines]
+    assert sorted(lines) == sorted(match[0] for match in (*facts, *questions))
+
+
+def variable_chains(text: str) -> list[list[str]]:
+    """Return the variables of each value, in order of their assignment."""
+    value_of: dict[str, str] = {}
+    for name, source in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w{5})\n", text):
+        value_of[name] = value_of.get(source, source)
+    asked = re.findall(r"which variables have the value (\d{5})", text)
+    return [[name for name, value in value_of.items() if value == wanted] for wanted in asked]
+
+
+def numbers_of_names(text: str) -> list[list[str]]:
+    stated: dict[str, list[str]] = {}
+    for name, number in re.findall(r"# (?:The|One of the) magic numbers? of ([a-z ]+) is (\d{7})\.", text):
+        stated.setdefault(name, []).append(number)
+    return [stated[name] for name in re.findall(r"Question: what (?:is|are) the magic numbers? of ([a-z ]+)[?,]", text)]
+
+
+def frequent_in_list(text: str) -> list[list[str]]:
+    words = text.partition("# Question")[0].removeprefix("<s>").split()
+    num_asked = int(re.findall(r"which (\d+) words are the most frequent", text)[0])
+    frequent = {word for word, _ in Counter(words).most_common(num_asked)}
+    return [[word for word in dict.fromkeys(words) if word in frequent]]
+
+
+@pytest.mark.parametrize(
+    ("task", "expected", "num_questions"),
+    [
+        ("multi_key", numbers_of_names, 24),
+        ("multi_value", numbers_of_names, 24 // VALUES),
+        ("variables", variable_chains, 24 // (HOPS + 1)),
+        ("common_words", frequent_in_list, 1),
+        ("frequent_words", frequent_in_list, 1),
+    ],
+)
+@pytest.mark.parametrize("encode", [Words(), Words(3), Words(2, spaced=True)], ids=["1", "3", "2 spaced"])
+def test_answers_of_tasks_follow_from_the_text_before(
+    encode: Words, task: str, expected: Callable[[str], list[list[str]]], num_questions: int
+) -> None:
+    rng, num_tokens = random.Random(1), 6000
+    questions = TASKS[task](rng, 24, num_tokens)
+    text_ids = encode(questions.text or prose(num_tokens, 5))
+    prompt = build_prompt(encode, [0], text_ids, num_tokens, questions.threads, rng)
+    assert len(prompt.token_ids) == num_tokens
+    answers = expected(encode.decode(prompt.token_ids))
+    assert len(answers) == num_questions
+    found = [encode.decode(prompt.token_ids[begin:end]).strip() for begin, end in sorted(prompt.answers)]
+    assert found == [answer for of_question in answers for answer in of_question]
 
 
 class Tokenizer(Endpoint):
@@ -65,24 +115,24 @@ def test_prompts_start_as_the_tokenizer_or_the_models_files_say(tmp_path: Path) 
 def test_lines_that_do_not_fit_and_short_texts_are_refused() -> None:
     encode = Words()
     with pytest.raises(
-        BenchError, match=r"50 facts .* of a prompt's 3,000 tokens, expected at most half; ask for fewer"
+        BenchError, match=r"questions .* of a prompt's 3,000 tokens, expected at most half; ask for fewer"
     ):
         build(encode, num_facts=50)
     with pytest.raises(BenchError, match="text: given 100 tokens, expected at least"):
-        build_prompt(encode, [0], [1] * 100, 3000, 9, answers.Templates(), random.Random(0))
+        build_prompt(encode, [0], [1] * 100, 3000, [], random.Random(0))
     with pytest.raises(BenchError, match="the same tokens"):
-        Line.of(lambda text: [1, 2, 3], "{name} {value}", "a", "1234567")
+        Statement("a {}", ("1234567",)).encode(lambda text: [1, 2, 3])
 
 
-PROMPT = Prompt([5, 6, 7, 8, 9, 10], (Answer("a", "12", 1, 3, 5),))
+PROMPT = Prompt([5, 6, 7, 8, 9, 10], [(3, 5)], [(2, 5)])
 
 
 def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
     returned = [None, entry(6, -1.0, 4), entry(7, -2.0), entry(8, -0.01), entry(9, -3.0, 2), entry(10, -0.25)]
     scores = TokenScores.of(PROMPT.token_ids, returned)
     assert scores.of_answers(PROMPT) == [[1, 2]]
-    assert (PROMPT.text_places, PROMPT.answer_places) == ([1, 2, 5], [3, 4])
-    assert [scores.logprobs[place] for place in PROMPT.text_places] == [-1, -2, -0.25]
+    assert (PROMPT.text_places, PROMPT.answer_places) == ([1, 5], [3, 4])
+    assert [scores.logprobs[place] for place in PROMPT.text_places] == [-1, -0.25]
 
 
 @pytest.mark.parametrize(

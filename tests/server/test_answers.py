@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation import answer_run, compared_servers
+from vllm_sparse_backend.evaluation import answer_run, answer_tables, compared_servers
 from vllm_sparse_backend.evaluation.report import Report
 from vllm_sparse_backend.evaluation.vllm_server import Settings
 from vllm_sparse_kernels.methods import METHODS
@@ -64,11 +64,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     served = compared_servers.started(BUNDLED, settings, TOKENS + 1, levels=names)
     asking = answer_run.AnswerWorkload.from_text(None, [TOKENS], PROMPTS, FACTS)
     report = Report("answers", "CPU")
-    answer_run.ask_all(served, asking, "", report)
-    of_prompts = [case for case in report.cases if case["part"] == "prompt"]
-    assert [case["error"] for case in of_prompts] == [None] * PROMPTS * (1 + len(names))
-    assert len({case["sha256"] for case in of_prompts}) == PROMPTS  # the same for all
-    summaries = answer_run.summaries(report.cases, [endpoint.label for endpoint in served], [TOKENS])
+    answer_run.ask_all(served, asking, report)
+    assert [case["error"] for case in report.cases] == [None] * PROMPTS * (1 + len(names))
+    assert len({case["sha256"] for case in report.cases}) == PROMPTS  # the same for all
+    summaries = answer_tables.summaries(report.cases, [endpoint.label for endpoint in served])
     return dict(zip(["stock", *names], summaries, strict=True))
 
 

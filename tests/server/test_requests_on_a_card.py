@@ -24,10 +24,11 @@ from tests.helpers.mixed_load import ask_mixed
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation.answers import Templates, build_prompt
+from vllm_sparse_backend.evaluation.answers import build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import prose
+from vllm_sparse_backend.evaluation.tasks import fact_threads
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
@@ -158,7 +159,7 @@ def asked_for_facts(number: int) -> list[tuple[list[int], list[int]]]:
     for seed in range(-(-number // 3)):
         rng = random.Random(seed)
         text = encode(prose(8000, seed))
-        built = build_prompt(encode, [0], text, rng.randrange(1500, 6000), 12, Templates(), rng)
-        spans = [(answer.begin, answer.end) for answer in built.answers[-3:]]
-        facts += [(built.token_ids[:begin], built.token_ids[begin:end][:VALUE_TOKENS]) for begin, end in spans]
+        built = build_prompt(encode, [0], text, rng.randrange(1500, 6000), fact_threads(rng, 12), rng)
+        ids = built.token_ids
+        facts += [(ids[:begin], ids[begin:end][:VALUE_TOKENS]) for begin, end in built.answers[-3:]]
     return [fact for turn in range(3) for fact in facts[turn::3]][:number]

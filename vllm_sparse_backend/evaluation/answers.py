@@ -10,9 +10,10 @@ gives the rank of each token of an answer. The answer is right if all of its tok
 import hashlib
 import math
 import random
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, starmap, takewhile
 from typing import Any
 
 from vllm_sparse_backend.evaluation.client import RequestError
@@ -21,84 +22,53 @@ from vllm_sparse_backend.evaluation.report import BenchError
 Encode = Callable[[str], list[int]]
 """Token ids of a text, without special tokens around them."""
 
-_ADJECTIVES = (
-    "amber crimson silent golden frozen hidden ancient velvet copper lunar misty scarlet broken quiet rapid gentle"
+Span = tuple[int, int]
+"""Places of the first token, and after the last token, in a line or prompt."""
+
+_CHANGED = str.maketrans(
+    string.digits + string.ascii_letters,
+    string.digits[1:] + "1" + string.ascii_letters[1:] + "a",
 )
-_KINDS = (
-    "falcon tiger lantern meadow harbor glacier orchid compass anchor willow raven summit beacon badger cedar dragon"
-)
-_PLACES = "river stone forest tower bridge valley garden island canyon temple harbor engine desert castle planet market"
-NAMES = [f"{a} {k} {p}" for a in _ADJECTIVES.split() for k in _KINDS.split() for p in _PLACES.split()]
-
-
-@dataclass(frozen=True)
-class Templates:
-    """Lines that state a fact, and that ask and answer; ``{name}`` and ``{value}`` (seven digits) are placeholders."""
-
-    fact: str = "# The magic number of {name} is {value}."
-    question: str = "# Question: what is the magic number of {name}? Answer: {value}."
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A question's answer. Places are token indices in the prompt, from 0."""
-
-    name: str
-    value: str
-    fact_at: int
-    """Place of the value's first token in the statement."""
-    begin: int
-    end: int
-    """Positions of the value's tokens in the question; ``end`` is after the last token."""
-
-    @property
-    def distance(self) -> int:
-        return self.begin - self.fact_at
-
-
-@dataclass(frozen=True)
-class Prompt:
-    token_ids: list[int]
-    answers: tuple[Answer, ...]
-
-    @property
-    def answer_places(self) -> list[int]:
-        """Token indices of all answers."""
-        return [place for answer in self.answers for place in range(answer.begin, answer.end)]
-
-    @property
-    def text_places(self) -> list[int]:
-        """Token indices outside answers, except the first, which no token precedes."""
-        inside = set(self.answer_places)
-        return [place for place in range(1, len(self.token_ids)) if place not in inside]
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(" ".join(map(str, self.token_ids)).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Line:
     token_ids: list[int]
-    begin: int
-    end: int
-    """Positions of the value's tokens; ``end`` is after the last token."""
+    answers: list[Span]
 
-    @staticmethod
-    def of(encode: Encode, template: str, name: str, value: str) -> "Line":
-        """Encode a line, and locate the value's tokens: those that change if every digit changes.
+
+@dataclass(frozen=True)
+class Statement:
+    """A line of a prompt; ``{}`` in its text stands for each of the answers that it contains."""
+
+    text: str
+    answers: tuple[str, ...] = ()
+
+    def encode(self, encode: Encode) -> Line:
+        """Encode the line, and locate the tokens of each answer: those that change if all of its characters change.
 
         This works with any tokenizer: a token may be one digit, three digits, or a space and a digit.
         """
-        changed = "".join(str(int(digit) % 9 + 1) for digit in value)
-        ids, other = (
-            encode("\n" + template.replace("{name}", name).replace("{value}", v) + "\n") for v in (value, changed)
-        )
-        begin = _equal(ids, other)
-        end = len(ids) - _equal(ids[begin:][::-1], other[begin:][::-1])
-        if begin >= end:
-            raise BenchError(f"the tokenizer gives {value} and {changed} the same tokens: answers cannot be scored")
-        return Line(ids, begin, end)
+        ids = self._encode(encode, self.answers)
+        spans = []
+        for i, answer in enumerate(self.answers):
+            changed = answer.translate(_CHANGED)
+            other = self._encode(encode, [*self.answers[:i], changed, *self.answers[i + 1 :]])
+            begin = _equal(ids, other)
+            end = len(ids) - _equal(ids[begin:][::-1], other[begin:][::-1])
+            if begin >= end:
+                raise BenchError(
+                    f"the tokenizer gives {answer} and {changed} the same tokens: answers cannot be scored"
+                )
+            spans.append((begin, end))
+        return Line(ids, spans)
+
+    def _encode(self, encode: Encode, answers: Sequence[str]) -> list[int]:
+        return encode(f"\n{self.text.format(*answers)}\n")
+
+
+Thread = list[Statement]
+"""Statements in the order in which they appear in a prompt; the last one asks and answers."""
 
 
 def _equal(a: Sequence[int], b: Sequence[int]) -> int:
@@ -106,42 +76,56 @@ def _equal(a: Sequence[int], b: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
 
 
+@dataclass(frozen=True)
+class Prompt:
+    token_ids: list[int]
+    answers: list[Span]
+    lines: list[Span]
+    """Inserted lines, which contain the answers."""
+
+    @property
+    def answer_places(self) -> list[int]:
+        """Token indices of all answers."""
+        return list(chain.from_iterable(starmap(range, self.answers)))
+
+    @property
+    def text_places(self) -> list[int]:
+        """Token indices outside inserted lines, except the first, which no token precedes."""
+        inside = set(chain.from_iterable(starmap(range, self.lines)))
+        return [place for place in range(1, len(self.token_ids)) if place not in inside]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(" ".join(map(str, self.token_ids)).encode()).hexdigest()
+
+
 def build_prompt(
     encode: Encode,
     begin_ids: Sequence[int],
     text_ids: Sequence[int],
     num_tokens: int,
-    num_facts: int,
-    templates: Templates,
+    threads: Sequence[Thread],
     rng: random.Random,
 ) -> Prompt:
-    """Build a prompt of ``num_tokens``: ``begin_ids``, then ``text_ids`` with facts and questions inserted.
+    """Build a prompt of ``num_tokens``: ``begin_ids``, then ``text_ids`` with the threads' lines inserted.
 
-    The two places of a fact are uniformly random in the text, and the question is at the later place. Raises BenchError
-    if the lines do not fit or the text is too short.
+    The places of a thread's lines are uniformly random in the text, and in order. A question without statements before
+    it is about the text, and comes last. Raises BenchError if the lines do not fit or the text is too short.
     """
-    names = rng.sample(NAMES, num_facts)
-    values = [str(value) for value in rng.sample(range(1_000_000, 10_000_000), num_facts)]
-    facts, questions = (
-        [Line.of(encode, template, *name_and_value) for name_and_value in zip(names, values)]
-        for template in (templates.fact, templates.question)
-    )
-    room = num_tokens - len(begin_ids) - sum(len(line.token_ids) for line in (*facts, *questions))
+    lines = [[statement.encode(encode) for statement in thread] for thread in threads]
+    room = num_tokens - len(begin_ids) - sum(len(line.token_ids) for line in chain.from_iterable(lines))
     if 2 * room < num_tokens:
         raise BenchError(
-            f"{num_facts} facts and their questions take {num_tokens - room:,} of a prompt's {num_tokens:,} tokens, "
+            f"questions and their statements take {num_tokens - room:,} of a prompt's {num_tokens:,} tokens, "
             "expected at most half; ask for fewer --facts or longer --lengths"
         )
     if len(text_ids) < room:
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
-    cuts = [sorted((rng.randint(0, room), rng.randint(0, room))) for _ in names]
-    threads = [(fact.token_ids, question.token_ids) for fact, question in zip(facts, questions)]
-    ids, places = weave(begin_ids, text_ids[:room], threads, cuts)
-    answers = tuple(
-        Answer(name, value, stated_at + fact.begin, asked_at + question.begin, asked_at + question.end)
-        for name, value, fact, question, (stated_at, asked_at) in zip(names, values, facts, questions, places)
-    )
-    return Prompt(ids, answers)
+    cuts = [[room] if len(thread) == 1 else sorted(rng.randint(0, room) for _ in thread) for thread in threads]
+    ids, places = weave(begin_ids, text_ids[:room], [[line.token_ids for line in thread] for thread in lines], cuts)
+    placed = list(zip(chain.from_iterable(places), chain.from_iterable(lines), strict=True))
+    answers = [(at + begin, at + end) for at, line in placed for begin, end in line.answers]
+    return Prompt(ids, answers, [(at, at + len(line.token_ids)) for at, line in placed])
 
 
 def weave(
@@ -199,7 +183,7 @@ class TokenScores:
 
     def of_answers(self, prompt: Prompt) -> list[list[int]]:
         """Return the ranks of each answer's tokens."""
-        return [self.ranks[answer.begin : answer.end] for answer in prompt.answers]
+        return [self.ranks[begin:end] for begin, end in prompt.answers]
 
 
 def standard_error(answers: Sequence[Sequence[bool]]) -> float:

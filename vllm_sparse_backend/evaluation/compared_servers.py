@@ -4,13 +4,16 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from vllm_sparse_backend.config.auto_profile import AUTO
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.config.model_shape import name_of_path
 from vllm_sparse_backend.config.profile import load_profile
@@ -123,6 +126,35 @@ def started(
         ours = Contestant.served(label, model, (*args, *sparse_args(setting.values)), text + _content_of(setting))
         contestants += ours.at(levels)
     return contestants
+
+
+def resume(report: Report, settings: Mapping[str, Any], contestants: Sequence[Contestant]) -> None:
+    """Add the cases of an earlier run in the report's file, except those with failed requests.
+
+    ``settings`` are those of the requests. Raises BenchError if the file has another run's settings.
+    """
+    about = [settings, contestants[0].model, report.device]
+    report.key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    path = report.json_path
+    if path is None or not path.exists():
+        return
+    try:
+        data = json.loads(read_text(path, MAX_DATA_BYTES))
+        key, cases = data["key"], data["cases"]
+        held = {case["label"]: case["what"] for case in cases}
+    except (ConfigurationError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path}: not a file of `{report.bench}`: {error!r}") from None
+    if key != report.key:
+        raise BenchError(
+            f"{path}: holds results of other prompts, requests or server arguments, or of another model or device; "
+            "name another file"
+        )
+    for contestant in contestants:
+        if (what := held.get(contestant.label, contestant.what)) != contestant.what:
+            raise BenchError(
+                f"{path}: holds {contestant.label} as {what}, now it is {contestant.what}; name another file"
+            )
+    report.cases.extend(case for case in cases if not (case.get("error") or case.get("failures")))
 
 
 def _content_of(settings: Settings) -> str:

@@ -32,6 +32,8 @@ class Report:
         self.bench, self.device, self.json_path = bench, device, json_path
         self.command = command or command_of(sys.argv[1:])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        self.key: str | None = None
+        """Hash of all that must be equal for another run to add to the file."""
         self.cases: list[dict[str, Any]] = []
 
     def add_case(self, case: Mapping[str, Any]) -> None:
@@ -43,8 +45,11 @@ class Report:
     def write(self, **more: object) -> None:
         """Write the file, if there is one, with ``more`` before the cases."""
         if self.json_path is not None:
-            about = {"bench": self.bench, "device": self.device, "command": self.command, "date": self.date}
-            write_json(self.json_path, {"format": FORMAT, **about, "versions": versions(), **more, "cases": self.cases})
+            about = {
+                "format": FORMAT, "bench": self.bench, "device": self.device, "command": self.command,
+                "date": self.date, "key": self.key, "versions": versions(),
+            }  # fmt: skip
+            write_json(self.json_path, {**about, **more, "cases": self.cases})
 
 
 OUTPUTS = ("--json", "--results", "--png", "--html", "--table")

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of ``eval answers``: statements spread over a prompt, and questions whose answers are part of the prompt.
+
+All but ``facts`` follow RULER (https://arxiv.org/abs/2404.06654). Where RULER accepts answers in any order, the
+question names an order, because the answers are part of the prompt.
+"""
+
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from vllm_sparse_backend.evaluation.answers import Statement, Thread
+
+_ADJECTIVES = (
+    "amber crimson silent golden frozen hidden ancient velvet copper lunar misty scarlet broken quiet rapid gentle"
+)
+_KINDS = (
+    "falcon tiger lantern meadow harbor glacier orchid compass anchor willow raven summit beacon badger cedar dragon"
+)
+_PLACES = "river stone forest tower bridge valley garden island canyon temple harbor engine desert castle planet market"
+NAMES = [f"{a} {k} {p}" for a in _ADJECTIVES.split() for k in _KINDS.split() for p in _PLACES.split()]
+
+VALUES = 4
+"""Numbers of a name in ``multi_value``."""
+HOPS = 4
+"""Assignments from variable to variable in ``variables``."""
+FACT_LINE_TOKENS = 10
+"""Lower estimate of a fact's tokens, with any tokenizer."""
+SYLLABLES = [consonant + vowel for consonant in "bdfghklmnprstvz" for vowel in "aeiou"]
+COMMON, UNCOMMON = [10.0] * 10, [1.0] * 300
+"""Weights of the words of ``common_words``."""
+ZIPF = [rank**-2.0 for rank in range(1, 2001)]
+"""Weights of the words of ``frequent_words``."""
+
+
+@dataclass(frozen=True)
+class Templates:
+    """Lines that state a fact, and that ask and answer; ``{name}`` and ``{value}`` (seven digits) are placeholders."""
+
+    fact: str = "# The magic number of {name} is {value}."
+    question: str = "# Question: what is the magic number of {name}? Answer: {value}."
+
+    def thread(self, name: str, value: str) -> Thread:
+        question = self.question.replace("{name}", name).replace("{value}", "{}")
+        return [Statement(self.fact.format(name=name, value=value)), Statement(question, (value,))]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What a task inserts into a prompt."""
+
+    threads: list[Thread]
+    text: str | None = None
+    """Text in place of the operator's."""
+
+
+Task = Callable[[Random, int, int], Questions]
+"""Make the questions of a prompt: ``task(rng, number of facts, tokens of the prompt)``."""
+
+
+def fact_threads(rng: Random, count: int, templates: Templates | None = None) -> list[Thread]:
+    """Return ``count`` facts, each with its question."""
+    names, values = rng.sample(NAMES, count), _numbers(rng, count)
+    return [(templates or Templates()).thread(name, value) for name, value in zip(names, values)]
+
+
+def facts(rng: Random, count: int, num_tokens: int) -> Questions:
+    return Questions(fact_threads(rng, count))
+
+
+def multi_key(rng: Random, count: int, num_tokens: int) -> Questions:
+    """Ask for facts between facts of similar names, which fill the text."""
+    names = rng.sample(NAMES, len(NAMES))
+    threads = [Templates().thread(name, value) for name, value in zip(names, _numbers(rng, count))]
+    others = rng.choices(names[count:], k=num_tokens // FACT_LINE_TOKENS)
+    lines = [Templates().fact.format(name=name, value=rng.randrange(1_000_000, 10_000_000)) for name in others]
+    return Questions(threads, "\n".join(lines))
+
+
+def multi_value(rng: Random, count: int, num_tokens: int) -> Questions:
+    """Ask for all numbers of a name."""
+    threads = []
+    for name in rng.sample(NAMES, max(1, count // VALUES)):
+        values = _numbers(rng, VALUES)
+        question = f"# Question: what are the magic numbers of {name}, in order? Answer: {_places(VALUES)}."
+        stated = [Statement(f"# One of the magic numbers of {name} is {value}.") for value in values]
+        threads.append([*stated, Statement(question, values)])
+    return Questions(threads)
+
+
+def variables(rng: Random, count: int, num_tokens: int) -> Questions:
+    """Ask which variables have a value that passes from variable to variable."""
+    threads, length = [], HOPS + 1
+    names = _words(rng, string.ascii_uppercase, 5, max(1, count // length) * length)
+    for i, value in enumerate(rng.sample(range(10_000, 100_000), len(names) // length)):
+        chain = names[i * length : (i + 1) * length]
+        sources = [str(value), *(f"VAR {name}" for name in chain)]
+        question = f"# Question: which variables have the value {value}, in order? Answer: {_places(length)}."
+        assigned = [Statement(f"VAR {name} = {source}") for name, source in zip(chain, sources)]
+        threads.append([*assigned, Statement(question, tuple(chain))])
+    return Questions(threads)
+
+
+def common_words(rng: Random, count: int, num_tokens: int) -> Questions:
+    return _word_list(rng, [*COMMON, *UNCOMMON], len(COMMON), num_tokens)
+
+
+def frequent_words(rng: Random, count: int, num_tokens: int) -> Questions:
+    return _word_list(rng, ZIPF, 3, num_tokens)
+
+
+TASKS: dict[str, Task] = {
+    task.__name__: task for task in (facts, multi_key, multi_value, variables, common_words, frequent_words)
+}
+
+
+def _word_list(rng: Random, weights: Sequence[float], num_asked: int, num_tokens: int) -> Questions:
+    """Ask at the end of a list of invented words for its ``num_asked`` most frequent words."""
+    words = _words(rng, SYLLABLES, 3, len(weights))
+    listed = rng.choices(words, weights, k=num_tokens)
+    asked = [word for word in dict.fromkeys(listed) if word in words[:num_asked]]
+    question = (
+        f"# Question: which {num_asked} words are the most frequent in the list above, in order of appearance? "
+        f"Answer: {_places(num_asked)}."
+    )
+    return Questions([[Statement(question, tuple(asked))]], " ".join(listed))
+
+
+def _places(count: int) -> str:
+    return ", ".join(["{}"] * count)
+
+
+def _numbers(rng: Random, count: int) -> tuple[str, ...]:
+    return tuple(str(value) for value in rng.sample(range(1_000_000, 10_000_000), count))
+
+
+def _words(rng: Random, syllables: Sequence[str], length: int, count: int) -> list[str]:
+    """Return ``count`` different words of ``length`` syllables."""
+    base = len(syllables)
+    numbers = rng.sample(range(base**length), count)
+    return ["".join(syllables[number // base**i % base] for i in range(length)) for number in numbers]
