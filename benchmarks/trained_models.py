@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.traffic import texts_of
-from vllm_sparse_backend.evaluation.answers import Prompt, TokenScores, build_prompt
+from vllm_sparse_backend.evaluation.answers import Encode, Prompt, TokenScores, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -117,7 +117,7 @@ def prompts(
             text, form = ids[i % len(ids)], chosen[i // len(ids) % len(chosen)]
             start = rng.randrange(max(len(text) - length, 1))
             threads = fact_threads(rng, FACTS, TEMPLATES[form])
-            prompt = build_prompt(encode, [] if begin is None else [begin], text[start:], length, threads, rng)
+            prompt = build_prompt(encode, begin, text[start:], length, threads, rng)
             about = {"length": length, "form": form, "ids": prompt.token_ids}
             written.append(about | {"spans": prompt.answers, "lines": prompt.lines})
     out.write_text(json.dumps(written))

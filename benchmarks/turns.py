@@ -38,11 +38,12 @@ from benchmarks.trained_models import Settings, endpoint_of, ratio_of_answers, t
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens, mean_and_error
 from vllm_sparse_backend.evaluation.answer_run import require_room
-from vllm_sparse_backend.evaluation.answers import NAMES, Encode, Line, Templates
+from vllm_sparse_backend.evaluation.answers import Encode, Statement
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
+from vllm_sparse_backend.evaluation.tasks import NAMES, Templates
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ class Question:
     answer_ids: list[int]
 
     @staticmethod
-    def of(encode: Encode, name: str, value: str) -> "Question":
-        line = Line.of(encode, Templates().question, name, value)
-        return Question(line.token_ids[: line.begin], line.token_ids[line.begin : line.end])
+    def of(encode: Encode, question: Statement) -> "Question":
+        line = question.encode(encode)
+        ((begin, end),) = line.answers
+        return Question(line.token_ids[:begin], line.token_ids[begin:end])
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,11 @@ class Turns:
         for end in range(self.start, self.start + self.turns * self.growth + 1, self.growth):
             begin, fresh = len(token_ids), list[Question]()
             for number in range(num_facts):
-                fact = (names.pop(), str(rng.randrange(1_000_000, 10_000_000)))
-                line = Line.of(encode, Templates().fact, *fact).token_ids
+                fact, question = Templates().thread(names.pop(), str(rng.randrange(1_000_000, 10_000_000)))
+                line = fact.encode(encode).token_ids
                 line_end = begin + (end - begin) * (number + 1) // num_facts
                 token_ids += [*text_ids[len(token_ids) : line_end - len(line)], *line]
-                fresh.append(Question.of(encode, *fact))
+                fresh.append(Question.of(encode, question))
             if old:
                 places = rng.sample(range(begin + 1, end), self.questions)
                 turns.append(Turn(end, fresh + rng.sample(old, num_facts), places))
