@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,22 @@ def _write_weights(folder: Path, seed: int, config: dict[str, Any]) -> None:
             }.items()
         }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_adapter(folder: Path) -> Path:
+    """Write a LoRA adapter of ``CONFIG``'s model that changes its attention."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    wide, narrow = CONFIG["num_attention_heads"] * CONFIG["head_dim"], CONFIG["hidden_size"]
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for layer, (name, inputs, outputs) in product(
+        range(CONFIG["num_hidden_layers"]), (("q_proj", narrow, wide), ("o_proj", wide, narrow))
+    ):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, inputs, generator=generator) / 8
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, 8, generator=generator) / 8
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder

@@ -2,6 +2,7 @@
 """A small model, served by stock vLLM and by this backend. Both start in parallel and only once, because a start takes
 half a minute."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,7 +12,8 @@ import pytest
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
-from tests.helpers.tiny_models import make_model
+from tests.helpers.tiny_models import make_adapter, make_model
+from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
 
 WORKER_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -52,3 +54,22 @@ def servers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(stack.enter_context, (stock, ours)))
         yield Servers(stock, ours, scenario.counted(ours))
+
+
+@pytest.fixture(scope="session")
+def lora_args(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Arguments for a server with an adapter, named "adapter"."""
+    adapter = make_adapter(tmp_path_factory.mktemp("models") / "adapter")
+    return ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}")
+
+
+@pytest.fixture(scope="session")
+def bystander(small_model: Path, lora_args: tuple[str, ...]) -> Iterator[Server]:
+    """A server of another backend with this package installed, its settings, which it does not read, and an adapter."""
+    settings = json.dumps({KEY: {"method": "dense", "min_tokens": 64}})
+    args = (*scenario.SERVER_ARGS, *CACHE_ARGS, *lora_args, "--additional-config", settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_PLUGINS", raising=False)
+        server = Server(small_model, args, env=ENV)
+    with server:
+        yield server

@@ -8,15 +8,13 @@ blocks kept. Both must equal stock.
 import http.client
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.helpers import scenario, server_levels
+from tests.helpers import scenario
 from tests.helpers.scenario import Answer, Servers
 from vllm_sparse_backend.evaluation.vllm_server import Server
 
@@ -130,68 +128,3 @@ def test_requests_broken_off_in_their_last_step(servers: Servers) -> None:
     assert_answers({"after": scenario.ask(servers.ours, token_ids, level="exact")}, {"after": expected})
     running = re.findall(r"(?m)^vllm:num_requests_running{.*} (\S+)$", servers.ours.get("/metrics"))
     assert [float(value) for value in running] == [0.0] * len(running)
-
-
-@pytest.mark.full
-class TestConfiguredByNestedYaml:
-    """vllm#33193: a file with nested settings, for a server of two API processes with a cache too small for all
-    requests."""
-
-    @pytest.fixture(scope="class")
-    def server(self, small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-        folder = tmp_path_factory.mktemp("yaml")
-        settings = server_levels.write(folder, *server_levels.ALL)
-        config = {
-            "attention-backend": "sparse-prefill",
-            "additional-config": {
-                "sparse_prefill": {
-                    **settings,
-                    "profile": str(settings["profile"]),
-                    "requests": {"default": "everything"},
-                }
-            },
-            "max-model-len": 4096,
-            "max-num-batched-tokens": scenario.CHUNK_TOKENS,
-            "long-prefill-token-threshold": 128,
-            "scheduling-policy": "priority",
-            "api-server-count": 2,
-        }
-        (path := folder / "config.yaml").write_text(yaml.safe_dump(config))
-        # On a CPU, ``Server`` sets its own cache size unless an argument does.
-        args = ("--config", str(path), "--enable-prompt-tokens-details", "--kv-cache-memory-bytes", str(24 << 20))
-        with Server(small_model, (*args, *scenario.overcommit_args())) as server:
-            yield server
-
-    def test_the_settings_are_those_of_the_file(self, server: Server) -> None:
-        report = scenario.counted(server)
-        assert report.attention == {"torch": 4}
-
-    def test_beams(self, server: Server, servers: Servers) -> None:
-        """Several sequences that continue the same prompt past ``min_tokens``, at the server's default level."""
-        prompt = scenario.prompt(600, seed=1003)
-        options = {"use_beam_search": True, "n": 3, "max_tokens": 4, "ignore_eos": True}
-        expected = [choice["text"] for choice in complete(servers.stock, prompt, **options)]
-        assert len(expected) == 3
-        assert [choice["text"] for choice in complete(server, prompt, **options)] == expected
-
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_preemption_by_priority(self, server: Server, servers: Servers, level: str) -> None:
-        """vllm#9342: later requests with a higher priority take the memory of running requests."""
-
-        def ask(numbered_prompt: tuple[int, list[int]]) -> list[str]:
-            number, token_ids = numbered_prompt
-            more = {"priority": -number, "max_tokens": 48, "ignore_eos": True}
-            return [choice["text"] for choice in complete(server, token_ids, level, **more)]
-
-        def preempted() -> float:
-            page = server.get("/metrics")
-            return sum(float(value) for value in re.findall(r"(?m)^vllm:num_preemptions_total{.*} (\S+)$", page))
-
-        prompts = [scenario.prompt(1000 + 7 * i, seed=5000 + i) for i in range(12)]
-        before = preempted()
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            answers = list(pool.map(ask, enumerate(prompts)))
-        assert preempted() > before
-        for token_ids, answer in zip(prompts, answers, strict=True):
-            more = {"max_tokens": 48, "ignore_eos": True}
-            assert answer == [choice["text"] for choice in complete(servers.stock, token_ids, **more)]

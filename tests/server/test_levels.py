@@ -7,21 +7,22 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
+import yaml
 
-from tests.helpers import scenario
+from tests.helpers import example_package, scenario, server_levels
 from tests.helpers.scenario import Answer, Servers
 from tests.helpers.tiny_models import CONFIG
-from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, environment, sparse_args
+from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, environment
 
 pytestmark = pytest.mark.server
 
@@ -147,65 +148,76 @@ def test_a_stream_reports_a_refused_level_in_its_first_event(servers: Servers) -
     assert (error["code"], error["message"].split(",")[0]) == (400, "vllm_xargs sparse_prefill: given 'zzz'")
 
 
-BY_MASS = {"method": "top_p", "params": {"kept_mass": 0.6}, "min_tokens": 256, "min_query_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a LoRA adapter of the small model that changes its attention."""
-    folder, generator = tmp_path_factory.mktemp("adapter"), torch.Generator().manual_seed(1)
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    wide, narrow = CONFIG["num_attention_heads"] * CONFIG["head_dim"], CONFIG["hidden_size"]
-    tensors = {}
-    for layer, (name, inputs, outputs) in product(
-        range(CONFIG["num_hidden_layers"]), (("q_proj", narrow, wide), ("o_proj", wide, narrow))
-    ):
-        prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-        tensors[f"{prefix}.lora_A.weight"] = torch.randn(8, inputs, generator=generator) / 8
-        tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, 8, generator=generator) / 8
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return folder
+STRIDED = {"method": "strided", "sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512}
+"""Setting of the method that docs/adding_a_method.md adds in a package of its own."""
 
 
 @pytest.mark.full
-class TestSharesAdaptersAndSeveralFrontEnds:
-    """A server whose heads choose by mass, with an adapter and two API servers, and a stock server beside it."""
+class TestConfiguredByNestedYaml:
+    """A server of two API processes with an adapter, a method of another package, and a cache too small for all
+    requests, configured by a file with nested settings (vllm#33193)."""
 
     @pytest.fixture(scope="class")
-    def pair(self, small_model: Path, adapter: Path) -> Iterator[tuple[Server, Server]]:
-        lora = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}")
-        args = (*scenario.SERVER_ARGS, *lora)
-        ours = Server(small_model, (*sparse_args(BY_MASS), *args, "--api-server-count", "2", "--enable-scale-out"))
-        with Server(small_model, args, env={"VLLM_PLUGINS": "none"}) as stock, ours:
-            yield stock, ours
+    def ours(
+        self, small_model: Path, lora_args: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Server]:
+        folder = tmp_path_factory.mktemp("yaml")
+        levels = {"everything": server_levels.ALL["everything"], "strided": {"default": STRIDED}}
+        env = example_package.install(folder / "installed")
+        profile = {"format": 1, "model": "any", "min_tokens": server_levels.MIN_TOKENS, "min_query_tokens": 1}
+        profile |= {"level": "mass", "default": {"method": "top_p", "kept_mass": 0.6}, "levels": levels}
+        (folder / "profile.yaml").write_text(yaml.safe_dump(profile))
+        config = {
+            "attention-backend": "sparse-prefill",
+            "additional-config": {
+                "sparse_prefill": {"profile": str(folder / "profile.yaml"), "requests": {"default": "everything"}}
+            },
+            "max-model-len": 4096,
+            "max-num-batched-tokens": scenario.CHUNK_TOKENS,
+            "long-prefill-token-threshold": 128,
+            "scheduling-policy": "priority",
+            "api-server-count": 2,
+        }
+        (path := folder / "config.yaml").write_text(yaml.safe_dump(config))
+        args = ("--config", str(path), "--enable-prompt-tokens-details", "--enable-scale-out", *lora_args)
+        args += ("--kv-cache-memory-bytes", str(32 << 20))  # room for 8,192 tokens
+        with Server(small_model, (*args, *scenario.overcommit_args()), env=env) as server:
+            yield server
 
-    def test_p_and_exact_over_the_same_prompt(self, pair: tuple[Server, Server]) -> None:
-        stock, ours = pair
+    def test_the_settings_are_those_of_the_file(self, ours: Server) -> None:
+        assert scenario.counted(ours).attention == {"torch": CONFIG["num_hidden_layers"]}
+
+    def test_p_and_exact_over_the_same_prompt(self, ours: Server, servers: Servers) -> None:
         token_ids = scenario.prompt(1281, seed=7200)
-        order: list[object] = [0.9, 0, 0.3, None, 0.9, 0, 0.3, None]
+        order: list[object] = [0.9, 0, 0.3, "mass", 0.9, 0, 0.3, "mass"]
         answers = [ask(ours, token_ids, level) for level in order]
         assert [answer.cached_tokens for answer in answers] == [0] * 4 + [1280] * 4
-        assert_same(answers[1], ask(stock, token_ids))
-        assert_same(answers[5], ask(stock, token_ids))
+        assert_same(answers[1], ask(servers.stock, token_ids))
+        assert_same(answers[5], ask(servers.stock, token_ids))
         differences = [abs(a.logprobs[0] - answers[1].logprobs[0]) for a in (answers[0], answers[2])]
         assert differences[0] < differences[1] > 1e-3
 
-    def test_tokens_in_and_out(self, pair: tuple[Server, Server]) -> None:
-        _, ours = pair
+    def test_a_method_of_another_package(self, ours: Server) -> None:
+        before = scenario.counted(ours)
+        ask(ours, scenario.prompt(2001, seed=11), "strided")
+        report = scenario.counted(ours, before)
+        assert report.problem() is None
+        assert set(report.layers) == set(range(CONFIG["num_hidden_layers"]))
+        assert all(0 < layer.density < 0.7 for layer in report.layers.values())
+
+    def test_tokens_in_and_out(self, ours: Server) -> None:
         body = {"model": ours.model, "token_ids": [2, *range(5, 700)], "sampling_params": FEW}
         assert_honours(ours, "/inference/v1/generate", body)
         with pytest.raises(ServerError, match=r"answered 400: .*reads a level from sampling_params\.extra_args"):
             ours.post("/inference/v1/generate", body | X)
 
-    def test_levels_beside_an_adapter(self, pair: tuple[Server, Server]) -> None:
-        stock, ours = pair
+    def test_levels_beside_an_adapter(self, ours: Server, bystander: Server) -> None:
         token_ids = scenario.prompt(1281, seed=7300)
         names = ("adapter", ours.model)
         for _ in range(2):
-            for name, level in product(names, (None, 0)):
+            for name, level in product(names, ("mass", 0)):
                 answer = ask(ours, token_ids, level, model=name)
-                expected = ask(stock, token_ids, model=name)
+                expected = ask(bystander, token_ids, model=name)
                 if level == 0:
                     assert_same(answer, expected)
                 else:
@@ -214,14 +226,44 @@ class TestSharesAdaptersAndSeveralFrontEnds:
         exact = [ask(ours, token_ids, 0, model=name) for name in names]
         assert exact[0].logprobs != pytest.approx(exact[1].logprobs, abs=1e-3)
 
+    def test_beams(self, ours: Server, servers: Servers) -> None:
+        """Several sequences that continue the same prompt past ``min_tokens``, at the server's default level."""
+        body = {"prompt": scenario.prompt(600, seed=1003), "n": 3, "max_tokens": 4, "ignore_eos": True}
+        body |= {"use_beam_search": True, "temperature": 0}
+        texts = []
+        for server in (servers.stock, ours):
+            choices = server.post("/v1/completions", body | {"model": server.model})["choices"]
+            texts.append([choice["text"] for choice in choices])
+        assert len(texts[0]) == 3
+        assert texts[0] == texts[1]
+
+    @pytest.mark.parametrize("level", ["exact", "everything"])
+    def test_preemption_by_priority(self, ours: Server, servers: Servers, level: str) -> None:
+        """vllm#9342: later requests with a higher priority take the memory of running requests."""
+        prompts = [scenario.prompt(1000 + 7 * i, seed=5000 + i) for i in range(12)]
+
+        def preempted() -> float:
+            page = ours.get("/metrics")
+            return sum(float(value) for value in re.findall(r"(?m)^vllm:num_preemptions_total{.*} (\S+)$", page))
+
+        def ask_urgently(number: int) -> Answer:
+            return ask(ours, prompts[number], level, priority=-number, max_tokens=48)
+
+        before = preempted()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(ask_urgently, range(len(prompts))))
+        assert preempted() > before
+        for token_ids, answer in zip(prompts, answers, strict=True):
+            assert answer.token_ids == ask(servers.stock, token_ids, max_tokens=48).token_ids
+
 
 OFFLINE = """
 import json, sys
 from vllm import LLM, SamplingParams
 settings, prompt = json.loads(sys.argv[2]), json.loads(sys.argv[3])
-flag = {"attention_backend": "sparse-prefill", "additional_config": {"sparse_prefill": settings}} if settings else {}
 llm = LLM(sys.argv[1], max_model_len=8192, max_num_batched_tokens=512, dtype="float32", enforce_eager=True,
-          kv_cache_memory_bytes=256 << 20, **flag)
+          kv_cache_memory_bytes=256 << 20, attention_backend="sparse-prefill",
+          additional_config={"sparse_prefill": settings})
 def ask(level):
     extra_args = None if level is None else {"sparse_prefill": level}
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0, extra_args=extra_args)
@@ -229,10 +271,9 @@ def ask(level):
     (choice,) = output.outputs
     logprobs = [step[token].logprob for step, token in zip(choice.logprobs, choice.token_ids)]
     return [list(choice.token_ids), logprobs, output.num_cached_tokens or 0]
-levels = [None, 0, 0, None] if settings else [None]
-answers = [ask(level) for level in levels]
+answers = [ask(level) for level in (None, 0, 0, None)]
 try:
-    ask("fastest" if settings else None)
+    ask("fastest")
 except Exception as error:
     answers.append(str(error))
 print("ANSWERS", json.dumps(answers))
@@ -240,24 +281,21 @@ print("ANSWERS", json.dumps(answers))
 
 
 @pytest.mark.full
-def test_offline(small_model: Path) -> None:
+def test_offline(servers: Servers, small_model: Path) -> None:
     """``LLM`` in one process, in which the front process, the core and the worker are the same."""
     token_ids = scenario.prompt(1281, seed=7400)
     settings = {"method": "a_shape", "params": {"sink_tokens": 64, "local_tokens": 128}, "min_tokens": 256,
                 "min_query_tokens": 1}  # fmt: skip
-
-    def answers(settings: dict[str, Any] | None) -> list[Any]:
-        command = [sys.executable, "-c", OFFLINE, str(small_model), json.dumps(settings), json.dumps(token_ids)]
-        env = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-        return list(json.loads(line.removeprefix("ANSWERS ")))
-
-    (expected, *_), (sparse, exact, cached, again, refused) = answers(None), answers(settings)
-    assert exact == expected
-    assert cached[0] == expected[0]
-    assert cached[1] == pytest.approx(expected[1], abs=LOGPROB_TOLERANCE)
-    assert sparse[1] != pytest.approx(expected[1], abs=1e-3)
-    assert [answer[2] for answer in (sparse, exact, cached, again)] == [0, 0, 1280, 1280]
+    command = [sys.executable, "-c", OFFLINE, str(small_model), json.dumps(settings), json.dumps(token_ids)]
+    env = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    *answers, refused = json.loads(line.removeprefix("ANSWERS "))
+    sparse, exact, cached, again = (Answer(tuple(tokens), tuple(logprobs), n) for tokens, logprobs, n in answers)
+    stock = ask(servers.stock, token_ids)
+    assert exact == stock
+    assert_same(cached, stock)
+    assert sparse.logprobs != pytest.approx(stock.logprobs, abs=1e-3)
+    assert [answer.cached_tokens for answer in (sparse, exact, cached, again)] == [0, 0, 1280, 1280]
     assert "given 'fastest', expected one of 0 (exact)" in refused

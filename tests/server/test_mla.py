@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 from tests.helpers import chunked_mla, scenario
 from tests.helpers.scenario import Answer
 from tests.helpers.tiny_models import MLA_CONFIG, make_model
-from tests.server.conftest import ENV, WORKER_PROCESS
+from tests.server.conftest import ENV
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.evaluation.vllm_server import CPU_ENV, Server, environment, has_cuda
 from vllm_sparse_backend.identity import MLA_FLAG
@@ -48,9 +48,9 @@ def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mla_servers(mla_model: Path) -> Iterator[tuple[Server, Server]]:
-    """Stock vLLM, and our server, whose worker is a spawned process."""
+    """Stock vLLM, and our server."""
     stock = Server(mla_model, ARGS, env=ENV | {"VLLM_PLUGINS": "none"})
-    ours = Server(mla_model, (*flags(SETTINGS), *ARGS), env=ENV | {WORKER_PROCESS: "1"})
+    ours = Server(mla_model, (*flags(SETTINGS), *ARGS), env=ENV)
     with ExitStack() as stack:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(stack.enter_context, (stock, ours)))

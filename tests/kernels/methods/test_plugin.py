@@ -9,16 +9,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.example_package import PACKAGE, ROOT, install
 from vllm_sparse_kernels.methods import METHODS, registry
 from vllm_sparse_kernels.methods.registry import GROUP, PluginError, Registry
 
-ROOT = Path(__file__).parents[3]
-PACKAGE = ROOT / "tests/plugin_method"
 DOCUMENT = ROOT / "docs/adding_a_method.md"
 SPEC = METHODS["dense"]
 TWO = (replace(SPEC, name="one"), replace(SPEC, name="two"))
@@ -51,11 +49,7 @@ print(json.dumps({
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return an environment with the document's package installed in a separate folder."""
-    target = tmp_path_factory.mktemp("installed")
-    install = ("pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target))
-    subprocess.run([sys.executable, "-m", *install, str(PACKAGE)], check=True, capture_output=True, text=True)
-    paths = [str(ROOT), str(ROOT / "kernels"), str(target)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+    return os.environ | install(tmp_path_factory.mktemp("installed"))
 
 
 @pytest.mark.full
@@ -77,25 +71,6 @@ def test_the_tests_of_all_methods_test_it(environment: dict[str, str]) -> None:
     done = subprocess.run(command, env=environment, cwd=ROOT, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert re.search(r"^10 passed", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.full
-@pytest.mark.server
-def test_a_server_runs_it(environment: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    from tests.helpers import scenario
-    from tests.helpers.tiny_models import make_model
-    from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
-
-    params = {"sink_tokens": 64, "local_tokens": 128, "stride_tokens": 512}
-    settings = {"method": "strided", "params": params, "min_tokens": 256, "min_query_tokens": 1}
-    args = (*sparse_args(settings), *scenario.SERVER_ARGS)
-    path = {"PYTHONPATH": environment["PYTHONPATH"]}
-    with Server(make_model(tmp_path / "model"), args, env=path) as server:
-        scenario.ask(server, scenario.prompt(2001, seed=11))
-        report = scenario.counted(server)
-    assert report.problem() is None
-    assert all(0 < layer.density < 0.7 for layer in report.layers.values())
 
 
 def test_the_document_shows_the_packages_files() -> None:
