@@ -2,7 +2,6 @@
 """A small model, served by stock vLLM and by this backend. Both start in parallel and only once, because a start takes
 half a minute."""
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,7 +12,6 @@ import pytest
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
 from tests.helpers.tiny_models import make_adapter, make_model
-from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
 
 WORKER_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -64,12 +62,9 @@ def lora_args(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def bystander(small_model: Path, lora_args: tuple[str, ...]) -> Iterator[Server]:
-    """A server of another backend with this package installed, its settings, which it does not read, and an adapter."""
-    settings = json.dumps({KEY: {"method": "dense", "min_tokens": 64}})
-    args = (*scenario.SERVER_ARGS, *CACHE_ARGS, *lora_args, "--additional-config", settings)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("VLLM_PLUGINS", raising=False)
-        server = Server(small_model, args, env=ENV)
-    with server:
+def adapted(small_model: Path, lora_args: tuple[str, ...]) -> Iterator[Server]:
+    """Stock vLLM with an adapter."""
+    with Server(
+        small_model, (*scenario.SERVER_ARGS, *CACHE_ARGS, *lora_args), env=ENV | {"VLLM_PLUGINS": "none"}
+    ) as server:
         yield server

@@ -211,13 +211,13 @@ class TestConfiguredByNestedYaml:
         with pytest.raises(ServerError, match=r"answered 400: .*reads a level from sampling_params\.extra_args"):
             ours.post("/inference/v1/generate", body | X)
 
-    def test_levels_beside_an_adapter(self, ours: Server, bystander: Server) -> None:
+    def test_levels_beside_an_adapter(self, ours: Server, adapted: Server) -> None:
         token_ids = scenario.prompt(1281, seed=7300)
         names = ("adapter", ours.model)
         for _ in range(2):
             for name, level in product(names, ("mass", 0)):
                 answer = ask(ours, token_ids, level, model=name)
-                expected = ask(bystander, token_ids, model=name)
+                expected = ask(adapted, token_ids, model=name)
                 if level == 0:
                     assert_same(answer, expected)
                 else:
