@@ -190,6 +190,7 @@ def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> No
         ({"min_tokens": 32_768}, {"model_config.max_model_len": 32_768}, None),
         ({}, {"model_config.runner_type": "pooling"}, None),
         ({}, {"lora_config": object()}, "--enable-lora: adapters can change"),
+        ({}, {"model_config.is_multimodal_model": True}, "a multimodal model: finding heads was not tried"),
         ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, "--max-num-batched-tokens 2048"),
     ],
 )

@@ -77,6 +77,10 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
     for is_given, what, why in _unsupported(vllm_config):
         if is_given:
             yield f"{what}: {why}"
+    model = vllm_config.model_config
+    of_images = _flag(model, "is_multimodal_model") or _flag(model, "uses_mrope")
+    if of_images and not settings_of(vllm_config).requires_streaming_heads:
+        yield "a multimodal model: finding heads was not tried on a real one; set streaming_heads to {} to find them"
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     if step_tokens < PROMPT_TOKENS:
         yield (
