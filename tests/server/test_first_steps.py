@@ -63,7 +63,11 @@ def test_every_command_runs(tmp_path: Path) -> None:
     density = re.search(r"^density (\S+)$", of_method, re.MULTILINE)
     assert density
     assert 0 < float(density[1]) < 0.5
-    rows = [line.replace(" ", "").split("|") for line in of_method.splitlines() if line.startswith("| mine") and " of " in line]
+    rows = [
+        line.replace(" ", "").split("|")
+        for line in of_method.splitlines()
+        if line.startswith("| mine") and " of " in line
+    ]
     assert [row[3:6:2] for row in rows] == [["24of24", "1"]] * 2, of_method
     for said in (of_method, of_profile):
         for way in ('path="sparse"', 'reason="requested"'):

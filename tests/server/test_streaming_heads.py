@@ -18,11 +18,11 @@ pytestmark = [
 ]
 pytest.importorskip("vllm")
 
-MIN_CONTEXT, PROMPT_TOKENS = 2048, 4500
+MIN_CONTEXT, PROMPT_TOKENS = 2048, 9000  # a whole step, and one after it
 SETTINGS = {"streaming_heads": {"min_context_tokens": MIN_CONTEXT}, "min_tokens": 256, "min_query_tokens": 1}
 ARGS = (
-    *("--max-model-len", "8192", "--max-num-batched-tokens", "8192"),
-    *("--long-prefill-token-threshold", "1024", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)),
+    *("--max-model-len", "16384", "--max-num-batched-tokens", "8192"),
+    *("--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)),
 )
 LINE = r"sparse-prefill: (\d+) of 20 heads are streaming heads \(fingerprint \w{12}, measured in"
 
