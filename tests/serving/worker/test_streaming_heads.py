@@ -2,6 +2,7 @@
 """Streaming heads of a worker: how they are found, and run."""
 
 import logging
+import pwd
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -113,6 +114,16 @@ class TestFinding:
             rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .* at least 2500 tokens",
             lines[-1],
         )
+
+    def test_a_user_without_home_and_passwd_entry_finds_them_too(
+        self, config: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As in some containers: nothing of the search is kept in a folder of the user."""
+        for name in ("HOME", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+        find(config, Model(make_layers(config, [0]), {0: {1, 2}}))
+        assert worker_of(config).streaming.by_layer == {0: {1, 2}}
 
     def test_a_fingerprint_tells_heads_apart_whatever_the_number_of_ranks(self) -> None:
         whole: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {3}})]
