@@ -127,7 +127,7 @@ class Capacity(OpenLoop):
         show(self.trials(), self.out)
 
     def trials(self) -> Iterator[dict[str, Any]]:
-        """Yield a row of each trial. A setting's last row has its capacity."""
+        """Yield one row for each trial. The last row of a setting has its capacity."""
         endpoints = [endpoint_of(text) for text in self.settings]
         texts, began = texts_of(self.prompts, self.seed), time.monotonic()
         for i, endpoint in enumerate(endpoints):

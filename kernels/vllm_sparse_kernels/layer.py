@@ -137,12 +137,12 @@ class Layer:
         Layers share the layout of their indices if they are equal, or if no head has stripes.
         """
         stripes = {method: stripes_of(method, rows) for method in self.plan.distinct_methods}
-        has_stripes = any(layout.capacity for layout in stripes.values())
 
         def build() -> IndexLayout:
             of_heads = {head: stripes[method] for head, method in enumerate(self.plan.methods)}
-            return IndexLayout.build(rows, self.num_heads, self.block_tokens, of_heads if has_stripes else {})
+            return IndexLayout.build(rows, self.num_heads, self.block_tokens, of_heads)
 
+        has_stripes = any(layout.capacity for layout in stripes.values())
         key = self if has_stripes else (IndexLayout, self.num_heads, self.block_tokens)
         return rows.once(key, build).allocate(workspace or Workspace(rows.device))
 

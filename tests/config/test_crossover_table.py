@@ -97,7 +97,7 @@ def test_reasons_of_dense_rows() -> None:
         # Only other parameters: the most cautious of the closest measurements.
         ([entry(5, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 5),
         ([entry(5, num_heads=64, params={"sink_tokens": 64}), entry(2, params={"sink_tokens": 128})], 2),
-        # Of other layers, the most similar; the most cautious of equally similar ones.
+        # For layers that nobody measured: the most similar; of equally similar ones, the one that starts latest.
         ([entry(1, num_heads=64), entry(2, num_heads=8)], 1),
         ([entry(1, num_heads=8), entry(2, num_heads=64, head_dim=64)], 2),
         ([entry(1, num_heads=16), entry(2, num_heads=64)], 2),

@@ -317,6 +317,22 @@ def test_prefills_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert captured(32, most=8192, experts=128, sizes=(256, 1024)) == [256, 1024]
 
 
+@pytest.mark.parametrize(
+    ("experts", "speculator", "largest"), [(128, None, 600), (128, object(), 8192), (0, None, 8192)]
+)
+def test_only_graphs_for_prefills_leave_keys_unsplit(experts: int, speculator: object, largest: int) -> None:
+    """Graphs of whole steps, such as a speculator's, need room for split keys. No step of 600 decodes is larger."""
+    graphs = SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE)
+    config: Any = SimpleNamespace(
+        compilation_config=graphs, scheduler_config=SimpleNamespace(max_num_seqs=600),
+        parallel_config=SimpleNamespace(data_parallel_size=1), speculative_config=speculator, lora_config=None,
+        model_config=SimpleNamespace(get_num_experts=lambda: experts),
+    )  # fmt: skip
+    builder = SimpleNamespace(max_cudagraph_size=8192)
+    compat.limit_split_keys(builder, config)
+    assert builder.max_cudagraph_size == largest
+
+
 def cuda_platform(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return vLLM's module for NVIDIA devices. The CPU build lacks the operations that it registers."""
     name = "vllm._C_stable_libtorch"

@@ -63,7 +63,7 @@ class Lengths:
     min_query_tokens: int
     """New tokens of a row in a step, past ``min_tokens``."""
     min_pairs: int = 0
-    """(query, key) pairs of these new tokens, each of which counts as ``pairs_per_token`` more."""
+    """Pairs of these new tokens with the keys before them, plus ``pairs_per_token`` for each new token."""
     pairs_per_token: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Remarks on measurements, for the log."""

@@ -218,7 +218,8 @@ def limit_split_keys(builder: Any, vllm_config: VllmConfig) -> None:
 
     A split step needs room for up to 32 partial outputs, which ``capture_prefills`` must not enlarge.
     """
-    if getattr(builder, "max_cudagraph_size", None) is not None:
+    # Elsewhere all graphs may be of whole steps, such as a speculator's, which need the room.
+    if getattr(builder, "max_cudagraph_size", None) is not None and _gains_by_graphs(vllm_config):
         most = max(LARGEST_USUAL_GRAPH, vllm_config.scheduler_config.max_num_seqs)
         builder.max_cudagraph_size = min(builder.max_cudagraph_size, most)
 
