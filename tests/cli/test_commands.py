@@ -85,7 +85,6 @@ def test_profile_list_names_the_bundled_profiles() -> None:
         ("bench", "serve"),
         ("bench", "serve", BUNDLED, "--lengths", 99_999),
         ("eval", "answers", BUNDLED, "--lengths", 1024, "--facts", 900),
-        ("profile", "check", "auto"),
         ("profile", "calibrate", BUNDLED, "--method", "sale", "--out", "x.yaml", "--level", "low=1"),
     ],
     ids=lambda words: " ".join(map(str, words)),
@@ -136,13 +135,6 @@ def test_a_models_name_stands_for_its_files_in_the_local_cache() -> None:
     missing = run("doctor", "sparse-prefill/other")
     assert missing.exit_code == 2
     assert "expected a model folder, or the name of a model in the local hub cache" in missing.stderr
-
-
-def test_profile_check_auto_is_what_a_server_does() -> None:
-    """The server starts with the default method if no bundled profile fits."""
-    result = run("profile", "check", "auto", BUNDLED)
-    assert result.exit_code == 0, result.output
-    assert "method default (profile auto: no bundled profile is for LlamaForCausalLM" in result.output
 
 
 def test_a_server_that_wants_a_key_is_not_called_absent() -> None:

@@ -246,7 +246,6 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
     for text in ('{"method": "sales"}', '{"min_token": 1}', "{", "[1]", "none.yaml", '{"profile": "none"}'):
         with pytest.raises(BenchError, match="--settings"):
             Settings.parse(text)
-    assert Settings.parse('{"profile": "auto"}').values == {"profile": "auto"}  # is left to the server
     assert Settings.parse("streaming", model=BUNDLED).values == {"profile": "streaming"}
     for text, problem in (
         ("minference-llama-3.1-8b-instruct", "the profile is for .* 32 layers"),

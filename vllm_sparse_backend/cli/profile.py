@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile`: show and check profiles, import other tools' files, and make profiles."""
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
@@ -47,8 +46,7 @@ def list_profiles() -> None:
 def check(profile: ProfileName, model: MaybeModel = None) -> None:
     """Check and describe a profile.
 
-    The checks are those of a server at start-up; exit code 1 if the profile is invalid. `auto` with a model shows which
-    bundled profile a server would use, or what it would run without one.
+    The checks are those of a server at start-up; exit code 1 if the profile is invalid.
     """
     from vllm_sparse_backend.config.plan import Plan
     from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -97,36 +95,12 @@ def import_file(
     say(f"{imported.provenance.source}\nWritten to {out}")
 
 
-@profile_app.command(epilog="Example: sparse-prefill profile schema > profile.schema.json")
-def schema() -> None:
-    """Print the JSON Schema of profiles.
-
-    Editors, and tools that write profiles, read it.
-    """
-    from vllm_sparse_backend.config.profile_schema import profile_schema
-
-    typer.echo(json.dumps(profile_schema(), indent=2, ensure_ascii=False))
-
-
 def _load(name: str, model: Path | None) -> "tuple[Profile, ModelShape | None]":
     """Return the profile, and the shape of ``model``, or of the profile if it is None. Raises ConfigurationError."""
-    from vllm_sparse_backend.config import auto_profile
     from vllm_sparse_backend.config.profile import load_profile
-    from vllm_sparse_backend.config.settings import SparsePrefillConfig
-    from vllm_sparse_backend.config.source_files import Documents
 
-    shape = ModelShape.from_folder(model) if model is not None else None
-    if name == auto_profile.AUTO:
-        if shape is None:
-            raise failure(
-                "MODEL: given profile auto without a model, expected a model, because the profile depends on it"
-            )
-        config = SparsePrefillConfig(profile=name)
-        documents = Documents.read(config, shape)
-        say(documents.source)
-        return documents.parse_profile(config), shape
     loaded = load_profile(name)
-    shape = shape or loaded.model
+    shape = loaded.model if model is None else ModelShape.from_folder(model)
     if shape is not None:
         loaded.check_model(shape, name)
     return loaded, shape

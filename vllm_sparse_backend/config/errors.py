@@ -136,7 +136,7 @@ def _models_in(annotation: Any) -> Iterator[type]:
 class Section(BaseModel):
     """Base class of everything that users write. Instances are immutable; an unknown field is an error.
 
-    The text under a field is its description, from which JSON schemas and tables in the documentation are generated.
+    The text under a field is its description, from which tables in the documentation are generated.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

@@ -53,7 +53,7 @@ class Plan:
         documents: Documents | None = None,
     ) -> dict[str, "Plan"]:
         """Build the plan of each level except ``exact``, which needs none."""
-        documents = documents or Documents.read(config, shape)
+        documents = documents or Documents.read(config)
         profile, source = documents.parse_profile(config), documents.source
         profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
         if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:

@@ -19,7 +19,6 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -33,8 +32,6 @@ from vllm_sparse_backend.config.ranges import DisjointRanges, Ranges, format_ran
 from vllm_sparse_kernels.methods.base import Method
 
 ANY_MODEL = "any"
-METHOD_MARK = "x-method"
-"""Placeholder in a JSON Schema for a method with parameters. ``profile_schema.py`` replaces it."""
 EXACT = "exact"
 BOUNDS = ("high", "fast")
 """Levels that calibration makes, with the tightest error bound first."""
@@ -55,10 +52,7 @@ def _to_level_name(value: object) -> str:
     raise ValueError(unexpected(value, f"{expected}; {', '.join(OTHERS)} are reserved"))
 
 
-# Within allOf, because pydantic turns the plain pattern of a key into `patternProperties`, which also allows other
-# keys.
-_NAME_SCHEMA = {"type": "string", "allOf": [{"pattern": f"^{LEVEL_NAME}$"}, {"not": {"enum": list(OTHERS)}}]}
-LevelName = Annotated[str, PlainValidator(_to_level_name), WithJsonSchema(_NAME_SCHEMA)]
+LevelName = Annotated[str, PlainValidator(_to_level_name)]
 
 
 def _to_method(value: object) -> Method:
@@ -71,9 +65,7 @@ def _to_method(value: object) -> Method:
     return make_method(value["method"], {name: parameter for name, parameter in value.items() if name != "method"})
 
 
-MethodSpec = Annotated[
-    Method, PlainValidator(_to_method), PlainSerializer(parameters_of), WithJsonSchema({METHOD_MARK: True})
-]
+MethodSpec = Annotated[Method, PlainValidator(_to_method), PlainSerializer(parameters_of)]
 """A method with its parameters: ``{method: NAME, PARAMETER: VALUE}``."""
 Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 

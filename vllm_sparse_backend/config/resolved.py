@@ -61,7 +61,7 @@ class Resolved:
         """Resolve the settings for a rank of a model, whose linear layers have ``layer_weights`` on average."""
         config = load_config(additional_config)
         device = carried_device(additional_config) or device
-        read = Documents.carried(additional_config) or Documents.read(config, shape)
+        read = Documents.carried(additional_config) or Documents.read(config)
         plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
         if plans[ON].has_shares:
             plans[SHARE] = plans[ON]  # except for p, which each row sets

@@ -66,14 +66,13 @@ class SparsePrefillConfig(Section):
     """All settings of the backend. Every field has a default, so that the empty mapping is a valid configuration."""
 
     profile: StrictStr | None = None
-    """Name of a bundled profile, path of a YAML file, or `auto` for the bundled profile that fits the model (`method`
-    if none fits). Excludes `method` and `params`. See profiles/README.md."""
+    """Name of a bundled profile, or path of a YAML file. Excludes `method` and `params`. See profiles/README.md."""
 
     method: StrictStr = "default"
     """Selection method of all heads: a method or one of the presets `default`, `minference` and `streaming`."""
 
     params: dict[str, Any] = Field(default={})
-    """Parameters of the method that differ from its defaults. `sparse-prefill profile schema` lists all parameters."""
+    """Parameters of the method that differ from its defaults. See docs/settings.md#methods."""
 
     min_tokens: TokenCount = AUTO
     """Number of leading positions of every request that are computed densely, as in stock vLLM. `auto` is the measured

@@ -7,15 +7,12 @@ that is missing on another node, therefore has no effect.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.config import auto_profile
 from vllm_sparse_backend.config.crossover_table import Crossover, crossover_file, load_crossover, parse_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
-from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.profile import ANY_MODEL, Profile, bundled_profiles, parse_profile, profile_file
+from vllm_sparse_backend.config.profile import ANY_MODEL, Profile, parse_profile, profile_file
 from vllm_sparse_backend.config.settings import DOCUMENTS, OPTION, SparsePrefillConfig
 
 
@@ -30,25 +27,17 @@ class Documents:
     crossover_path: str = ""
 
     @staticmethod
-    def read(config: SparsePrefillConfig, shape: ModelShape) -> "Documents":
+    def read(config: SparsePrefillConfig) -> "Documents":
         """Read the files that a configuration names."""
         documents = Documents(f"method {config.method}")
         if config.crossover is not None:
             path = crossover_file(config.crossover, f"{OPTION} sparse_prefill.crossover")
             documents = replace(documents, crossover=read_text(path), crossover_path=config.crossover)
-        if config.profile is None:
-            return documents
-        if config.profile != auto_profile.AUTO:
+        if config.profile is not None:
             path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
-            return documents.with_profile(path, f"profile {config.profile}")
-        choice = auto_profile.choose_profile(shape)
-        if choice.name is None:
-            return replace(documents, source=f"method {config.method} (profile auto: {choice.why})")
-        return documents.with_profile(bundled_profiles()[choice.name], f"profile {choice.name} (auto: {choice.why})")
-
-    def with_profile(self, path: Path, source: str) -> "Documents":
-        """Add a profile's text."""
-        return replace(self, source=source, profile=read_text(path), profile_path=str(path))
+            source = f"profile {config.profile}"
+            documents = replace(documents, source=source, profile=read_text(path), profile_path=str(path))
+        return documents
 
     @staticmethod
     def carried(additional_config: Mapping[str, Any] | None) -> "Documents | None":

@@ -11,7 +11,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.config.auto_profile import AUTO
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import PREFIX
@@ -160,6 +159,6 @@ def resume(report: Report, settings: Mapping[str, Any], contestants: Sequence[Co
 def _content_of(settings: Settings) -> str:
     """Hash a setting's profile, because a profile may be rebuilt under the same name."""
     profile = settings.values.get("profile")
-    if profile is None or profile == AUTO:
+    if profile is None:
         return ""
     return f", {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"

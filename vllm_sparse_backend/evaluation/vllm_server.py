@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_sparse_backend.config.auto_profile import AUTO
 from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_check import read_config
@@ -93,7 +92,7 @@ class Settings:
             values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
             config = load_config({KEY: values})
             load_crossover(config.crossover)
-            if config.profile is not None and config.profile != AUTO:
+            if config.profile is not None:
                 profile = load_profile(config.profile)
                 if model is not None:
                     profile.check_model(ModelShape.from_folder(model), config.profile)

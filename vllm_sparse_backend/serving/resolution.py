@@ -43,7 +43,7 @@ def carry_settings(vllm_config: VllmConfig) -> None:
     """Add the data from which other processes resolve the same settings to the configuration, unless it is there."""
     values = vllm_config.additional_config
     config = settings_of(vllm_config)
-    documents = Documents.carried(values) or Documents.read(config, compat.model_shape(vllm_config))
+    documents = Documents.carried(values) or Documents.read(config)
     vllm_config.additional_config = with_carried(values, documents, carried_device(values) or compat.device_name())
 
 

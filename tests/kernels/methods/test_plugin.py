@@ -29,17 +29,14 @@ from vllm_sparse_backend.calibration.loop import calibratable_methods, independe
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
-from vllm_sparse_backend.config.profile_schema import profile_schema
 from vllm_sparse_kernels.methods import METHODS, name_of
 
 shape = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
 config = SparsePrefillConfig(method="strided", params={"stride_tokens": 512})
 (group,) = Plan.build(config, shape).layer(0).groups
-names = [one["properties"]["method"]["const"] for one in profile_schema()["$defs"]["Method"]["oneOf"]]
 print(json.dumps({
     "listed": "strided" in METHODS,
     "plan": [name_of(group.method), group.method.stride_tokens, list(group.heads)],
-    "schema": "strided" in names,
     "calibrated": "strided" in calibratable_methods() and "strided" in independent_methods(),
     "measured": method_label(make_method("strided", {"stride_tokens": 512})),
 }))
