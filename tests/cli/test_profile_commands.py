@@ -3,7 +3,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -11,10 +10,6 @@ from typer.testing import CliRunner, Result
 from tests.helpers.folders import LLAMA_8B, model_folder
 from tests.helpers.profile_cases import LEVELS, PATTERNS, SHAPE
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.config import strict_yaml
-from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.config.profile import bundled_profiles
-from vllm_sparse_kernels.methods import METHODS
 
 
 def run(*args: object) -> Result:
@@ -108,24 +103,3 @@ def test_show(levelled: Path) -> None:
     wrong = run("show", levelled, "--level", "exat")
     assert wrong.exit_code == 2
     assert "level: given 'exat', expected one of exact, fast, high (did you mean 'exact'?)" in wrong.output
-
-
-def test_schema_takes_what_a_server_takes(levelled: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks by schemas")
-    schema = json.loads(run("schema").output)
-    validator = jsonschema.Draft202012Validator(schema)
-    validator.check_schema(schema)
-    for path in (levelled, *bundled_profiles().values()):
-        assert validator.is_valid(as_json(path.read_text()))
-    for name in METHODS:
-        default = make_method(name, {}).shown_fields | {"method": name}
-        assert validator.is_valid({"format": 1, "model": "any", "default": default})
-    wrong = {"tau: 0.03": "tua: 0.03", "level:": "levle:", "{0-1:": "{0-x:", "0.4]": "4]", "sale": "dale"}
-    wrong |= {"num_layers: 2": "num_layers: x", "fast:": "Fast:", "format: 1": "format: 2"}
-    for old, new in wrong.items():
-        assert not validator.is_valid(as_json(LEVELS.replace(old, new))), new
-
-
-def as_json(text: str) -> Any:
-    """Return the value with strings as keys."""
-    return json.loads(json.dumps(strict_yaml.parse(text, "")))

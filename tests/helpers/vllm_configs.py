@@ -17,12 +17,16 @@ CACHE = {
     "user_specified_block_size": False,
 }  # fmt: skip
 
+FLAGS = {"use_ubatching": False, "is_moe_model": False, "enable_elastic_ep": False}
+
 
 def served(
     hf_config: transformers.PretrainedConfig, settings: Any = None, dtype: torch.dtype = torch.bfloat16,
     cache: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    sizes = ("tensor_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size")
+    sizes = (
+        "tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
+    )  # fmt: skip
     return SimpleNamespace(
         additional_config={} if settings is None else {"sparse_prefill": settings},
         model_config=SimpleNamespace(
@@ -35,10 +39,18 @@ def served(
             use_mla=False,
             rswa_window=None,
             is_mm_prefix_lm=False,
+            is_encoder_decoder=False,
+            is_multimodal_model=False,
+            uses_mrope=False,
+            enable_prompt_embeds=False,
+            is_hybrid=False,
+            skip_tokenizer_init=False,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         cache_config=SimpleNamespace(**(CACHE | (cache or {}))),
-        parallel_config=SimpleNamespace(**(dict.fromkeys(sizes, 1) | {"use_ubatching": False} | (parallel or {}))),
+        parallel_config=SimpleNamespace(**(dict.fromkeys(sizes, 1) | FLAGS | (parallel or {}))),
+        lora_config=None,
+        weight_transfer_config=None,
         kv_transfer_config=None,
         speculative_config=None,
         quant_config=None,

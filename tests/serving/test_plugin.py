@@ -30,7 +30,6 @@ from vllm_sparse_backend import plugin
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.identity import BACKEND, NAMES
 from vllm_sparse_backend.serving import hooks
-from vllm_sparse_backend.serving.unread import unread_settings
 
 CUSTOM = registry.AttentionBackendEnum.CUSTOM
 WRAPPED = ("check_and_update_config", "get_attn_backend_cls")
@@ -207,29 +206,7 @@ class TestUnreadSettings:
         )
         assert "add --attention-backend sparse-prefill" in line
 
-    def test_with_the_variable_of_older_releases(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "SPARSE_PREFILL")
-        assert "(VLLM_ATTENTION_BACKEND=SPARSE_PREFILL is set, but this release of vLLM" in unread_settings(None)
-
-    @pytest.mark.parametrize("value", ["SPARSE_PREFILL", "sparse-prefill"])
-    def test_the_variable_alone(
-        self, default_model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch, value: str
-    ) -> None:
-        """Without settings and without the flag, the server would be stock without any notice."""
-        monkeypatch.setenv("VLLM_ATTENTION_BACKEND", value)
-        for _ in range(3):
-            make_config(default_model, None, None)
-        (line,) = [line for line in lines if "is ignored" in line]
-        assert line.startswith(f"sparse-prefill: VLLM_ATTENTION_BACKEND={value} is ignored, because this release")
-        assert "attention runs on CPU_ATTN, vLLM's own choice" in line
-        assert "start the server with --attention-backend sparse-prefill" in line
-
-    @pytest.mark.parametrize("value", [None, "FLASH_ATTN", ""])
-    def test_nothing_is_said_without_such_settings(
-        self, default_model: Any, lines: list[str], monkeypatch: pytest.MonkeyPatch, value: str | None
-    ) -> None:
-        if value is not None:
-            monkeypatch.setenv("VLLM_ATTENTION_BACKEND", value)
+    def test_nothing_is_said_without_such_settings(self, default_model: Any, lines: list[str]) -> None:
         make_config(default_model, None, None)
         make_config(default_model, {"method": "dense"})
         assert not [line for line in lines if "is ignored" in line]

@@ -60,26 +60,9 @@ def not_one_of(value: object, allowed: Iterable[str]) -> str:
     return unexpected(value, f"one of {', '.join(names)}" + (f" (did you mean {close[0]!r}?)" if close else ""))
 
 
-MAX_TYPO_LENGTH = 40
-"""Characters. Longer keys are not compared: they are not typos of our keys, and a comparison takes longer with
-length."""
-TYPO_PARTS = ("spars", "prefil")
-"""Parts of ``sparse_prefill``. A typo of it probably contains one of them; other keys are not compared."""
-
-
-def looks_like(key: object, known_key: str) -> bool:
-    """Return whether a key may be a typo of a known key."""
-    if not isinstance(key, str) or len(key) > MAX_TYPO_LENGTH:
-        return False
-    if not any(part in key.lower() for part in TYPO_PARTS):
-        return False
-    written = _letters(key)
-    known = _letters(known_key)
-    return known in written or difflib.SequenceMatcher(None, written, known).ratio() >= 0.85
-
-
-def _letters(key: str) -> str:
-    return "".join(filter(str.isalnum, key.lower()))
+def looks_like(key: str, known_key: str) -> bool:
+    """Return whether a key may be a typo of a known key. Keys over 40 characters are none, and slow to compare."""
+    return len(key) <= 40 and bool(difflib.get_close_matches(key.lower(), [known_key], cutoff=0.85))
 
 
 MAPPINGS = ("dict_type", "model_type", "dataclass_type")

@@ -26,12 +26,9 @@ def existing_path(path: str) -> Path | None:
 def kind_of_file(path: Path) -> str:
     """Name the kind of an existing path."""
     try:
-        return _kind(path.stat().st_mode)
+        mode = path.stat().st_mode
     except OSError as error:
         return f"not readable ({error.strerror})"
-
-
-def _kind(mode: int) -> str:
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
@@ -39,10 +36,9 @@ def _kind(mode: int) -> str:
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a regular file of at most ``max_bytes``."""
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if not stat.S_ISREG(mode):
-                raise ConfigurationError(f"{path}: given {_kind(mode)}, expected a file")
+        if path.exists() and not path.is_file():
+            raise ConfigurationError(f"{path}: given {kind_of_file(path)}, expected a file")
+        with path.open("rb") as file:
             content = file.read(max_bytes + 1)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -57,7 +53,3 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES, errors: str = "strict") ->
         return read_bytes(path, max_bytes).decode(errors=errors).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not UTF-8 at byte {error.start}") from None
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a fifo would wait for a writer

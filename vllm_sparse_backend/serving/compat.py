@@ -308,7 +308,7 @@ def stock_backend(
 ) -> str:
     """Return the attention backend that vLLM itself would choose for a decoder's layers on this device."""
     capability = None if IS_CPU else current_platform.get_device_capability()
-    if capability is None or capability.major < 10 or not hasattr(current_platform, "get_valid_backends"):
+    if capability is None or capability.major < 10:
         return str(DenseBackend.get_name())
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -333,18 +333,6 @@ def is_from_transformers(tokenizer: Any) -> bool:
     from transformers import PreTrainedTokenizerBase
 
     return isinstance(tokenizer, PreTrainedTokenizerBase)
-
-
-def embeds_tokens(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM embeds the tokens of every step, also those of text, before it calls the model."""
-    model = vllm_config.model_config
-    if hasattr(model, "supports_multimodal_inputs"):
-        supports_multimodal = model.supports_multimodal_inputs
-    else:  # 0.30
-        from vllm.multimodal import MULTIMODAL_REGISTRY
-
-        supports_multimodal = MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
-    return bool(supports_multimodal or model.enable_prompt_embeds)
 
 
 def query_scale(query: torch.Tensor, layer: Any) -> float:

@@ -6,7 +6,6 @@ By default, a server that cannot find them does without. If the operator sets ``
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -30,12 +29,8 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
     carry_streaming(vllm_config, config.streaming_heads is not None and config.not_for_streaming() is None)
     if not carried_streaming(vllm_config.additional_config):
         return
-    try:
-        useless = next(_useless(vllm_config, resolved), None)
-        reason = useless or next(_impossible(vllm_config), None)
-    except Exception as error:
-        do_without(vllm_config, describe(error))
-        return
+    useless = next(_useless(vllm_config, resolved), None)
+    reason = useless or next(_impossible(vllm_config), None)
     if reason is not None:
         do_without(vllm_config, f"given with {reason}", logging.DEBUG if useless else logging.INFO)
 
@@ -74,53 +69,32 @@ def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
 
 def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield why streaming heads cannot be found in this server."""
-    for is_given, what, why in _unsupported(vllm_config):
-        if is_given:
-            yield f"{what}: {why}"
-    model = vllm_config.model_config
-    of_images = _flag(model, "is_multimodal_model") or _flag(model, "uses_mrope")
-    if of_images and not settings_of(vllm_config).requires_streaming_heads:
-        yield "a multimodal model: finding heads was not tried on a real one; set streaming_heads to {} to find them"
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    engines = parallel.data_parallel_size
+    reasons = {
+        "an encoder-decoder model: the heads are measured on a prompt without an encoder's input": (
+            model.is_encoder_decoder
+        ),
+        "a multimodal model: the heads are measured on a prompt of text": model.is_multimodal_model or model.uses_mrope,
+        "--enable-prompt-embeds: the heads are measured on a prompt of tokens": model.enable_prompt_embeds,
+        "a hybrid model: the heads are measured without the states of recurrent layers": model.is_hybrid,
+        "--enable-lora: adapters can change what heads do": vllm_config.lora_config is not None,
+        "--weight-transfer-config: weights that arrive later can change what heads do": (
+            vllm_config.weight_transfer_config is not None
+        ),
+        "--skip-tokenizer-init: the measurement needs a prompt": model.skip_tokenizer_init,
+        f"--data-parallel-size {engines} and experts: engines would have to run the model together": (
+            engines > 1 and parallel.is_moe_model
+        ),
+        "--enable-elastic-ep: a worker that joins later does not measure heads": parallel.enable_elastic_ep,
+    }
+    yield from (reason for reason, applies in reasons.items() if applies)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     if step_tokens < PROMPT_TOKENS:
         yield (
             f"--max-num-batched-tokens {step_tokens}, expected at least {PROMPT_TOKENS}, because the heads are "
             "measured in a single step"
         )
-
-
-def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[bool, str, str]]:
-    """Yield (whether it is given, the option or kind of model, why streaming heads cannot be found with it)."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    without_encoder = "the heads are measured on a prompt without an encoder's input"
-    yield _flag(model, "is_encoder_decoder"), "an encoder-decoder model", without_encoder
-    has_dynamic_scales = _flag(vllm_config.cache_config, "calculate_kv_scales")
-    yield has_dynamic_scales, "--calculate-kv-scales", "the measurement's prompt would set the scales"
-    yield getattr(vllm_config, "lora_config", None) is not None, "--enable-lora", "adapters can change what heads do"
-    replaces_weights = getattr(vllm_config, "weight_transfer_config", None) is not None
-    yield replaces_weights, "--weight-transfer-config", "weights that arrive later can change what heads do"
-    yield _flag(model, "skip_tokenizer_init"), "--skip-tokenizer-init", "the measurement needs a prompt"
-    passes = getattr(getattr(vllm_config, "compilation_config", None), "pass_config", None)
-    splits_tokens = _flag(passes, "enable_sp") or _flag(passes, "fuse_gemm_comms")
-    stages = getattr(parallel, "pipeline_parallel_size", 1)
-    yield (
-        stages > 1 and splits_tokens,
-        f"--pipeline-parallel-size {stages} and sequence parallelism",
-        "each rank of a stage passes only a part of the tokens on",
-    )
-    engines = getattr(parallel, "data_parallel_size", 1)
-    in_lockstep = engines > 1 and getattr(parallel, "is_moe_model", None) is not False
-    yield in_lockstep, f"--data-parallel-size {engines} and experts", "engines would have to run the model together"
-    yield (
-        _flag(parallel, "enable_elastic_ep"),
-        "--enable-elastic-ep",
-        "a worker that joins later does not measure heads",
-    )
-
-
-def _flag(part: Any, name: str) -> bool:
-    """Return whether a flag of vLLM's configuration is set; False if this version does not have it."""
-    return bool(getattr(part, name, False))
 
 
 def shares_blocks(vllm_config: VllmConfig) -> bool:

@@ -2,20 +2,16 @@
 """A log line for operators who set up this backend on a server that runs another backend."""
 
 import multiprocessing
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from vllm_sparse_backend.config.keys import KEY, OPTION
-from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG, NAMES
+from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
 from vllm_sparse_backend.serving.registration import why_other_selected
-
-VARIABLE = "VLLM_ATTENTION_BACKEND"
-"""Environment variable that older releases of vLLM read instead of the flag."""
 
 
 def log_unread_settings(vllm_config: Any) -> None:
-    """Log once that the server ignores this backend's settings or a variable that names it, and which backend runs."""
+    """Log once that the server ignores this backend's settings, and which backend runs."""
     from vllm.logger import init_logger
 
     # Engine cores and workers get the same configuration.
@@ -27,27 +23,13 @@ def log_unread_settings(vllm_config: Any) -> None:
         init_logger(LOGGER).info_once(unread_settings(backend, MLA_FLAG if has_mla else FLAG))
     elif (why := why_other_selected(vllm_config.attention_config)) is not None:
         init_logger(LOGGER).warning_once(why)
-    elif os.environ.get(VARIABLE, "").upper() in NAMES and not _is_read(VARIABLE):
-        init_logger(LOGGER).info_once(unread_variable(backend))
 
 
 def unread_settings(backend: Any, flag: str = FLAG) -> str:
     """Format the line about ignored settings."""
-    line = (
+    return (
         f"sparse-prefill: {KEY} in {OPTION} is ignored: attention runs on {_name_of(backend)}; add {flag} to use these "
         "settings, or remove them"
-    )
-    if (value := os.environ.get(VARIABLE)) is not None and not _is_read(VARIABLE):
-        line += f" ({VARIABLE}={value} is set, but this release of vLLM does not read it)"
-    return line
-
-
-def unread_variable(backend: Any) -> str:
-    """Format the line about a variable that names this backend, on a server without this backend's settings."""
-    return (
-        f"sparse-prefill: {VARIABLE}={os.environ[VARIABLE]} is ignored, because this release of vLLM does not read it: "
-        f"attention runs on {_name_of(backend)}; start the server with --attention-backend sparse-prefill, or "
-        "unset the variable"
     )
 
 
@@ -59,9 +41,3 @@ def _name_of(backend: Any) -> str:
         return f"{chosen}vLLM's own choice, because --attention-backend is not given"
     path = f" ({backend.get_path()})" if backend.is_overridden() else ""
     return f"{backend.name}{path}, as configured"
-
-
-def _is_read(variable: str) -> bool:
-    from vllm import envs
-
-    return variable in envs.environment_variables
