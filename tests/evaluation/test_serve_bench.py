@@ -16,11 +16,11 @@ from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.cli.bench import Serve
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation import compared_servers, serve_bench
+from vllm_sparse_backend.evaluation import compared_servers, serve_bench, vllm_server
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.serve_bench import Length
-from vllm_sparse_backend.evaluation.vllm_server import Settings
+from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU, Settings
 
 
 def run(*args: object):
@@ -115,6 +115,7 @@ def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, 
             self.running.__exit__(*error)
 
     monkeypatch.setattr(compared_servers, "Server", OneServer)
+    monkeypatch.setattr(vllm_server, "has_cuda", lambda: False)
     settings = ("--settings", '{"method": "a_shape"}', "--settings", "streaming")
     out = tmp_path / "all.json"
     result = run(BUNDLED, *settings, "--lengths", "40,900", "--repeats", 2, "--output-tokens", 2, "--json", out)
@@ -123,6 +124,7 @@ def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, 
     assert [case["ttft_speed_up"] for case in cases_of(out)] == pytest.approx([4] * 4)
     prompts = [tuple(prompt) for _, prompt in log]
     assert prompts == prompts[:6] * 3
+    assert result.stdout.endswith(f"{NOT_FASTER_ON_CPU}\n")
 
 
 SERVERS = ("--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9")

@@ -119,7 +119,9 @@ class TestSize:
 
 
 class TestReservation:
-    def test_vllms_profile_run_allocates_it_and_all_layers_share_it(self, configured: Callable[..., Any]) -> None:
+    def test_vllms_profile_run_allocates_it_and_all_layers_share_it(
+        self, configured: Callable[..., Any], lines: list[str]
+    ) -> None:
         """There is no builder yet, and the run is in inference mode. Steps may also run outside of it."""
         config = configured(method="dense", min_tokens=MIN_TOKENS)
         worker, layers = worker_of(config), make_layers(config, [0, 1, 2])
@@ -128,6 +130,10 @@ class TestReservation:
         memory = worker.memory
         assert memory is not None
         assert not memory.arena.buffer.is_inference()
+        assert lines[-1] == (
+            f"sparse-prefill: reserved an arena of {len(memory.arena.buffer) >> 20} MiB for temporary tensors of "
+            f"selection and attention, of {memory.room.max_tokens} new tokens at a time"
+        )
         make_builder(config, layers)
         assert worker.memory is memory
         assert all(layer.impl.worker is worker for layer in layers)
