@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM")
-import torch
 import zmq
 from fastapi import FastAPI, Request
 from starlette.testclient import TestClient
@@ -23,7 +22,6 @@ from vllm.config import KVTransferConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType, FinishReason
@@ -33,8 +31,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.folders import profile_file
-from tests.helpers.mixed_batches import MIN_TOKENS, MIXED
-from tests.helpers.vllm_objects import make_builder, make_layers, make_step
+from tests.helpers.mixed_batches import MIN_TOKENS
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.request_levels import FIELD, RequestLevel, level_in, with_level
@@ -42,7 +39,6 @@ from vllm_sparse_backend.serving import hooks, level_policy as policies
 from vllm_sparse_backend.serving.frontend import middleware
 from vllm_sparse_backend.serving.frontend.middleware import LevelsEndpoint
 from vllm_sparse_backend.serving.level_policy import level_policy
-from vllm_sparse_backend.serving.worker.owner import Worker
 
 LEVELS: dict[str, Any] = {
     "level": "high",
@@ -66,8 +62,7 @@ class Front:
         self.vllm_config = vllm_config
 
     def process_inputs(self, prompt: str, params: Any, cache_salt: str | None = None, resumable: bool = False) -> Any:
-        pools = isinstance(params, PoolingParams)
-        return SimpleNamespace(sampling_params=None if pools else params.clone(), cache_salt=cache_salt)
+        return SimpleNamespace(sampling_params=params.clone(), cache_salt=cache_salt)
 
 
 hooks.put_around(Front, "process_inputs", hooks.set_levels)
@@ -127,29 +122,6 @@ class TestFrontProcess:
         params = SamplingParams(extra_args={FIELD: "fastest"})
         request = Front(config).process_inputs("prompt", params, cache_salt="sparse_prefill:")
         assert (request.sampling_params.extra_args, request.cache_salt) == (params.extra_args, "sparse_prefill:")
-
-    def test_on_a_server_that_pools(self, configured: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every row runs dense on vLLM's own path; ``on`` lets rows run sparse. Requests get the server's level."""
-        for requests, server_value, other in ({}, 0, 1), ({"default": "on"}, 1, 0):
-            config = configured(method="a_shape", min_tokens=MIN_TOKENS, min_query_tokens=1, requests=requests)
-            monkeypatch.setattr(config.model_config, "runner_type", "pooling")
-            worker = Worker(config)
-            policy = level_policy(config)
-            assert policy.level_of({FIELD: server_value}) == policy.level_of(None)
-            with pytest.raises(ValueError, match="but this server runs a pooling model, which has one level"):
-                policy.level_of({FIELD: other})
-            made = make_layers(config, range(4))
-            builder = make_builder(config, made)
-            assert builder.worker is worker
-            assert builder.sparse_layers == (() if server_value == 0 else (0, 1, 2, 3))
-            step = make_step(made[0], MIXED)
-            metadata = builder.build(0, step.common)
-            exact = torch.equal(step.forward(made[0], metadata), step.by_dense_backend(made[0], builder))
-            assert exact == (server_value == 0)
-            monkeypatch.setattr(config, "kv_transfer_config", stored("OffloadingConnector"))
-            request = Front(config).process_inputs("prompt", PoolingParams())
-            assert (request.cache_salt or "").startswith("sparse_prefill:") == (server_value == 1)
-            monkeypatch.setattr(config, "kv_transfer_config", None)
 
 
 def salted_request(salt: str | None, **options: Any) -> EngineRequest:
@@ -337,12 +309,11 @@ class TestEngineCore:
         self.take(Core(config), extra_args)
 
     def test_requests_that_have_no_level_are_taken(self, levels: Callable[..., Any]) -> None:
-        """Requests for pooling, and vLLM's own requests that free another server's blocks."""
+        """vLLM's own requests that free another server's blocks."""
         core = Core(levels())
         self.take(core, with_level({}, RequestLevel("fast")))
         self.take(core, {"kv_transfer_params": {}}, abort_immediately=True)
-        self.take(core, None, sampling_params=None, pooling_params=PoolingParams())
-        assert len(core.prepared) == 3
+        assert len(core.prepared) == 2
 
     @pytest.fixture
     def running(self, levels: Callable[..., Any], tmp_path: Any) -> Iterator[tuple[Core, zmq.Socket[bytes]]]:
@@ -403,7 +374,6 @@ class TestMiddleware:
         [
             ("/v1/chat/completions", X | BEAMS | {"messages": [{"content": "a" * 100_000}]}, "beam search"),
             ("/cohere/v2/chat", X, "no field for it"),
-            *((path, X, "one level for all") for path in ("/v1/embeddings", "/pooling", "/classify", "/rerank")),
         ],
     )  # fmt: skip
     def test_a_level_that_vllm_would_drop_is_refused(self, client: TestClient, path: str, body: Any, said: str) -> None:
@@ -421,7 +391,7 @@ class TestMiddleware:
             ("/v1/completions", BEAMS | {"prompt": '"vllm_xargs": {"sparse_prefill": 0}'}),
             ("/v1/completions", BEAMS | {"metadata": X, FIELD: 0}),  # ignored, as vLLM ignores them
             ("/v1/responses", X | BEAMS),  # has no beam search
-            ("/v1/embeddings", {"input": "sparse_prefill", "vllm_xargs": [FIELD]}),
+            ("/cohere/v2/chat", {"message": "sparse_prefill", "vllm_xargs": [FIELD]}),
             ("/tokenize", X), ("/unread", X),
         ],
     )  # fmt: skip
@@ -453,18 +423,10 @@ class TestMiddleware:
         for data in level, level | {"use_beam_search": "false", "a": beams}, {"use_beam_search": beams}:
             assert client.post(path, data=data, files=audio).status_code == 200
 
-    def test_servers_that_pool_have_no_levels_in_invocations(
-        self, levels: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        config = levels()
-        assert self.served(config).post("/invocations", json=X).status_code == 200
-        monkeypatch.setattr(config.model_config, "runner_type", "pooling")
-        assert self.served(config).post("/invocations", json=X).status_code == 400
-
     def test_bodies_of_other_backends_are_not_inspected(
         self, levels: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr((config := levels()).attention_config, "backend", None)
         monkeypatch.setattr(middleware, "JsonBody", None)
-        for path in ("/v1/completions", "/v1/embeddings"):
+        for path in ("/v1/completions", "/cohere/v2/chat"):
             assert self.served(config).post(path, json=X | BEAMS).status_code == 200

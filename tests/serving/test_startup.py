@@ -93,8 +93,6 @@ def test_what_does_not_fit_or_leaves_no_layer(config: Any, says: str) -> None:
         startup.check(config)
 
 
-STORE = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
-ON = {"sparse_prefill": {"requests": {"default": "on"}}}
 ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
 
 
@@ -106,16 +104,11 @@ ADAPTIVE = SimpleNamespace(enable_adaptive_verification=True)
         ({"VLLM_BATCH_INVARIANT": "0", "VLLM_USE_RUST_FRONTEND": "0"}, None),
         ({"speculative_config": ADAPTIVE}, '"enable_adaptive_verification": false into --speculative-config'),
         ({"model_config.rswa_window": 128}, "reference sliding window"),
-        ({"model_config.is_mm_prefix_lm": True}, "needs FlashAttention 4, but vLLM uses version 3 here"),
-        ({"model_config.is_mm_prefix_lm": True, "version": 4}, None),
-        ({"model_config.is_mm_prefix_lm": True, "version": None}, None),  # on a CPU
-        ({"model_config.runner_type": "pooling", "kv_transfer_config": STORE, "additional_config": ON}, None),
+        ({"model_config.is_mm_prefix_lm": True}, "attend in both directions, which sparse prefill does not support"),
+        ({"model_config.runner_type": "pooling"}, "the model is for pooling"),
     ],
 )
 def test_options_that_are_refused(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str | None) -> None:
-    version = changes.get("version", 3)
-    monkeypatch.setattr(compat, "flash_attention_version", lambda config: version)
-    monkeypatch.setattr(compat, "IS_CPU", version is None)
     config = served(llama())
     for field, value in changes.items():
         if field.startswith("VLLM_"):
@@ -155,7 +148,6 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
         ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
         ({"weight_transfer_config": object()}, "given with --weight-transfer-config"),
         ({"model_config.max_model_len": 16_384}, "--max-model-len 16384, expected at least 16385"),
-        ({"model_config.runner_type": "pooling"}, "a pooling model, every row of which prefills dense"),
     ],
 )
 def test_servers_that_cannot_find_streaming_heads(changes: dict[str, Any], says: str | None) -> None:
@@ -182,7 +174,6 @@ def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> No
         ({"params": {"kept_mass": 1}}, {}, None),
         ({}, {"model_config.max_model_len": 16_384}, None),
         ({"min_tokens": 32_768}, {"model_config.max_model_len": 32_768}, None),
-        ({}, {"model_config.runner_type": "pooling"}, None),
         ({}, {"lora_config": object()}, "--enable-lora: adapters can change"),
         ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, "--max-num-batched-tokens 2048"),
     ],

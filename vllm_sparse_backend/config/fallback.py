@@ -70,8 +70,6 @@ class Fallback(StrEnum):
         "top_p, or a GPU with more shared memory (A100, H100)")
     # Reasons of a row in a step.
     NON_CAUSAL = ("non_causal", "the row attends in both directions; no action, such rows stay dense")
-    PREFIX_LM = ("prefix_lm",
-        "part of the row (such as an image) attends in both directions; no action, such rows stay dense")
     CASCADE = ("cascade", "vLLM runs this step as cascade attention over a shared prefix; use --disable-cascade-attn")
     TOO_SHORT = ("too_short", "the row ends within min_tokens; lower min_tokens if sparse attention is still faster")
     SHORT_QUERY = ("short_query",

@@ -10,7 +10,7 @@ from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, LayerSiz
 from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, STREAMING
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
-from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
+from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, StreamingHeadsConfig, load_config
 from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.layer import LayerPlan
@@ -50,13 +50,12 @@ class Resolved:
     table: Crossover
     device: str
     layer_size: LayerSize
-    pools: bool = False
     streaming_heads: StreamingHeadsConfig | None = None
 
     @staticmethod
     def from_additional_config(
         additional_config: Mapping[str, Any] | None, shape: ModelShape, layer_weights: int | None, device: str,
-        tp_rank: int = 0, tp_size: int = 1, pools: bool = False,
+        tp_rank: int = 0, tp_size: int = 1,
     ) -> "Resolved":  # fmt: skip
         """Resolve the settings for a rank of a model, whose linear layers have ``layer_weights`` on average."""
         config = load_config(additional_config)
@@ -67,20 +66,12 @@ class Resolved:
             plans[SHARE] = plans[ON]  # except for p, which each row sets
         streaming_heads = config.streaming_heads if carried_streaming(additional_config) else None
         size = LayerSize(shape.num_heads * shape.head_dim, layer_weights)
-        return Resolved(config, read, plans, read.parse_crossover(), device, size, pools, streaming_heads)
+        return Resolved(config, read, plans, read.parse_crossover(), device, size, streaming_heads)
 
     @property
     def plan(self) -> Plan:
         """The plan of the server's own level."""
         return self.plans[ON]
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether every row runs dense: the default of servers of pooling models.
-
-        Embeddings and scores are compared with stored values, and their small errors go unnoticed.
-        """
-        return self.pools and self.config.requests.default in (None, EXACT)
 
     def layer(self, number: int) -> tuple[LayerPlan, ...]:
         """Return one layer's plan at each level; none if it is dense at all of them.

@@ -55,7 +55,7 @@ class RequestsConfig(Section):
 
     default: LevelChoice | None = None
     """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level. The
-    default is `on`; servers of pooling models default to `exact`. See docs/requests_reference.md#models-that-pool."""
+    default is `on`."""
 
     allow: tuple[LevelChoice, ...] | None = None
     """Levels that requests may choose in addition to their default: `exact`, `on`, names of levels, and `p` for any

@@ -287,15 +287,11 @@ def flash_attn_varlen_func() -> Callable[..., Any]:
     return function
 
 
-def flash_attention_version(vllm_config: VllmConfig | None = None) -> int | None:
+def flash_attention_version() -> int | None:
     """Return the version of FlashAttention that vLLM chooses."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    if vllm_config is None:
-        version = get_flash_attn_version()
-    else:
-        with set_current_vllm_config(vllm_config, check_compile=False):
-            version = get_flash_attn_version(head_size=vllm_config.model_config.get_head_size())
+    version = get_flash_attn_version()
     return None if version is None else int(version)
 
 
@@ -338,11 +334,6 @@ def is_from_transformers(tokenizer: Any) -> bool:
 def query_scale(query: torch.Tensor, layer: Any) -> float:
     """Return the factor from elements of a layer's queries to their values."""
     return float(layer._q_scale_float) if query.dtype == FP8 else 1.0
-
-
-def pools(vllm_config: VllmConfig) -> bool:
-    """Return whether the server's requests are for pooling: embeddings, scores or classes."""
-    return vllm_config.model_config.runner_type == "pooling"
 
 
 def is_set(variable: str) -> bool:
@@ -486,17 +477,6 @@ def mla_chunk_part(
         cu_seq_lens=key_starts,
         max_seq_len=max_keys,
     )
-
-
-def take_prefix_ranges(part: DenseMetadata, whole: DenseMetadata, tokens: slice) -> None:
-    """Copy the tokens' part of the batch's bidirectional ranges (prefix-LM) into the metadata of these tokens.
-
-    Each layer calls this, because models clear the batch's ranges for some layers, and because the ranges are in a
-    persistent buffer that metadata built with other ranges would overwrite.
-    """
-    if not IS_CPU:
-        ranges = whole.mm_prefix_query_range_tensor
-        part.mm_prefix_query_range_tensor = None if ranges is None else ranges[tokens]
 
 
 def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:

@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
 
 from vllm_sparse_backend.config.errors import ConfigurationError, format_value
 from vllm_sparse_backend.config.profile import EXACT, ON
@@ -29,7 +28,6 @@ from vllm_sparse_backend.config.request_levels import (
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
 
 logger = logging.getLogger(LOGGER)
@@ -54,8 +52,6 @@ def level_policy(vllm_config: VllmConfig, resolved: Resolved | None = None) -> L
     """Return the levels that requests of this server may choose."""
     resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
     plan, requests = resolved.plan, resolved.config.requests
-    if resolved.is_dense:
-        requests = requests.model_copy(update={"default": EXACT})
     default = LevelPolicy(plan.level_names, plan.level).under(requests).default
     if connectors & SALTED_STORES:
         fingerprints = {
@@ -65,18 +61,13 @@ def level_policy(vllm_config: VllmConfig, resolved: Resolved | None = None) -> L
     else:
         fingerprints = {level: "" for level in (EXACT, *resolved.plans) if level != default}
     refusal = _refusal(vllm_config, connectors)
-    uniform_levels = {EXACT, ON} if resolved.pools else {*plan.level_names, ON}
-    if vllm_config.parallel_config.use_ubatching:
-        uniform_levels = {ON}
-    if refusal is not None and default not in uniform_levels:
+    if vllm_config.parallel_config.use_ubatching and default != ON:
         raise ConfigurationError(f"{OPTION} {KEY}.requests.default: given {default!r}, but {refusal}")
     return LevelPolicy(plan.level_names, plan.level, fingerprints, refusal, plan.has_shares).under(requests)
 
 
 def level_of(policy: LevelPolicy, params: Any, resumable: bool) -> RequestLevel:
     """Return the level of a request that vLLM turns into an engine request."""
-    if not isinstance(params, SamplingParams):  # of a pooling model
-        return RequestLevel(policy.default)
     try:
         level = policy.level_of(params.extra_args)
     except ValueError as error:
@@ -97,8 +88,7 @@ def set_level(policy: LevelPolicy, request: Any, level: RequestLevel) -> None:
         request.cache_salt = policy.cache_salt(level, request.cache_salt)
     except ValueError as error:
         raise VLLMValidationError(str(error), parameter="cache_salt") from None
-    if request.sampling_params is not None:
-        request.sampling_params.extra_args = with_level(request.sampling_params.extra_args, level)
+    request.sampling_params.extra_args = with_level(request.sampling_params.extra_args, level)
 
 
 def refuse_unchecked(request: Any) -> None:
@@ -140,8 +130,6 @@ def stores_by_token(vllm_config: VllmConfig) -> list[str]:
 
 
 def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
-    if compat.pools(vllm_config):
-        return "this server runs a pooling model, which has one level for all requests"
     if stores := stores_by_token(vllm_config):
         return (
             f"this server stores keys and values with {', '.join(stores)} by their tokens only, so a request could "

@@ -80,7 +80,7 @@ def _option_problems(vllm_config: VllmConfig) -> Iterator[str]:
             "given use_prefill_query_quantization in --attention-config, expected false: sparse prefill computes in "
             "the model's dtype; leave it out"
         )
-    yield from shared_refusals()
+    yield from shared_refusals(vllm_config)
 
 
 def refuse_stock_prefill(backend: Any) -> None:

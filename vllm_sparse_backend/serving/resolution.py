@@ -60,12 +60,10 @@ def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
 def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Resolved:
     """Resolve the settings of a process for the served model."""
     additional_config, shape = _AdditionalConfig.of(vllm_config), compat.model_shape(vllm_config)
-    weights, device, pools = compat.layer_weights(vllm_config, shape), compat.device_name(), compat.pools(vllm_config)
+    weights, device = compat.layer_weights(vllm_config, shape), compat.device_name()
     if carried_device(additional_config.values) is None:  # not cached: a file may still change
-        return Resolved.from_additional_config(
-            additional_config.values, shape, weights, device, tp_rank, tp_size, pools
-        )
-    return _resolved(additional_config, shape, weights, device, tp_rank, tp_size, pools)
+        return Resolved.from_additional_config(additional_config.values, shape, weights, device, tp_rank, tp_size)
+    return _resolved(additional_config, shape, weights, device, tp_rank, tp_size)
 
 
 def log_other_device(resolved: Resolved, rank: int) -> None:
@@ -87,8 +85,6 @@ def _settings(additional_config: _AdditionalConfig) -> SparsePrefillConfig:
 @lru_cache(PARSED)
 def _resolved(
     additional_config: _AdditionalConfig, shape: ModelShape, layer_weights: int | None, device: str, tp_rank: int,
-    tp_size: int, pools: bool,
+    tp_size: int,
 ) -> Resolved:  # fmt: skip
-    return Resolved.from_additional_config(
-        additional_config.values, shape, layer_weights, device, tp_rank, tp_size, pools
-    )
+    return Resolved.from_additional_config(additional_config.values, shape, layer_weights, device, tp_rank, tp_size)

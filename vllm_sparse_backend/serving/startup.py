@@ -76,8 +76,8 @@ def refuse(vllm_config: VllmConfig) -> None:
         raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
 
 
-def shared_refusals() -> Iterator[str]:
-    """List the options of vLLM that neither the attention backend nor the prefill backend for MLA can honour."""
+def shared_refusals(vllm_config: VllmConfig) -> Iterator[str]:
+    """List the models and options that neither the attention backend nor the prefill backend for MLA supports."""
     if compat.is_set("VLLM_BATCH_INVARIANT"):
         yield (
             "VLLM_BATCH_INVARIANT is set, but the selected keys depend on how the scheduler cuts a prompt into chunks, "
@@ -88,10 +88,15 @@ def shared_refusals() -> Iterator[str]:
             f"{RUST_FRONTEND} is set, but no part of this package runs in vLLM's front end in Rust, so nothing would "
             "check the levels of requests; unset it"
         )
+    if vllm_config.model_config.runner_type == "pooling":
+        yield (
+            "the model is for pooling: its embeddings and scores are compared with stored values, and small errors go "
+            "unnoticed; serve it without this backend"
+        )
 
 
 def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
-    yield from shared_refusals()
+    yield from shared_refusals(vllm_config)
     # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
     if vllm_config.speculative_config is not None and vllm_config.speculative_config.enable_adaptive_verification:
         yield (
@@ -103,11 +108,10 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
             "the model attends within a reference sliding window (R-SWA), which needs prompt lengths that this backend "
             "does not pass on; serve it without this backend"
         )
-    is_prefix_lm = not compat.IS_CPU and vllm_config.model_config.is_mm_prefix_lm
-    if is_prefix_lm and (version := compat.flash_attention_version(vllm_config)) != 4:
+    if vllm_config.model_config.is_mm_prefix_lm:
         yield (
-            "parts of this model's prompts (its images) attend in both directions, which needs FlashAttention 4, but "
-            f"vLLM uses version {version} here; serve it without this backend"
+            "parts of this model's prompts (its images) attend in both directions, which sparse prefill does not "
+            "support; serve it without this backend"
         )
 
 

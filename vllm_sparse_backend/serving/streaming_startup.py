@@ -60,8 +60,6 @@ def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
             f"--max-model-len {max_len}, expected at least {needed}: the heads are measured on {PROMPT_TOKENS} tokens, "
             f"and keep fewer keys after {settings.min_context_tokens} tokens of a request"
         )
-    if resolved.is_dense:
-        yield "a pooling model, every row of which prefills dense"
     lengths = resolved.earliest_lengths()
     if lengths.min_tokens >= max_len:
         yield f"--max-model-len {max_len} and sparse prefill for {lengths}, so that every row prefills dense"

@@ -104,7 +104,6 @@ class TestClassification:
     @pytest.mark.parametrize(
         ("changes", "reason"),
         [
-            ({"mm_req_doc_ranges": {0: [], 1: [(5, 60)], 2: [(5, 60)]}}, Fallback.PREFIX_LM),  # a row may have no range
             ({"causal": False}, Fallback.NON_CAUSAL),
             ({"causal": torch.tensor([0, 1, 1], dtype=torch.int32)}, Fallback.NON_CAUSAL),
             ({"common_prefix_len": 256}, Fallback.CASCADE),
@@ -114,7 +113,7 @@ class TestClassification:
         self, builder: SparsePrefillMetadataBuilder, changes: Any, reason: Fallback
     ) -> None:
         got = kinds(builder, [(300, 200), (300, 300), (400, 1)], **changes)
-        assert got == [SPARSES if reason is Fallback.PREFIX_LM else dense(reason), dense(reason), DECODES]
+        assert got == [dense(reason), dense(reason), DECODES]
 
     def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
         """Only the upper bound decides. Without it, and on a device, lengths are unknown."""
@@ -223,13 +222,3 @@ class TestMetadata:
         buffer.zero_()
         assert part.scheduler_metadata.tolist() == [0, 1, 2, 3, 4]
         compat.keep_schedule(SimpleNamespace(scheduler_metadata=None))
-
-    def test_ranges_that_attend_both_ways_follow_the_whole_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A model clears the whole batch's ranges for some layers."""
-        monkeypatch.setattr(compat, "IS_CPU", False)
-        part, whole = SimpleNamespace(), SimpleNamespace(mm_prefix_query_range_tensor=torch.arange(50))
-        compat.take_prefix_ranges(part, whole, slice(10, 30))
-        assert part.mm_prefix_query_range_tensor.tolist() == list(range(10, 30))
-        whole.mm_prefix_query_range_tensor = None
-        compat.take_prefix_ranges(part, whole, slice(10, 30))
-        assert part.mm_prefix_query_range_tensor is None

@@ -17,26 +17,17 @@ from typing import Any
 from fastapi import HTTPException
 
 from vllm_sparse_backend.config.request_levels import FIELD
-from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.frontend.engine_rpc import path_of
 from vllm_sparse_backend.serving.registration import is_selected
 
 NO_FIELD = "vLLM has no field for it on this path"
-POOLING = "it is for pooling, which has one level for all requests"
 DROPS_LEVEL = {
     "/generative_scoring": "scoring makes new sampling parameters",
     "/v1/systemone": "structured decisions make new sampling parameters",
     "/inference/v1/generate": "this path reads a level from sampling_params.extra_args",
     "/cohere/v2/chat": NO_FIELD,
     "/cohere/v2/chat/render": NO_FIELD,
-    **dict.fromkeys(
-        (
-            "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
-            "/v2/rerank",
-        ),
-        POOLING,
-    ),
-}  # fmt: skip
+}
 """Paths on which vLLM drops the level of every request, with the reason."""
 
 HAS_BEAMS = {
@@ -143,7 +134,6 @@ class LevelsEndpoint:
     required_tasks: Sequence[str] | None = None
     is_active = False
     """Whether the server runs this backend. Bodies of other servers are not inspected."""
-    pools = False
 
     def attach_router(self, app: Any) -> None:
         app.add_middleware(LevelsMiddleware, endpoint=self)
@@ -152,12 +142,12 @@ class LevelsEndpoint:
         """Turn the middleware on if the server runs this backend."""
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_selected(config.attention_config):
-            self.is_active, self.pools = True, compat.pools(config)
+            self.is_active = True
 
     def inspect(self, scope: dict[str, Any], receive: Any) -> Any:
         """Return the ``receive`` with which an app reads the body of a request."""
         path = path_of(scope)
-        reason = DROPS_LEVEL.get(path, POOLING if self.pools and path == "/invocations" else None)
+        reason = DROPS_LEVEL.get(path)
         if not self.is_active or (reason is None and path not in HAS_BEAMS):
             return receive
         content_type = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")

@@ -101,7 +101,6 @@ class SparsePrefillImpl(compat.DenseImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs)
 
         for dense in step.dense_runs:
-            compat.take_prefix_ranges(dense.metadata, attn_metadata, dense.tokens)
             part = (x if x is None else x[dense.tokens] for x in (query, key, value))
             super().forward(layer, *part, kv_cache, dense.metadata, output[dense.tokens], *scales, **kwargs)
         cache = compat.with_scales(compat.paged_cache(kv_cache, self.head_size), layer)

@@ -108,10 +108,6 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     if not group:
         return None
     worker.attention_names = dict.fromkeys((number for number, _ in layers.values()), "dense") | worker.attention_names
-    if resolved.is_dense:
-        if worker.rank == 0 and worker.should_log("pooling"):
-            startup_log.log_pooling()
-        return None
     plans = {number: resolved.layer(number) for number, _ in layers.values()}
     reasons = {number: impl.dense_reason(plans[number]) for number, impl in layers.values()}
     if worker.rank == 0:

@@ -66,9 +66,7 @@ class MlaWorker:
         self._numbers: Mapping[int, int] = {}
         self._device = worker.device
         self._dtype = worker.vllm_config.model_config.dtype
-        self.kernels: MlaPrefill | None = None
-        if not worker.resolved.is_dense:
-            self.kernels = compat.outside_memory_pool(worker.vllm_config, self._device, self._allocate)
+        self.kernels = compat.outside_memory_pool(worker.vllm_config, self._device, self._allocate)
         self._row_classifier: RowClassifier | None = None
         self._batch: tuple[Step | None, MlaBatch | None] = (None, None)
 
@@ -113,19 +111,14 @@ class MlaWorker:
             return
         vllm_config, resolved = self.worker.vllm_config, self.worker.resolved
         all_layers = mla_layers(vllm_config)
-        if resolved.is_dense:
-            if self.worker.rank == 0:
-                startup_log.log_pooling()
-            numbers: list[int] = []
-        else:
-            numbers = sorted(
-                number
-                for number, layer in all_layers.items()
-                if layer.prefill_backend.shape == self.shape
-                and compat.is_stock_mla_layer(layer)
-                and resolved.plan.layer(number) is not None
-            )
-            self._refuse_without_layers(vllm_config, all_layers, numbers)
+        numbers = sorted(
+            number
+            for number, layer in all_layers.items()
+            if layer.prefill_backend.shape == self.shape
+            and compat.is_stock_mla_layer(layer)
+            and resolved.plan.layer(number) is not None
+        )
+        self._refuse_without_layers(vllm_config, all_layers, numbers)
         self.layers = frozenset(numbers)
         self._served_layers = all_layers
         self._numbers = {id(all_layers[number].impl): number for number in numbers}
@@ -169,7 +162,6 @@ class MlaWorker:
 
     def prepare(self, request: RequestLevel, rows: Sequence[MlaRow], is_causal: bool) -> MlaCall:
         """Prepare rows of requests of the same level for all layers of a step."""
-        assert self.kernels is not None
         method = _method_of(self.worker)
         if isinstance(method, TopP) and request.kept_mass is not None:
             method = method.with_kept_mass(request.kept_mass)
@@ -388,7 +380,6 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         lse: torch.Tensor,
     ) -> None:
         """Run sparse rows, and count their pairs."""
-        assert self.shared.kernels is not None
         assert self._layer is not None
         kept_pairs = self.shared.uncounted
         if is_counted:

@@ -81,7 +81,7 @@ class Worker:
 
     def reserve_memory(self) -> Memory | None:
         """Return the arena. The first call allocates it."""
-        if self.memory is None and not self.resolved.is_dense:
+        if self.memory is None:
             # The profile run is in inference mode; tensors created in it could not be written to outside of it.
             with torch.inference_mode(False):
                 self.memory = Memory.reserve(

@@ -64,8 +64,8 @@ class Requests:
         for req_id in scheduler_output.finished_req_ids:
             self._requests.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            extra_args = getattr(new.sampling_params, "extra_args", None)
-            if new.sampling_params is None or is_checked(extra_args):  # None: for pooling
+            extra_args = new.sampling_params.extra_args
+            if is_checked(extra_args):
                 self._requests[new.req_id] = Request(level_in(extra_args), compat.prompt_length(new))
         self.step = Step(self._requests, scheduler_output.num_scheduled_tokens)
         try:
@@ -157,7 +157,6 @@ class RowClassifier:
         batch_reason = Fallback.UNNAMED if requests is None else _dense_reason_of_batch(common, common_prefix_len)
         requests = requests or [UNKNOWN] * common.num_reqs
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
-        prefix_lm = common.mm_req_doc_ranges or {}
         rows = []
         for i, (start, end) in enumerate(pairwise(starts)):
             query_len, seq_len, level = end - start, seq_lens[i], requests[i].level
@@ -167,8 +166,6 @@ class RowClassifier:
                 kind = DECODE_ROW
             else:
                 reason = Fallback.REQUESTED if level.name == EXACT else batch_reason
-                if reason is None and prefix_lm.get(i):
-                    reason = Fallback.PREFIX_LM
                 if reason is None:
                     reason = self._dense_reason(query_len, seq_len, level.name)
                 kind = RowKind(SPARSE if reason is None else DENSE, reason, level.name)

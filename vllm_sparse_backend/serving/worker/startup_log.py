@@ -21,14 +21,6 @@ from vllm_sparse_backend.serving.level_policy import level_policy
 logger = logging.getLogger(LOGGER)
 
 
-def log_pooling() -> None:
-    """Log that a server of a pooling model prefills every row dense."""
-    logger.info(
-        "sparse-prefill: every row of this pooling model prefills dense, because embeddings and scores are compared "
-        'with stored values. To let rows run sparse, set "requests": {"default": "on"}'
-    )
-
-
 def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
     """Log the layers that prefill dense, one line for each reason."""
     for reason in Fallback:
