@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captured prompts for timings: their layers, with heads repeated to fill a card, and plans of profiles for them."""
+"""A model's prompt, captured for timings: its layers, with heads repeated to fill a card, and plans of profiles."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from benchmarks.method_specs import plan_of_heads
-from vllm_sparse_backend.calibration.capture import Capture
+from vllm_sparse_backend.calibration.capture import Capture, begin_ids, capture_prompts, load_tokenizer
 from vllm_sparse_backend.calibration.judge import PAGE_TOKENS, paged
+from vllm_sparse_backend.calibration.prompts import MOST_CHARS
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, without_nan
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.base import Method
@@ -20,43 +25,70 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 from vllm_sparse_kernels.rows import ceil_div
 
+NUM_HEADS = 32
+"""Number of heads up to which a model's are repeated: few heads do not fill a card."""
+
 FURTHEST_CLUSTER = 10_000
 """Upper bound of a model's number of heads."""
 
 
-def captured_prompts(captured: Capture, copies: int, device: torch.device) -> list[AttentionPrompt]:
-    """Return the captured layers in order, with their heads repeated ``copies`` times: few heads do not fill a card."""
-    table = torch.arange(ceil_div(captured.num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
-    prompts = []
-    for layer in sorted(captured.scales):
-        q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
-        rows = Rows((0,), (captured.num_tokens,), (0,), table)
-        prompts.append(
-            AttentionPrompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])))
-        )
-    return prompts
+@dataclass(frozen=True)
+class CapturedModel:
+    """The layers of a model that can run sparse, on one prompt."""
 
+    model: ModelShape
+    layers: Sequence[int]
+    copies: int
+    """Times that each head is repeated."""
+    prompts: Sequence[AttentionPrompt]
+    """The prompt in each layer."""
 
-def plan_of_profile(name_or_path: str, shape: ModelShape, copies: int, captured: Sequence[int] | None = None) -> Plan:
-    """Return a profile's plan for a model whose heads are repeated ``copies`` times.
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the repeated heads in these layers."""
+        num_heads, num_kv_heads = self.copies * self.model.num_heads, self.copies * self.model.num_kv_heads
+        return replace(self.model, num_layers=len(self.layers), num_heads=num_heads, num_kv_heads=num_kv_heads)
 
-    Dense layers get the method that keeps everything. Each copy has its own clusters of SharePrefill. ``captured`` are
-    the layers of the plan, by default all.
-    """
-    profile = load_profile(name_or_path, "--profile")
-    profile.check_model(shape, f"--profile {name_or_path}")
-    every: list[list[Method]] = []
-    numbers = range(shape.num_layers) if captured is None else captured
-    for layer in numbers:
-        dense = layer in profile.dense_layers
-        methods = [Dense()] * shape.num_heads if dense else list(profile.methods_of(layer, shape.num_heads))
-        every.append([_of_copy(method, copy) for copy in range(copies) for method in methods])
-    num_heads, num_kv_heads = copies * shape.num_heads, copies * shape.num_kv_heads
-    whole = replace(shape, num_layers=len(numbers), num_heads=num_heads, num_kv_heads=num_kv_heads)
-    return plan_of_heads(every, whole, f"profile {name_or_path}")
+    def plan_of_profile(self, name_or_path: str) -> Plan:
+        """Return a profile's plan. Dense layers get the method that keeps everything."""
+        profile, num_heads = load_profile(name_or_path, "--profile"), self.model.num_heads
+        profile.check_model(self.model, f"--profile {name_or_path}")
+        every: list[list[Method]] = []
+        for layer in self.layers:
+            methods = profile.methods_of(layer, num_heads)
+            methods = (Dense(),) * num_heads if layer in profile.dense_layers else methods
+            every.append([_of_copy(method, copy) for copy in range(self.copies) for method in methods])
+        return plan_of_heads(every, self.shape, f"profile {name_or_path}")
 
 
 def _of_copy(method: Method, copy: int) -> Method:
+    """Return the method for a copy of its head, which has its own clusters of SharePrefill."""
     if isinstance(method, SharePrefill) and method.cluster != NOISE:
         return replace(method, cluster=method.cluster + copy * FURTHEST_CLUSTER)
     return method
+
+
+def capture_model(model: Path, text: Path, skip: int, num_tokens: int, device: torch.device) -> CapturedModel:
+    """Run a model on a text, without its first ``skip`` tokens."""
+    token_ids = _read_tokens(model, text, skip, num_tokens)
+    shape = ModelShape.from_folder(model)
+    copies = max(1, NUM_HEADS // shape.num_heads)
+    with TemporaryDirectory() as folder:
+        (captured,) = capture_prompts(model, [token_ids], Path(folder), device, torch.bfloat16)
+        layers = sorted(captured.scales)
+        return CapturedModel(shape, layers, copies, [_prompt(captured, layer, copies, device) for layer in layers])
+
+
+def _prompt(captured: Capture, layer: int, copies: int, device: torch.device) -> AttentionPrompt:
+    q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
+    table = torch.arange(ceil_div(captured.num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
+    rows = Rows((0,), (captured.num_tokens,), (0,), table)
+    return AttentionPrompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])))
+
+
+def _read_tokens(model: Path, text: Path, skip: int, num_tokens: int) -> list[int]:
+    tokenizer, most_chars = load_tokenizer(model), (skip + num_tokens) * MOST_CHARS
+    token_ids = tokenizer(read_prompt_text(text, most_chars), add_special_tokens=False, verbose=False).input_ids
+    if len(token_ids) < skip + num_tokens:
+        raise ConfigurationError(f"text: {unexpected(f'{len(token_ids)} tokens', f'at least {skip + num_tokens}')}")
+    return [*begin_ids(tokenizer), *token_ids[skip:]][:num_tokens]

@@ -9,8 +9,8 @@ import torch
 
 from tests.helpers.calibration_cases import COSTS, HEADS, LAYERS, StructuredCapturer, make_job
 from vllm_sparse_backend.calibration.judge import Bound
-from vllm_sparse_backend.calibration.loop import Job, Progress, calibrate
-from vllm_sparse_backend.calibration.search import Choose, choose_cheapest
+from vllm_sparse_backend.calibration.loop import Progress, calibrate
+from vllm_sparse_backend.calibration.search import choose_cheapest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import parse_profile
 from vllm_sparse_kernels.attention import PORTABLE, AttendEngine
@@ -22,13 +22,12 @@ AMONG = [AShape(64, 128), SpargeAttn(kept_mass=0.5), SpargeAttn(kept_mass=0.9)]
 BOUNDS = {"high": Bound(0.1, 0.29), "fast": Bound(0.4, 3.0)}
 
 
-def cheapest(job: Job) -> Choose:
-    return partial(choose_cheapest, settings=AMONG, costs=COSTS)
+CHEAPEST = partial(choose_cheapest, settings=AMONG, costs=COSTS)
 
 
 def test_a_profile_says_what_was_found_and_on_what(tmp_path):
     job = make_job(tmp_path / "work", seed=7)
-    profile = calibrate(job, cheapest, BOUNDS, "a test")
+    profile = calibrate(job, CHEAPEST, BOUNDS, "a test")
     assert parse_profile(profile.to_yaml(), "made") == profile
     assert profile.level_names == ("exact", "high", "fast")
     assert profile.min_tokens is None
@@ -61,7 +60,7 @@ def test_prompts_without_a_sparse_position_are_refused(tmp_path):
 
 def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
     job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)), sets_min_tokens=True)
-    profile = calibrate(job, cheapest, {"fast": BOUNDS["fast"]}, "a test")
+    profile = calibrate(job, CHEAPEST, {"fast": BOUNDS["fast"]}, "a test")
     assert 1 in profile.dense_layers
     assert set(profile.provenance.figures.error) == {0}
     assert (profile.level, profile.levels, profile.min_tokens) == ("fast", {}, 100)
@@ -71,8 +70,8 @@ def test_a_first_level_that_nothing_holds_is_an_error(tmp_path):
     """No other level takes its place, because requests without a level would get it."""
     bounds = {"high": Bound(1e-9), "fast": BOUNDS["fast"]}
     with pytest.raises(ConfigurationError, match="no head meets the bound 1e-09 of level high and saves time"):
-        calibrate(make_job(tmp_path / "work"), cheapest, bounds, "a test")
-    other_way = calibrate(make_job(tmp_path / "work"), cheapest, dict(reversed(bounds.items())), "a test")
+        calibrate(make_job(tmp_path / "work"), CHEAPEST, bounds, "a test")
+    other_way = calibrate(make_job(tmp_path / "again"), CHEAPEST, dict(reversed(bounds.items())), "a test")
     assert (other_way.level, other_way.levels) == ("fast", {})
 
 

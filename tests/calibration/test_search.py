@@ -109,21 +109,20 @@ def test_a_search_that_always_fails_ends_dense():
 
 
 def test_what_cannot_be_calibrated_is_refused():
-    with pytest.raises(
-        ConfigurationError, match=r"--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"
-    ):
-        loop.method_strategy("sage")
-    with pytest.raises(ConfigurationError, match="--method: given 'share_prefill', expected one of a_shape"):
-        loop.cheapest_strategy(["share_prefill"])
+    said = r"--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"
+    with pytest.raises(ConfigurationError, match=said):
+        loop.require_methods(["top_p", "sage"], loop.independent_methods())
 
 
 def test_prompts_in_which_a_method_keeps_every_key_are_refused():
-    anchor, best = loop.method_strategy("anchor_attention"), loop.cheapest_strategy(["anchor_attention"])
-    for strategy, least in ((anchor, 2048), (best, 512)):  # some settings of the ladder have whole blocks
+    for search, names, least in (
+        (loop.search_of_method, "anchor_attention", 2048),
+        (loop.search_for_cheapest, ["anchor_attention"], 512),  # some settings of the ladder have whole blocks
+    ):
         expected = f"prompts: given '{least} tokens', expected prompts of more than {least} tokens: anchor_attention.* "
         with pytest.raises(ConfigurationError, match=expected + "keeps every key of shorter prompts; pass --tokens"):
-            strategy(job_of(least))
-        strategy(job_of(least + 1))
+            search(job_of(least), names)
+        search(job_of(least + 1), names)
 
 
 # The cheapest methods
@@ -170,8 +169,8 @@ def test_no_head_loses_more_than_so_many_times_what_the_default_does():
     settings."""
     bound, lost = Bound(of_default=1.5), {m: (round(2 - 2 * m.kept_mass, 6), m.kept_mass) for m in ladder_of("top_p")}
     judge = judge_of(lost, lost | dict.fromkeys([m for m in lost if m.kept_mass < 0.99], (float("nan"), 0.1)))
-    strategy = loop.cheapest_strategy(["top_p", "sale", "a_shape"])
-    methods, results = loop.choose_jointly(judge, strategy(job_of(32768)), bound)
+    search = loop.search_for_cheapest(job_of(32768), ["top_p", "sale", "a_shape"])
+    methods, results = loop.choose_jointly(judge, search, bound)
     assert [method.kept_mass for method in methods] == [0.95, 0.99]
     assert [bound.used_fraction(result) for result in results] == pytest.approx([1 / 1.5, 0.2 / 1.5])
     assert len(judge.passes) <= sum(map(most_passes, (10, 3, 9, 9, 6))) + 1

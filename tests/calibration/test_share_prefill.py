@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.calibration_cases import HEADS, StructuredCapturer, make_job
-from vllm_sparse_backend.calibration.loop import profile_of_heads
+from vllm_sparse_backend.calibration.loop import CPU, Progress
 from vllm_sparse_backend.calibration.papers import share_prefill as module
 from vllm_sparse_backend.calibration.papers.share_prefill import (
     attention_maps,
@@ -36,13 +36,15 @@ def synthetic_maps() -> torch.Tensor:
     for head in range(32):
         shape = kinds[head % 3] if head < 28 else torch.rand(SIDE, SIDE, generator=generator).pow(2 + head)
         scores = shape + 0.05 * torch.rand(SIDE, SIDE, generator=generator)
-        maps.append(scores.tril() / scores.tril().sum(1, keepdim=True))
+        attention = scores.tril() / scores.tril().sum(1, keepdim=True)
+        maps.append(attention / attention.max())
     return torch.stack(maps).view(4, 8, SIDE, SIDE)
 
 
-def test_heads_of_a_kind_share_a_cluster_across_layers():
+def test_heads_of_a_kind_share_a_cluster_across_layers(monkeypatch):
     """Equal maps get equal clusters, because the seed of training is fixed."""
-    clusters, again = (cluster_heads(synthetic_maps(), epochs=12) for _ in range(2))
+    monkeypatch.setattr(module, "EPOCHS", 12)
+    clusters, again = (cluster_heads(synthetic_maps(), CPU, Progress()) for _ in range(2))
     assert clusters == again
     flat = [c for layer in clusters for c in layer]
     kinds = [set(flat[kind:28:3]) for kind in range(3)]
@@ -70,10 +72,11 @@ def test_training_stops_where_the_loss_no_longer_drops_by_enough(monkeypatch):
 
 def test_maps_are_small_on_a_cpu():
     """Training time depends on the number of pixels: 1,024 tokens took more than 15 minutes at the paper's map size."""
-    assert (map_side(1024, "cpu"), map_side(40, "cpu")) == (64, 32)
-    assert (map_side(1024, "cuda:0"), map_side(1 << 20, "cuda")) == (1024, 1936)
+    cuda = torch.device("cuda")
+    assert (map_side(1024, CPU), map_side(40, CPU)) == (64, 32)
+    assert (map_side(1024, cuda), map_side(1 << 20, cuda)) == (1024, 1936)
     with pytest.raises(ConfigurationError, match="prompts: given '15 tokens', expected at least 16 tokens"):
-        map_side(15, "cpu")
+        map_side(15, CPU)
 
 
 @pytest.mark.parametrize(("distance", "joined"), [(0.99, 3), (1.0, 2), (10.96, 2), (10.98, 1)])
@@ -108,8 +111,9 @@ def test_attention_maps_average_blocks(monkeypatch, score_bytes):
 
 
 @pytest.mark.gpu
-def test_the_papers_side_takes_no_more_memory_than_is_said():
+def test_the_papers_side_takes_no_more_memory_than_is_said(monkeypatch):
     """Maps of 32,768 tokens for a layer of an 8B model; training on eight maps, twice with equal results."""
+    monkeypatch.setattr(module, "EPOCHS", 2)
     q, k = (torch.randn(32768, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (32, 8))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -119,25 +123,16 @@ def test_the_papers_side_takes_no_more_memory_than_is_said():
     assert (maps.shape, maps.dtype, str(maps.device)) == ((32, 1936, 1936), torch.float16, "cpu")
     del q, k
     torch.cuda.reset_peak_memory_stats()
-    first, again = (representations(maps[:8], epochs=2, device="cuda") for _ in range(2))
+    first, again = (representations(maps[:8], torch.device("cuda"), Progress()) for _ in range(2))
     assert torch.cuda.max_memory_allocated() < 8.5e9
     assert torch.equal(first, again)
 
 
-def test_every_head_has_the_papers_thresholds_in_its_cluster(tmp_path, monkeypatch):
-    clusters = ((0,) * HEADS, (NOISE,) * HEADS)
-    monkeypatch.setattr(module, "head_clusters", lambda *_: clusters)
-    job = make_job(tmp_path / "work", seed=1)
-    profile = profile_of_heads(job, shared_heads(job), "a test")
-    for layer, heads in enumerate(clusters):
-        assert [*profile.methods_of(layer, HEADS)] == [SharePrefill(cluster=cluster) for cluster in heads]
-    assert (profile.provenance.source, profile.provenance.seed, profile.provenance.figures) == ("a test", 1, None)
-    monkeypatch.setattr(module, "head_clusters", lambda *_: clusters[1:])
-    with pytest.raises(ConfigurationError, match="given a model without clusters, expected at least 5 heads"):
-        shared_heads(job)
-
-
-def test_layers_that_never_go_sparse_have_no_clusters(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "cluster_heads", lambda maps, *_, **__: ((0,) * HEADS,) * len(maps))
+def test_every_head_of_a_sparse_layer_has_its_cluster(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "cluster_heads", lambda maps, *_: [[0, 0, 0, NOISE]] * len(maps))
     job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)))
-    assert [{method.cluster for method in heads} for heads in shared_heads(job)] == [{0}, {NOISE}]
+    shared, noise = SharePrefill(cluster=0), SharePrefill(cluster=NOISE)
+    assert shared_heads(job) == [[shared, shared, shared, noise], [noise] * HEADS]
+    monkeypatch.setattr(module, "cluster_heads", lambda maps, *_: [[NOISE] * HEADS] * len(maps))
+    with pytest.raises(ConfigurationError, match="given a model without clusters, expected at least 5 heads"):
+        shared_heads(make_job(tmp_path / "again"))

@@ -153,7 +153,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(profile_commands, "device_of", stop)
+    monkeypatch.setattr(profile_commands.Calibrate, "search", stop)
+    monkeypatch.setattr(profile_commands.Best, "search", stop)
     for command in (("best",), ("calibrate", "--method", "sale")):
         result = run("profile", *command, BUNDLED, "--out", tmp_path / "out.yaml", "--tokens", 1024)
         assert result.exit_code == 130

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.helpers.folders import model_folder
 from tests.helpers.structured import structured
-from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, begin_capture, finish_capture
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.calibration.costs import Cost, Costs
 from vllm_sparse_backend.calibration.judge import Served
 from vllm_sparse_backend.calibration.loop import Job
@@ -31,19 +31,15 @@ class StructuredCapturer:
     def __init__(self, left_out: Sequence[int] = ()) -> None:
         self.left_out = left_out
 
-    def __call__(
-        self, model: Path, prompts: Sequence[Sequence[int]], folders: Sequence[Path], *_: object
-    ) -> list[Capture]:
-        return [self.capture(model, ids, folder) for ids, folder in zip(prompts, folders, strict=True)]
+    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folder: Path, *_: object) -> list[Capture]:
+        return [self.capture(ids, folder / f"prompt-{i}") for i, ids in enumerate(prompts)]
 
-    def capture(self, model: Path, ids: Sequence[int], folder: Path) -> Capture:
-        made = begin_capture(model, ids, folder)
+    def capture(self, ids: Sequence[int], folder: Path) -> Capture:
+        folder.mkdir(parents=True)
+        made = Capture(folder, len(ids))
         for layer in range(LAYERS):
-            if layer in self.left_out:
-                made.left_out[layer] = "a sliding window"
-                continue
-            made.add(layer, *self.layer(len(ids), random.Random(f"{layer}/{ids[:8]}").getrandbits(32)))
-        finish_capture(made)
+            if layer not in self.left_out:
+                made.add(layer, *self.layer(len(ids), random.Random(f"{layer}/{ids[:8]}").getrandbits(32)))
         return made
 
     def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:

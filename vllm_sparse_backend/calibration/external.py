@@ -18,11 +18,6 @@ def require_module(module: str, why: str) -> Any:
         raise ConfigurationError(f"{why}, but importing it failed: {error}") from None
 
 
-def safetensors() -> Any:
-    """Import ``safetensors.torch``."""
-    return require_module("safetensors.torch", "captures need safetensors, which comes with vLLM")
-
-
 @contextmanager
 def readable(path: Path, what: str, remedy: str = "") -> Iterator[None]:
     """Turn any failure to read a file or folder into one ConfigurationError.
@@ -36,13 +31,3 @@ def readable(path: Path, what: str, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         why = next(iter(str(error).splitlines()), "") or repr(error)
         raise ConfigurationError(f"{path}: its {what} cannot be read: {why}{remedy and '; '}{remedy}") from error
-
-
-@contextmanager
-def writable(path: Path) -> Iterator[None]:
-    """Turn any failure of a library to write a file (such as a full disk) into a ConfigurationError."""
-    try:
-        yield
-    except Exception as error:
-        why = next(iter(str(error).splitlines()), "") or repr(error)
-        raise ConfigurationError(f"{path}: cannot be written: {why}") from error

@@ -3,10 +3,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, StrictStr
 
@@ -15,13 +15,11 @@ from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_o
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.profile import Level, Profile, Provenance
+from vllm_sparse_backend.config.profile import Profile, Provenance
 from vllm_sparse_kernels.methods.base import Method
 
 PATTERNS_FORM = "MInference's patterns, a list of one object for each layer"
 CLUSTERS_FORM = "SharePrefill's clusters, an object with clusters and shared_clusters"
-
-ItemT = TypeVar("ItemT")
 
 PATTERNS: dict[str, Callable[[int, int], Method]] = {
     "vertical_and_slash": lambda a, b: make_method("vertical_slash", {"vertical_tokens": a, "slash_tokens": b}),
@@ -41,10 +39,9 @@ class ClusterFile(Section):
     shared_clusters: list[StrictStr]
 
 
-def import_profile(path: str | Path, model: str | Path) -> Profile:
+def import_profile(path: Path, model: Path) -> Profile:
     """Convert a file of MInference or SharePrefill to a profile."""
-    path = Path(path)
-    shape = ModelShape.from_folder(Path(model))
+    shape = ModelShape.from_folder(model)
     with readable(path, "content", "expected JSON of MInference or SharePrefill"):
         content = json.loads(read_text(path), object_pairs_hook=_unique_keys)
     if isinstance(content, list):
@@ -58,8 +55,8 @@ def import_profile(path: str | Path, model: str | Path) -> Profile:
         methods, note = read(content, shape)
     except (ConfigurationError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}") from None
-    level = Level.of_heads(methods, Provenance(source=f"imported from {tool} {path.name}{note}"))
-    return Profile(format=1, model=shape, **{name: getattr(level, name) for name in Level.model_fields})
+    provenance = Provenance(source=f"imported from {tool} {path.name}{note}")
+    return Profile.of_heads(methods, provenance, format=1, model=shape)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -83,33 +80,26 @@ def _minference(content: Any, shape: ModelShape) -> tuple[list[list[Method]], st
     """
     if len(content) != shape.num_layers:
         raise ValueError(f"given {len(content)} layers, expected {shape.num_layers}, as in {shape}")
-    return _each("layer", content, lambda heads: _each("head", _in_order(heads, shape), _method)), ""
-
-
-def _in_order(heads: object, shape: ModelShape) -> list[object]:
     names = [str(head) for head in range(shape.num_heads)]
-    if not isinstance(heads, dict) or set(heads) != set(names):
-        shown = ", ".join(heads) if isinstance(heads, dict) else heads
-        raise ValueError(unexpected(shown, f"an object with a key for each head, 0 to {names[-1]}, as in {shape}"))
-    return [heads[name] for name in names]
+    methods = []
+    for layer, heads in enumerate(content):
+        if not isinstance(heads, dict) or heads.keys() != set(names):
+            shown = ", ".join(heads) if isinstance(heads, dict) else heads
+            expected = f"an object with a key for each head, 0 to {names[-1]}, as in {shape}"
+            raise ValueError(f"layer {layer}: {unexpected(shown, expected)}")
+        methods.append([_method(heads[name], f"layer {layer}: head {name}") for name in names])
+    return methods, ""
 
 
-def _method(entry: object) -> Method:
+def _method(entry: object, place: str) -> Method:
     match entry:
         case [str(pattern), int(a), int(b), int() | float()] if pattern in PATTERNS:
-            return PATTERNS[pattern](a, b)
-    raise ValueError(unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]"))
-
-
-def _each(what: str, entries: Iterable[object], make: Callable[[Any], ItemT]) -> list[ItemT]:
-    """Apply ``make`` to each entry, and name the entry in a ValueError."""
-    made = []
-    for number, entry in enumerate(entries):
-        try:
-            made.append(make(entry))
-        except ValueError as error:
-            raise ValueError(f"{what} {number}: {error}") from None
-    return made
+            try:
+                return PATTERNS[pattern](a, b)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+    expected = f"[{' or '.join(PATTERNS)}, integer, integer, score]"
+    raise ValueError(f"{place}: {unexpected(entry, expected)}")
 
 
 def _share_prefill(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:

@@ -11,12 +11,13 @@ A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each to
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -49,8 +50,8 @@ from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-Capturer = Callable[[Path, Sequence[Sequence[int]], Sequence[Path], str, torch.dtype], Iterable[Capture]]
-"""Captures the prompts of a model into folders, as ``capture_prompts`` does."""
+Capturer = Callable[[Path, Sequence[Sequence[int]], Path, torch.device, torch.dtype], list[Capture]]
+"""Captures the prompts of a model into a folder, as ``capture_prompts`` does."""
 
 MARGIN = 0.1
 """Share of an error bound that is kept as a margin for unseen prompts."""
@@ -58,8 +59,13 @@ MARGIN = 0.1
 MOST_ROUNDS = 8
 """Number of choices for a layer after which heads that still miss the bound become dense."""
 
+CPU = torch.device("cpu")
+
 SHARE_PREFILL = "share_prefill"
 """The method whose paper has no search within a bound (``papers/share_prefill.py``)."""
+
+PAPERS = (SHARE_PREFILL, "minference", "sale", "sparge_attn", "sparge_attn+skip")
+"""The methods whose papers describe a calibration."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Job:
     served: Served
     folder: Path
     """Folder for the captures, which the caller deletes."""
-    device: str = "cpu"
+    device: torch.device = CPU
     seed: int | None = None
     """Seed of generated prompts; None for the operator's own prompts."""
     sets_min_tokens: bool = False
@@ -91,7 +97,7 @@ class Job:
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        shortest = min((len(ids) for ids in (*self.prompts.prompts, *self.held_out.prompts)), default=0)
+        shortest = min(len(ids) for ids in (*self.prompts.prompts, *self.held_out.prompts))
         if shortest <= self.served.min_tokens:
             expected = f"prompts of more than {self.served.min_tokens} tokens, because shorter prompts run dense"
             raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
@@ -103,49 +109,48 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype to capture in: bfloat16 on CUDA; float32 on a CPU, whose bfloat16 is slow."""
-        return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
-
-    @property
-    def device_name(self) -> str:
-        """Name of the CUDA device, or ``CPU``."""
-        return torch.cuda.get_device_name(self.device) if self.device.startswith("cuda") else "CPU"
+        """The dtype to capture in. A CPU's bfloat16 is slow."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     @cached_property
     def costs(self) -> Costs:
         """Times of selection and attention, measured on a CUDA device."""
         if self.card is None:
             raise ConfigurationError(
-                f"--device: {unexpected(self.device, 'cuda')}: this search measures times, and those of a CPU do not "
-                "represent a server; use profile calibrate with another method than minference"
+                "given no CUDA device, expected one: this search measures times, and those of a CPU do not represent a "
+                "server; use profile calibrate with another method than minference"
             )
         return measure_costs(self.card, self._batches)
 
     def _batches(self) -> Sequence[Batch]:
         """Load the first prompt's chunks of the first layer that can run sparse."""
         captured = self.captures["prompts"][0]
-        return LayerPrompt.read(captured, self.layers[0], self.served, torch.device(self.device)).batches
+        return LayerPrompt.read(captured, self.layers[0], self.served, self.device).batches
 
     @cached_property
     def card(self) -> Card | None:
         """The CUDA device with the engines that pass a trial, as on a server at start-up; None on a CPU."""
-        card = Card() if self.device.startswith("cuda") else None
-        if card is not None:
-            card.engines = self.correct_engines(card.engines)
+        if self.device.type == "cpu":
+            return None
+        card = Card()
+        card.engines = self.correct_engines(card.engines)
         return card
 
     def correct_engines(self, engines: Mapping[str, AttendEngine]) -> dict[str, AttendEngine]:
         """Drop engines whose attention over a generated prompt with the model's heads is wrong."""
-        shape, device = self.shape, torch.device(self.device)
+        shape = self.shape
         heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype=self.dtype)
         plan = layer_plan([Dense()] * shape.num_heads)
-        layer = TimedLayer.of(planted_prompt(heads, 512, device).chunk(256, 256), plan, "auto")
+        layer = TimedLayer.of(planted_prompt(heads, 512, self.device).chunk(256, 256), plan, "auto")
         layer.select()
-        able = {name: engine for name, engine in engines.items() if layer.refusal(engine) is None}
-        wrong = {name: why for name, engine in able.items() if (why := layer.wrong(engine))}
-        for name, why in wrong.items():
-            self.progress.say(f"engine {name} not used: {why}")
-        return {name: engine for name, engine in engines.items() if name not in wrong}
+        correct = {}
+        for name, engine in engines.items():
+            why = layer.wrong(engine) if layer.refusal(engine) is None else None
+            if why is None:
+                correct[name] = engine
+            else:
+                self.progress.say(f"engine {name} not used: {why}")
+        return correct
 
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:
@@ -158,8 +163,7 @@ class Job:
         """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
         self._check_disk(prompts)
         self.progress.say(f"capturing {len(prompts)} prompts")
-        folders = [self.folder / f"prompt-{i}" for i in range(len(prompts))]
-        return list(self.capturer(self.model, prompts, folders, self.device, self.dtype))
+        return self.capturer(self.model, prompts, self.folder, self.device, self.dtype)
 
     def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:
         shape = self.shape
@@ -178,80 +182,62 @@ class Job:
 
     def read_layer(self, kind: str, layer: int) -> CapturedLayer:
         """Load a layer of the captures of one kind."""
-        device = torch.device(self.device)
         engines = self.card.engines if self.card else None
         return CapturedLayer(
-            [LayerPrompt.read(captured, layer, self.served, device, engines) for captured in self.captures[kind]]
+            [LayerPrompt.read(captured, layer, self.served, self.device, engines) for captured in self.captures[kind]]
         )
+
+    @property
+    def profile_fields(self) -> dict[str, Any]:
+        """Fields of a profile that do not depend on the search."""
+        min_tokens = self.served.min_tokens if self.sets_min_tokens else None
+        return {"format": 1, "model": self.shape, "min_tokens": min_tokens}
 
     def provenance(self, source: str) -> Provenance:
         """Record how a profile was made: versions, device and prompts."""
         return Provenance(
             tool_version=package_version(PACKAGE),
             prompts_sha256=self.prompts.sha256,
-            device=self.device_name,
+            device="CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
             source=source,
             seed=self.seed,
             versions=versions(),
         )
 
 
-Strategy = Callable[[Job], Choose]
-"""Prepares a search for one model and its prompts."""
-
-
-def _search_patterns(job: Job) -> Choose:
-    costs = job.costs
-    spaces = list(minference.search_spaces(job.read_layer("prompts", job.layers[0]), costs))
-    return partial(minference.choose_pattern, spaces=spaces)
-
-
-PAPERS: Mapping[str, Strategy] = {
-    "minference": _search_patterns,
-    "sale": lambda job: sale.choose_threshold,
-    "sparge_attn": lambda job: sparge_attn.choose_thresholds,
-    "sparge_attn+skip": lambda job: partial(sparge_attn.choose_thresholds, skipping=True),
-}
-"""The searches that papers describe."""
-
-
 def independent_methods() -> list[str]:
-    """List the methods whose heads do not depend on other layers. ``cheapest_strategy`` chooses from these."""
+    """List the methods whose heads do not depend on other layers. `profile best` chooses from these."""
     return [name for name, spec in METHODS.items() if spec.ladder]
 
 
-def calibratable_methods() -> list[str]:
-    """List the methods that `profile calibrate` accepts."""
-    return sorted({SHARE_PREFILL, *PAPERS, *independent_methods()})
+def require_methods(names: Iterable[str], allowed: Collection[str]) -> None:
+    """Check the names of --method."""
+    for name in names:
+        if name not in allowed:
+            raise ConfigurationError(f"--method: {not_one_of(name, allowed)}")
 
 
-def method_strategy(name: str) -> Strategy:
-    """Return the search that calibrates one method within a bound."""
-    if name not in calibratable_methods():
-        raise ConfigurationError(f"--method: {not_one_of(name, calibratable_methods())}")
-    if name in PAPERS:
-        return PAPERS[name]
+def search_of_method(job: Job, name: str) -> Choose:
+    """Return the search of a method's paper within a bound; for other methods, the search for the sparsest setting."""
+    match name:
+        case "minference":
+            costs = job.costs
+            spaces = list(minference.search_spaces(job.read_layer("prompts", job.layers[0]), costs))
+            return partial(minference.choose_pattern, spaces=spaces)
+        case "sale":
+            return sale.choose_threshold
+        case "sparge_attn" | "sparge_attn+skip":
+            return partial(sparge_attn.choose_thresholds, skipping=name.endswith("+skip"))
     settings = default_ladder(name)
-
-    def search(job: Job) -> Choose:
-        require_long_prompts(job, settings)
-        return partial(choose_sparsest, settings=halved(halved(settings)))
-
-    return search
+    require_long_prompts(job, settings)
+    return partial(choose_sparsest, settings=halved(halved(settings)))
 
 
-def cheapest_strategy(methods: Sequence[str]) -> Strategy:
+def search_for_cheapest(job: Job, names: Sequence[str]) -> Choose:
     """Return the search that chooses the fastest setting among those of several methods."""
-    for name in methods:
-        if name not in independent_methods():
-            raise ConfigurationError(f"--method: {not_one_of(name, independent_methods())}")
-    settings = [setting for name in methods for setting in ladder_of(name)]
-
-    def search(job: Job) -> Choose:
-        require_long_prompts(job, settings)
-        return partial(choose_cheapest, settings=settings, costs=job.costs)
-
-    return search
+    settings = [setting for name in names for setting in ladder_of(name)]
+    require_long_prompts(job, settings)
+    return partial(choose_cheapest, settings=settings, costs=job.costs)
 
 
 def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
@@ -269,15 +255,13 @@ def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
 
 @dataclass
 class LevelResult:
-    """Search result for one bound: for each layer of the model, the method of each head with its figures.
-
-    Figures are None for layers that never run sparse, and for dense layers.
-    """
+    """Search result for one bound."""
 
     bound: Bound
-    methods: list[Sequence[Method]] = field(default_factory=list)
-    figures: list[list[HeadResult] | None] = field(default_factory=list)
-    """Figures on the prompts."""
+    methods: list[Sequence[Method]]
+    """For each layer of the model, the method of each head."""
+    figures: dict[int, list[HeadResult]] = field(default_factory=dict)
+    """Figures of each head on the prompts, by layer; without layers whose heads are all dense."""
     held_out: list[HeadResult] = field(default_factory=list)
     """Figures of the sparse heads on the held-out prompts."""
 
@@ -290,12 +274,11 @@ class LevelResult:
             "error": fmean(head.error for head in self.held_out),
             "p99_error": fmean(head.p99 for head in self.held_out),
         }
-        left_out = sum(1 - head.density for layer in self.figures for head in layer or ())
-        layers = {number: heads for number, heads in enumerate(self.figures) if heads is not None}
+        left_out = sum(1 - head.density for heads in self.figures.values() for head in heads)
         figures = HeadFigures(
-            density={number: tuple(head.density for head in heads) for number, heads in layers.items()},
-            error={number: tuple(head.error for head in heads) for number, heads in layers.items()},
-            p99_error={number: tuple(head.p99 for head in heads) for number, heads in layers.items()},
+            density={number: tuple(head.density for head in heads) for number, heads in self.figures.items()},
+            error={number: tuple(head.error for head in heads) for number, heads in self.figures.items()},
+            p99_error={number: tuple(head.p99 for head in heads) for number, heads in self.figures.items()},
         )
         return job.provenance(source).model_copy(
             update={
@@ -307,23 +290,17 @@ class LevelResult:
         )
 
 
-def calibrate(job: Job, strategy: Strategy, bounds: Mapping[str, Bound], source: str) -> Profile:
+def calibrate(job: Job, choose: Choose, bounds: Mapping[str, Bound], source: str) -> Profile:
     """Search for methods within every level's bound, and check them on the held-out prompts."""
-    choose = strategy(job)
-    levels = {name: LevelResult(bound) for name, bound in bounds.items()}
+    dense = [Dense()] * job.shape.num_heads
+    levels = {name: LevelResult(bound, [dense] * job.shape.num_layers) for name, bound in bounds.items()}
     job.progress.begin("layers", len(job.layers))
-    for number in range(job.shape.num_layers):
-        if number not in job.layers:
-            for level in levels.values():
-                level.methods.append([Dense()] * job.shape.num_heads)
-                level.figures.append(None)
-            continue
+    for number in job.layers:
         layer, held_out = job.read_layer("prompts", number), job.read_layer("held-out", number)
         for level in levels.values():
             methods, figures = choose_jointly(layer, choose, level.bound.with_margin(MARGIN))
-            level.methods.append(methods)
-            level.figures.append(figures)
             if figures is not None:
+                level.methods[number], level.figures[number] = methods, figures
                 seen = zip(methods, held_out.judge(methods), strict=True)
                 level.held_out += [head for method, head in seen if not isinstance(method, Dense)]
         job.progress.step()
@@ -362,26 +339,18 @@ def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Pro
 
     Levels without a sparse head are left out, because they would equal ``exact``.
     """
-    levels = {
-        name: Level.of_heads(result.methods, result.provenance(job, source))
-        for name, result in results.items()
-        if result.held_out
-    }
-    if (first := next(iter(results))) not in levels:
+    found = {name: result for name, result in results.items() if result.held_out}
+    first, *others = results
+    if first not in found:
         # If another level took its place, it would become the default level of requests.
         numbers = ":".join(f"{x:g}" for x in results[first].bound.numbers.values())
         why = f"{source}: no head meets the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")
-    first_level, *others = levels
-    return _profile(job, levels[first_level], level=first_level, levels={name: levels[name] for name in others})
-
-
-def profile_of_heads(job: Job, methods: Sequence[Sequence[Method]], source: str) -> Profile:
-    """Build a profile of methods that were not judged."""
-    return _profile(job, Level.of_heads(methods, job.provenance(source)))
-
-
-def _profile(job: Job, own: Level, **names: object) -> Profile:
-    own_fields = {field: getattr(own, field) for field in Level.model_fields}
-    min_tokens = job.served.min_tokens if job.sets_min_tokens else None
-    return Profile.model_validate({"format": 1, "model": job.shape, "min_tokens": min_tokens, **own_fields, **names})
+    levels = {
+        name: Level.of_heads(found[name].methods, found[name].provenance(job, source))
+        for name in others
+        if name in found
+    }
+    return Profile.of_heads(
+        found[first].methods, found[first].provenance(job, source), level=first, levels=levels, **job.profile_fields
+    )

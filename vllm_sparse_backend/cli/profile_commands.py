@@ -2,7 +2,7 @@
 """`sparse-prefill profile best|calibrate`: make a profile for a model from prompts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_sparse_backend.cli.commands import add_command
-from vllm_sparse_backend.cli.common import (
-    Chunk,
-    Model,
-    device_of,
-    exit_on_sigterm,
-    failures,
-    new_output,
-    say,
-)
+from vllm_sparse_backend.cli.common import Chunk, Model, exit_on_sigterm, failures, new_output, say
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.evaluation.output_files import write_text
@@ -86,13 +78,14 @@ class JobOptions(ABC):
             min=0,
         ),
     ] = None
-    device: Annotated[
-        str | None, typer.Option(metavar="DEVICE", help="cuda; or cpu, which runs the slow references.")
-    ] = None
 
     @abstractmethod
-    def search(self, make_job: "Callable[[], Job]") -> "Profile":
-        """Make the profile. Check options before calling ``make_job``, because it generates prompts and takes time."""
+    def bounds(self) -> "Mapping[str, Bound]":
+        """Check the options, and return the bound of each level. Called before prompts are made, which takes time."""
+
+    @abstractmethod
+    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
+        """Make the profile."""
 
     def run(self) -> None:
         """Make the profile, write it, and report its figures."""
@@ -104,12 +97,15 @@ class JobOptions(ABC):
             bar("prompts") as progress,
             TemporaryDirectory(prefix=".sparse-prefill-", dir=self.out.parent) as folder,
         ):
-            report = Progress(progress.begin, progress.step, progress.print)
-            profile = self.search(lambda: self._job(Path(folder), report))
-            write_profile(profile, self.out)
+            bounds = self.bounds()
+            job = self._job(Path(folder), Progress(progress.begin, progress.step, progress.print))
+            profile = self.search(job, bounds)
+            write_text(self.out, profile.to_yaml())
         _report(profile, self.out)
 
     def _job(self, folder: Path, progress: "Progress") -> "Job":
+        import torch
+
         from vllm_sparse_backend.calibration.capture import default_text, prompt_tokens
         from vllm_sparse_backend.calibration.judge import Served
         from vllm_sparse_backend.calibration.loop import Job
@@ -133,9 +129,9 @@ class JobOptions(ABC):
                 default_context_tokens(self.model, self.chunk),
             ),
             folder,
-            device_of(self.device),
-            None if self.prompts else 0,
-            self.min_tokens is not None,
+            torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            seed=None if self.prompts else 0,
+            sets_min_tokens=self.min_tokens is not None,
             progress=progress,
         )
 
@@ -155,15 +151,20 @@ class Best(JobOptions):
         list[str] | None, typer.Option(metavar="METHOD", help="A method to choose from; repeatable. Default: all.")
     ] = None
 
-    def search(self, make_job: "Callable[[], Job]") -> "Profile":
+    def bounds(self) -> "Mapping[str, Bound]":
         from vllm_sparse_backend.calibration import loop
         from vllm_sparse_backend.calibration.judge import Bound
+
+        loop.require_methods(self.method or (), loop.independent_methods())
+        factors = {"high": self.high, "fast": self.fast}
+        return {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
+
+    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
+        from vllm_sparse_backend.calibration import loop
         from vllm_sparse_backend.config.method_parameters import make_method
 
-        strategy = loop.cheapest_strategy(self.method or loop.independent_methods())
-        factors = {"high": self.high, "fast": self.fast}
-        bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
-        profile = loop.calibrate(make_job(), strategy, bounds, "sparse-prefill profile best")
+        choose = loop.search_for_cheapest(job, self.method or loop.independent_methods())
+        profile = loop.calibrate(job, choose, bounds, "sparse-prefill profile best")
         # No head takes longer than with the default method, which is a candidate. The other methods were measured in
         # all heads at once, and would keep longer prompts dense.
         return profile.model_copy(update={"lengths_of": make_method("default", {})})
@@ -186,28 +187,30 @@ class Calibrate(JobOptions):
     ]
     level: Level = None
 
-    def search(self, make_job: "Callable[[], Job]") -> "Profile":
+    def bounds(self) -> "Mapping[str, Bound]":
         from vllm_sparse_backend.calibration import loop
+        from vllm_sparse_backend.calibration.papers.share_prefill import require_scipy
 
-        command = f"sparse-prefill profile calibrate --method {self.method}"
-        if self.method == loop.SHARE_PREFILL:
-            return self._share(make_job, command)
-        strategy = loop.method_strategy(self.method)
-        bounds = _bounds(self.level)
-        return loop.calibrate(make_job(), strategy, bounds, command)
-
-    def _share(self, make_job: "Callable[[], Job]", command: str) -> "Profile":
-        from vllm_sparse_backend.calibration.loop import profile_of_heads
-        from vllm_sparse_backend.calibration.papers import share_prefill
-
+        loop.require_methods([self.method], {*loop.PAPERS, *loop.independent_methods()})
+        if self.method != loop.SHARE_PREFILL:
+            return _parse_bounds(self.level)
         if self.level is not None:
             raise ConfigurationError(
                 "--level: given with --method share_prefill, expected none: the paper has one γ for all heads; leave "
                 "it out"
             )
-        share_prefill.require_scipy()  # before prompts are made
-        job = make_job()
-        return profile_of_heads(job, share_prefill.shared_heads(job), command)
+        require_scipy()
+        return {}
+
+    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
+        from vllm_sparse_backend.calibration import loop
+        from vllm_sparse_backend.calibration.papers.share_prefill import shared_heads
+        from vllm_sparse_backend.config.profile import Profile
+
+        command = f"sparse-prefill profile calibrate --method {self.method}"
+        if self.method == loop.SHARE_PREFILL:
+            return Profile.of_heads(shared_heads(job), job.provenance(command), **job.profile_fields)
+        return loop.calibrate(job, loop.search_of_method(job, self.method), bounds, command)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -215,13 +218,6 @@ def add_commands(app: typer.Typer) -> None:
     add_command(app, Best, name="best", example="sparse-prefill profile best MODEL --out mine.yaml")
     example = "sparse-prefill profile calibrate MODEL --method sale --out mine.yaml"
     add_command(app, Calibrate, name="calibrate", example=example)
-
-
-def write_profile(profile: "Profile", out: Path) -> None:
-    """Write a profile atomically, without overwriting a file. Raises ConfigurationError."""
-    if out.exists():
-        raise ConfigurationError(f"{out}: already exists; name another file, or delete it")
-    write_text(out, profile.to_yaml())
 
 
 def _report(profile: "Profile", out: Path) -> None:
@@ -235,7 +231,7 @@ def _report(profile: "Profile", out: Path) -> None:
     say(f"Written to {out}")
 
 
-def _bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
+def _parse_bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
     """Parse the bounds of --level options, by the level's name."""
     from vllm_sparse_backend.calibration.judge import Bound
     from vllm_sparse_backend.config.profile import BOUNDS

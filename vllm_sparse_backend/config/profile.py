@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -144,9 +144,9 @@ class Level(Section):
     provenance: Provenance = Provenance()
     """Origin of the numbers."""
 
-    @staticmethod
-    def of_heads(methods: Sequence[Sequence[Method]], provenance: Provenance) -> "Level":
-        """Build the level that gives each head its method, in its shortest form.
+    @classmethod
+    def of_heads(cls, methods: Sequence[Sequence[Method]], provenance: Provenance, **fields: Any) -> Self:
+        """Build the level or profile that gives each head its method, in its shortest form.
 
         Layers whose heads are all dense go into ``dense_layers``, unless all layers are dense.
         """
@@ -164,7 +164,7 @@ class Level(Section):
             for heads, numbers in equal_layers.items()
             if set(heads) != {default}
         }
-        return Level(dense_layers=tuple(dense_layers), default=default, layers=layers, provenance=provenance)
+        return cls(dense_layers=tuple(dense_layers), default=default, layers=layers, provenance=provenance, **fields)
 
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
         """Return the method of each head of a layer, whether or not ``dense_layers`` contains it."""

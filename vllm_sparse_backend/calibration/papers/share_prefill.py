@@ -25,14 +25,13 @@ Computing them takes a layer's queries and keys on the device, and about 1 GB mo
 for the autoencoder and Adam's state, and about 5 GB for a batch (``BATCH_PIXELS``).
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm_sparse_backend.calibration.capture import Capture
 from vllm_sparse_backend.calibration.external import require_module
 from vllm_sparse_backend.calibration.loop import Job, Progress
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
@@ -73,16 +72,13 @@ DISTANCE = 10.0
 MIN_HEADS = 5
 """Minimum number of heads in a cluster. Heads of smaller clusters are noise."""
 
-Clusters = tuple[tuple[int, ...], ...]
-"""For each layer, the cluster of each head; −1 for noise."""
 
-
-def map_side(num_tokens: int, device: str) -> int:
+def map_side(num_tokens: int, device: torch.device) -> int:
     """Return the side of attention maps for a prompt."""
     if num_tokens < SHRINK:
         expected = f"at least {SHRINK} tokens, by which share_prefill's autoencoder shrinks attention maps"
         raise ConfigurationError(f"prompts: {unexpected(f'{num_tokens} tokens', expected)}")
-    largest = CPU_SIDE if torch.device(device).type == "cpu" else SIDE
+    largest = CPU_SIDE if device.type == "cpu" else SIDE
     return min(largest, num_tokens // SHRINK * SHRINK)
 
 
@@ -136,21 +132,10 @@ def has_converged(losses: Sequence[float], device_type: str) -> bool:
     return not best - min(latest) > least_drop
 
 
-def representations(
-    maps: Sequence[torch.Tensor] | torch.Tensor,
-    device: str | torch.device = "cpu",
-    epochs: int = EPOCHS,
-    progress: Progress | None = None,
-) -> torch.Tensor:
-    """Train an autoencoder on maps, and return their latent values. The result is deterministic."""
-    progress = progress or Progress()
-    side, device, on_device = maps[0].shape[-1], torch.device(device), [head_map.to(device) for head_map in maps]
+def representations(maps: torch.Tensor, device: torch.device, progress: Progress) -> torch.Tensor:
+    """Train an autoencoder on maps [num_heads, side, side], and return their latent values. This is deterministic."""
+    side, on_device = maps.shape[-1], maps.to(device)
     batch = max(1, min(BATCH, BATCH_PIXELS // side**2))
-
-    def images(chosen: Iterable[int]) -> torch.Tensor:
-        part = torch.stack([on_device[i] for i in chosen]).float().unsqueeze(1)
-        return part / part.amax((1, 2, 3), keepdim=True)
-
     # With so few channels, there is little to compute for each byte of a map.
     narrow = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
     with torch.random.fork_rng(), torch.backends.cudnn.flags(enabled=True, deterministic=True), narrow:
@@ -159,11 +144,11 @@ def representations(
         model = nn.Sequential(encoder, decoder).to(device)
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
         losses: list[float] = []
-        progress.begin(f"autoencoder of {len(maps)} maps of {side} × {side}, epochs at most", epochs)
-        for epoch in range(1, epochs + 1):
+        progress.begin(f"autoencoder of {len(maps)} maps of {side} × {side}, epochs at most", EPOCHS)
+        for epoch in range(1, EPOCHS + 1):
             total = torch.zeros((), device=device)
-            for chosen in torch.randperm(len(maps)).split(batch):
-                part = images(chosen.tolist())
+            for chosen in torch.randperm(len(maps)).to(device).split(batch):
+                part = on_device[chosen].float().unsqueeze(1)
                 loss = nn.functional.mse_loss(model(part), part)
                 optimizer.zero_grad()
                 loss.backward()
@@ -175,7 +160,7 @@ def representations(
                 progress.say(f"autoencoder: converged after {epoch} epochs")
                 break
         with torch.no_grad():
-            return torch.cat([encoder(images(part.tolist())).float() for part in torch.arange(len(maps)).split(batch)])
+            return torch.cat([encoder(part.float().unsqueeze(1)).float() for part in on_device.split(batch)])
 
 
 def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
@@ -192,45 +177,35 @@ def require_scipy() -> Any:
     )
 
 
-def cluster_heads(
-    maps: Sequence[torch.Tensor] | torch.Tensor,
-    device: str = "cpu",
-    epochs: int = EPOCHS,
-    progress: Progress | None = None,
-) -> Clusters:
-    """Cluster all heads of a model by their attention maps."""
-    num_heads = len(maps[0])
-    latent = representations([head_map for layer in maps for head_map in layer], device, epochs, progress)
+def cluster_heads(maps: torch.Tensor, device: torch.device, progress: Progress) -> list[list[int]]:
+    """Return the cluster of each layer's heads from their maps [num_layers, num_heads, side, side]; −1 for noise."""
+    latent = representations(maps.flatten(0, 1), device, progress)
     spread = latent.std(0)
     # A latent value that is the same for all heads carries no information. Scaled to unit variance, it would be noise.
     standard = (latent - latent.mean(0)) / torch.where(spread > 1e-6 * spread.max(), spread, torch.inf)
     labels = ward_labels(standard, DISTANCE)
-    large = [label for label in dict.fromkeys(labels) if labels.count(label) >= MIN_HEADS]
-    ids = {label: i for i, label in enumerate(large)}
-    flat = [ids.get(label, NOISE) for label in labels]
-    return tuple(tuple(flat[i : i + num_heads]) for i in range(0, len(flat), num_heads))
-
-
-def head_clusters(captured: Capture, job: Job) -> Clusters:
-    """Compute SharePrefill's clusters from a captured prompt."""
-    side, layers = map_side(captured.num_tokens, job.device), sorted(captured.scales)
-    maps = []
-    job.progress.begin("attention maps of layers", len(layers))
-    for layer in layers:
-        q, k, _ = captured.read(layer, job.device)
-        maps.append(attention_maps(q, k, captured.scales[layer], side))
-        job.progress.step()
-    by_layer = dict(zip(layers, cluster_heads(maps, job.device, progress=job.progress), strict=True))
-    noise = (NOISE,) * captured.shape.num_heads
-    return tuple(by_layer.get(layer, noise) for layer in range(captured.shape.num_layers))
+    large = [label for label, num_heads in Counter(labels).items() if num_heads >= MIN_HEADS]
+    clusters = [large.index(label) if label in large else NOISE for label in labels]
+    by_layer: list[list[int]] = torch.tensor(clusters).view(maps.shape[:2]).tolist()
+    return by_layer
 
 
 def shared_heads(job: Job) -> list[list[SharePrefill]]:
     """Cluster the heads of a model on the first prompt, and return the method of each layer and head."""
-    clusters = head_clusters(job.capture(job.prompts.prompts[:1])[0], job)
-    if set(chain.from_iterable(clusters)) == {NOISE}:
+    (captured,) = job.capture(job.prompts.prompts[:1])
+    side, layers, num_heads = map_side(captured.num_tokens, job.device), sorted(captured.scales), job.shape.num_heads
+    maps = torch.empty(len(layers), num_heads, side, side, dtype=torch.float16)
+    job.progress.begin("attention maps of layers", len(layers))
+    for i, layer in enumerate(layers):
+        q, k, _ = captured.read(layer, job.device)
+        maps[i] = attention_maps(q, k, captured.scales[layer], side)
+        job.progress.step()
+    methods = [[SharePrefill()] * num_heads for _ in range(job.shape.num_layers)]
+    for layer, clusters in zip(layers, cluster_heads(maps, job.device, job.progress), strict=True):
+        methods[layer] = [SharePrefill(cluster=cluster) for cluster in clusters]
+    if all(method.cluster == NOISE for heads in methods for method in heads):
         raise ConfigurationError(
             f"--method share_prefill: given a model without clusters, expected at least {MIN_HEADS} heads with similar "
             "attention; use --method flex_vertical_slash"
         )
-    return [[SharePrefill(cluster=number) for number in of_layer] for of_layer in clusters]
+    return methods
