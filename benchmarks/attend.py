@@ -20,26 +20,13 @@ import typer
 
 from benchmarks.attention_check import BUDGET, Check, check_attention
 from benchmarks.figures import Report
-from benchmarks.options import (
-    Chunk,
-    Contexts,
-    Engines,
-    Json,
-    Model,
-    Page,
-    Results,
-    difference,
-    engines_named,
-    is_default,
-    show,
-)
+from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, show
 from vllm_sparse_backend.cli.commands import run_alone
-from vllm_sparse_backend.cli.common import failures, split, token_counts
+from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card, Span
-from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import SparseIndex, StripeLayout
-from vllm_sparse_kernels.attention import AttendEngine, AttendSpec
+from vllm_sparse_kernels.attention import AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 
@@ -74,36 +61,16 @@ class Case:
     block_tokens: int
     density: float
     stripes: int = 0
-    longest: bool = True
-    """Whether no case of the run has more context. Names of figures of stripes then omit the context."""
 
     @property
     def name(self) -> str:
-        after = f"chunk after {self.context_len:,}"
-        if self.stripes:
-            return f"stripes {self.stripes:,}" if self.longest else f"{after}, stripes {self.stripes:,}"
-        return f"{after}, blocks of {self.block_tokens}, density {self.density:g}"
+        kept = (
+            f"stripes {self.stripes:,}" if self.stripes else f"blocks of {self.block_tokens}, density {self.density:g}"
+        )
+        return f"chunk after {self.context_len:,}, {kept}"
 
 
-def cases_of(
-    contexts: Sequence[int], query_len: int, blocks: Sequence[int], densities: Sequence[float], stripes: Sequence[int]
-) -> list[Case]:
-    """Return cases for every context: each width at each density, and single keys with only the diagonal."""
-    cases = []
-    for context_len in contexts:
-        longest = context_len == max(contexts)
-        cases += [Case(context_len, query_len, b, d, 0, longest) for b in blocks for d in densities]
-        cases += [Case(context_len, query_len, max(blocks), 0.0, s, longest) for s in stripes if context_len]
-    return cases
-
-
-def run_attend(
-    card: Card,
-    heads: Heads,
-    cases: Sequence[Case],
-    engines: Sequence[str],
-    report: Report,
-) -> Iterator[dict[str, Any]]:
+def run_attend(card: Card, cases: Sequence[Case], report: Report) -> Iterator[dict[str, Any]]:
     """Measure case by case, and yield each case when it is reported."""
     batches: list[Batch] = []
     made_for = None
@@ -111,12 +78,13 @@ def run_attend(
         if made_for != (case.context_len, case.query_len):
             made_for = (case.context_len, case.query_len)
             batches.clear()  # before new batches are made, because two batches might not fit
-            num_tokens = sum(made_for)
-            prompts = (planted_prompt(heads, num_tokens, card.device, seed) for seed in range(NUM_INPUTS))
+            prompts = (planted_prompt(Heads(), sum(made_for), card.device, seed) for seed in range(NUM_INPUTS))
             batches += [prompt.chunk(*made_for) for prompt in prompts]
-        indices = [random_index(batch, case) for batch in batches]
-        for engine in engines:
-            yield _measure(card, case, batches, indices, card.engines[engine], report)
+        row = _measure(card, case, batches, [random_index(batch, case) for batch in batches])
+        report.add_case(row)
+        if "efficiency" in row:
+            report.add_figure(f"attend, {case.name}: efficiency", row["efficiency"], "ratio", "higher")
+        yield row
 
 
 def random_index(batch: Batch, case: Case) -> SparseIndex:
@@ -138,49 +106,31 @@ def random_index(batch: Batch, case: Case) -> SparseIndex:
     return index
 
 
-def _measure(
-    card: Card,
-    case: Case,
-    batches: Sequence[Batch],
-    indices: Sequence[SparseIndex],
-    engine: AttendEngine,
-    report: Report,
-) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "engine": engine.name, "context_len": case.context_len, "query_len": case.query_len,
-        "block_tokens": case.block_tokens, "stripes": case.stripes or None,
-    }  # fmt: skip
-    if why := engine.refusal(AttendSpec.of(batches[0].cache, indices[0], None)):
-        row["problem"] = why
-        report.add_case(row)
-        return row
+def _measure(card: Card, case: Case, batches: Sequence[Batch], indices: Sequence[SparseIndex]) -> dict[str, Any]:
+    engine = choose_engine(card.engines.values(), AttendSpec.of(batches[0].cache, indices[0], None)).engine
     outs, dense_outs = ([batch.empty_out() for batch in batches] for _ in range(2))
-    run = engine.attend
 
     def ours(i: int) -> None:
         with indices[i].workspace.frame():
-            run(batches[i].call(indices[i]), outs[i])
+            engine.attend(batches[i].call(indices[i]), outs[i])
 
-    dense = [card.dense(batch, out) for batch, out in zip(batches, dense_outs, strict=True)]
+    dense: list[Span] = [("dense", card.dense(batch, out)) for batch, out in zip(batches, dense_outs, strict=True)]
     ours(0)
-    dense[0]()
+    dense[0][1]()
     check = check_attention(batches[0], indices[0], outs[0])
     everything = sum(batch.num_heads * causal_pairs(batch.rows) for batch in batches)
-    row["density"] = sum(int(index.kept_pairs()) for index in indices) / everything
-    row["error_ratio"] = check.ratio
+    row: dict[str, Any] = {
+        "engine": engine.name, "context_len": case.context_len, "query_len": case.query_len,
+        "block_tokens": case.block_tokens, "stripes": case.stripes or None,
+        "density": sum(int(index.kept_pairs()) for index in indices) / everything, "error_ratio": check.ratio,
+    }  # fmt: skip
     if problem := _problem(case, check, outs[0], dense_outs[0]):
-        row["problem"] = problem
-        report.add_case(row)
-        return row
+        return row | {"problem": problem}
     sparse: list[Span] = [("ours", partial(ours, i)) for i in range(len(batches))]
-    taken = card.spans_ms([[("dense", run) for run in dense], sparse], budget_s=PASSES_S)
+    taken = card.spans_ms([dense, sparse], budget_s=PASSES_S)
     row["dense_ms"], row["ms"] = (median(taken[name]) / len(batches) for name in ("dense", "ours"))
     row["times_faster"] = row["dense_ms"] / row["ms"]
     row["efficiency"] = row["times_faster"] * row["density"]
-    report.add_case(row)
-    default = is_default(card.engines, engine.name, batches[0].cache, indices[0])
-    of_engine = "" if default else f", {engine.name}"
-    report.add_figure(f"attend{of_engine}, {case.name}: efficiency", row["efficiency"], "ratio", "higher")
     return row
 
 
@@ -193,17 +143,6 @@ def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tenso
     return None
 
 
-def shares(option: str, text: str) -> list[float]:
-    """Parse numbers from 0 to 1."""
-    try:
-        numbers = [float(part) for part in split(text)]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(0 <= share <= 1 for share in numbers):
-        raise BenchError(f"{option}: given {text!r}, expected numbers from 0 to 1, separated by commas")
-    return numbers
-
-
 @dataclass(frozen=True, kw_only=True)
 class Attend:
     """`attend` over random indices against FlashAttention on the same pages."""
@@ -212,24 +151,25 @@ class Attend:
     chunk: Chunk = 8192
     blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, comma-separated.")] = "128,64,32"
     densities: Annotated[str, typer.Option(help="Shares of blocks to keep, comma-separated.")] = "1,0.5,0.2,0.08,0.03"
-    stripes: Annotated[str, typer.Option(help="Single keys per tile, comma-separated; empty for none.")] = "1024,8192"
-    engines: Engines = ""
-    model: Model = None
-    page_size: Page = 128
+    stripes: Annotated[str, typer.Option(help="Single keys per tile, comma-separated.")] = "1024,8192"
     json_path: Json = None
     results: Results = None
 
     def run(self) -> None:
-        """Measure, and show the results."""
+        """Measure each width of blocks at each density, and single keys with only the diagonal blocks."""
+        blocks, cases = numbers(self.blocks), []
+        for context_len in numbers(self.contexts):
+            cases += [
+                Case(context_len, self.chunk, block_tokens, float(density))
+                for block_tokens in blocks
+                for density in self.densities.split(",")
+            ]
+            cases += [Case(context_len, self.chunk, max(blocks), 0.0, stripes) for stripes in numbers(self.stripes)]
         with failures():
-            cases = cases_of(
-                token_counts("--contexts", self.contexts, least=0), self.chunk, token_counts("--blocks", self.blocks),
-                shares("--densities", self.densities), token_counts("--stripes", self.stripes, or_none=True),
-            )  # fmt: skip
-            card, heads = Card(), Heads.of(self.model, self.page_size)
+            card = Card()
             report = Report("attend", card.name, self.json_path, self.results)
-            rows = run_attend(card, heads, cases, engines_named(card, split(self.engines)), report)
-            show(f"attend against {card.dense_name}, {card.name}, {heads}", COLUMNS, rows)
+            rows = run_attend(card, cases, report)
+            show(f"attend against {card.dense_name}, {card.name}, {Heads()}", COLUMNS, rows)
 
 
 if __name__ == "__main__":

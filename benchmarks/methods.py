@@ -28,15 +28,15 @@ from benchmarks.attention_check import check_attention
 from benchmarks.captured_prompts import capture_model
 from benchmarks.figures import Report
 from benchmarks.method_specs import MethodSpec, methods_named
-from benchmarks.options import Chunk, Contexts, Json, Methods, Results, Text, difference, show
+from benchmarks.options import Chunk, Contexts, Json, Methods, Results, Text, difference, numbers, show
 from vllm_sparse_backend.calibration.capture import default_text
 from vllm_sparse_backend.cli.commands import run_alone
-from vllm_sparse_backend.cli.common import failures, token_counts
+from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import name_of_profile
 from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, planted_prompt
-from vllm_sparse_backend.evaluation.cuda_device import Card
+from vllm_sparse_backend.evaluation.cuda_device import Card, Span
 from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.engine_trial import Batch
@@ -96,7 +96,8 @@ def run_methods(
         for method, plan in plans:
             layers = layers_of(chunks, plan)
             engine = layers[0].engine(card.engines)
-            row = {"data": inputs.name, "method": str(method), "engine": engine.name, "context_len": context_len}
+            row: dict[str, Any] = {"data": inputs.name, "method": str(method), "engine": engine.name}
+            row["context_len"] = context_len
             _run_layers(layers, card)
             row["density"] = sum(int(layer.index.kept_pairs()) for layer in layers) / sum(
                 chunk.num_heads * causal_pairs(chunk.rows) for chunk in chunks
@@ -150,10 +151,10 @@ def wrong_attention(layers: Sequence[TimedLayer]) -> str | None:
 
 def _times(card: Card, layers: Sequence[TimedLayer], chunks: Sequence[Batch]) -> dict[str, float]:
     """Return the times of a layer in ms, and relative to FlashAttention's."""
-    ours = []
+    ours: list[Span] = []
     for layer in layers:
         ours += [("select", layer.select), ("attend", partial(layer.attend, layer.engine(card.engines)))]
-    dense = [("dense", card.dense(chunk, chunk.empty_out())) for chunk in chunks]
+    dense: list[Span] = [("dense", card.dense(chunk, chunk.empty_out())) for chunk in chunks]
     taken = card.spans_ms([dense, ours], chunks[0].rows.state.clear)
     taken["whole"] = [select + attend for select, attend in zip(taken["select"], taken["attend"])]
     ms = {name: median(passes) / len(layers) for name, passes in taken.items()}
@@ -205,7 +206,7 @@ class MeasureMethods:
                 raise BenchError(f"--kv-cache-dtype: {not_one_of(self.kv_cache_dtype, known)}")
             if self.profile and self.captured is None:
                 raise BenchError("--profile: given without --captured, expected the profile's model")
-            is_fp8, lengths = self.kv_cache_dtype == "fp8", token_counts("--contexts", self.contexts, least=0)
+            is_fp8, lengths = self.kv_cache_dtype == "fp8", numbers(self.contexts)
             card, num_tokens = Card(), max(lengths) + self.chunk
             specs = methods_named(self.method or ()) if self.method or not self.profile else []
             plans: list[tuple[MethodSpec | str, Plan]]
@@ -221,7 +222,9 @@ class MeasureMethods:
             report = Report("methods", card.name, self.json_path, self.results)
             inputs = Inputs(name, prompts, ())
             if is_fp8:
-                inputs = Inputs(f"{name} in fp8", [AttentionPrompt(in_fp8(prompt.whole)) for prompt in prompts], prompts)
+                inputs = Inputs(
+                    f"{name} in fp8", [AttentionPrompt(in_fp8(prompt.whole)) for prompt in prompts], prompts
+                )
             rows = run_methods(card, inputs, plans, lengths, self.chunk, report)
             title = f"methods against {card.dense_name}, {card.name}, {inputs.name}, chunk of {self.chunk:,}"
             show(title, FP8_COLUMNS if is_fp8 else COLUMNS, rows)

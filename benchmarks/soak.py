@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.counters import Audit, Reading, Served, audit, read_counters, wait_until_idle
 from vllm_sparse_backend.cli.commands import run_alone
-from vllm_sparse_backend.cli.common import ServedModel, ServerArgs, exit_on_sigterm, failures, levels_of, split
+from vllm_sparse_backend.cli.common import MaybeModel, ServerArgs, exit_on_sigterm, failures, levels_of, split
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -264,7 +264,7 @@ class Soak:
     requests.
     """
 
-    model: ServedModel = None
+    model: MaybeModel = None
     url: Annotated[str | None, typer.Option(help="A running server with this backend.")] = None
     settings: Annotated[
         str | None,

@@ -6,14 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.capture import capture
+from tests.helpers.full_disk import full_disk
 from vllm_sparse_backend.calibration import capture as module
-from vllm_sparse_backend.calibration.capture import Capture
+from vllm_sparse_backend.calibration.capture import Capture, LayerTensors, capture_prompts
 from vllm_sparse_backend.calibration.judge import dense_attention
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.model_shape import ModelShape
 
 transformers = pytest.importorskip("transformers", reason="capturing needs transformers, which comes with vLLM")
+
+
+def capture(model: Path, token_ids: list[int], folder: Path) -> Capture:
+    (captured,) = capture_prompts(model, [token_ids], folder, torch.device("cpu"), torch.float32)
+    return captured
 
 
 def attention_outputs(folder, token_ids: list[int]) -> list[torch.Tensor]:
@@ -30,8 +34,7 @@ def attention_outputs(folder, token_ids: list[int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 def test_dense_attention_over_a_capture_is_the_layers_own(llama, prompt, tmp_path, num_kv_heads):
     folder = llama(num_key_value_heads=num_kv_heads)
-    captured = capture(folder, prompt, tmp_path, dtype=torch.float32)
-    assert captured.shape == ModelShape.from_folder(folder)
+    captured = capture(folder, prompt, tmp_path)
     assert captured.num_tokens == len(prompt)
     assert captured.scales == dict.fromkeys(range(3), pytest.approx(32**-0.5))
     for layer, expected in enumerate(attention_outputs(folder, prompt)):
@@ -44,11 +47,11 @@ def test_dense_attention_over_a_capture_is_the_layers_own(llama, prompt, tmp_pat
 def test_layers_that_never_go_sparse_are_left_out(llama, tmp_path):
     windows = {"sliding_window": 50, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
     model = llama(family="Qwen2", use_sliding_window=True, **windows)
-    captured = capture(model, list(range(90)), tmp_path / "capture")
-    assert list(captured.scales) == [1]
-    assert captured.left_out == {0: "layers with a sliding window or chunks"}
-    inside_window = capture(model, list(range(40)), tmp_path / "short")
-    assert list(inside_window.scales) == [0, 1]
+    long, within_window = capture_prompts(
+        model, [list(range(90)), list(range(40))], tmp_path, torch.device("cpu"), torch.float32
+    )
+    assert list(long.scales) == [1]
+    assert list(within_window.scales) == [0, 1]
 
 
 def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
@@ -57,22 +60,13 @@ def test_a_model_whose_attention_is_not_plain_is_refused(llama, tmp_path):
     model = llama("sinks", family="GptOss", num_local_experts=2, pad_token_id=0)
     said = f"{model.name}: given layers with learnt sinks, expected layers without"
     with pytest.raises(ConfigurationError, match=said):
-        capture(model, list(range(40)), tmp_path / "capture")
-    assert not (tmp_path / "capture" / "capture.json").exists()
+        capture(model, list(range(40)), tmp_path)
 
 
-def test_no_capture_is_an_error(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"without capture\.json, expected a finished capture"):
-        Capture.open(tmp_path)
-
-
-def test_a_capture_that_is_damaged_is_an_error(llama, prompt, tmp_path):
-    captured = capture(llama(), prompt, tmp_path)
-    whole = (tmp_path / "layer-000.safetensors").read_bytes()
-    for part in (whole[:5], whole[:-9], b""):
-        (tmp_path / "layer-000.safetensors").write_bytes(part)
-        with pytest.raises(ConfigurationError, match=r"layer-000\.safetensors: its tensors cannot be read: ."):
-            captured.read(0)
+def test_a_full_disk_is_an_error(tmp_path):
+    tensors = LayerTensors(*(torch.zeros(100, 2, 32) for _ in range(3)))
+    with full_disk(4096), pytest.raises(ConfigurationError, match=r"layer-0\.pt: cannot be written: ."):
+        Capture(tmp_path, 100).add(0, tensors, 1.0)
 
 
 def test_a_model_that_is_not_whole_is_an_error(llama, prompt, tmp_path):
@@ -82,7 +76,7 @@ def test_a_model_that_is_not_whole_is_an_error(llama, prompt, tmp_path):
     for damage in (lambda: weights.write_bytes(weights.read_bytes()[:100]), weights.unlink):
         damage()
         with pytest.raises(ConfigurationError, match=r"its weights cannot be read: ."):
-            capture(model, prompt, tmp_path / "made")
+            capture(model, prompt, tmp_path)
     for broken in (None, "{", "[]"):
         if broken is not None:
             (model / "tokenizer.json").write_text(broken)

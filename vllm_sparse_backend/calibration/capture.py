@@ -37,7 +37,7 @@ class Capture:
     scales: dict[int, float] = field(default_factory=dict)
     """For each captured layer, the scale of q·k."""
 
-    def read(self, layer: int, device: str | torch.device = "cpu") -> LayerTensors:
+    def read(self, layer: int, device: torch.device | None = None) -> LayerTensors:
         """Load one captured layer."""
         return LayerTensors(**torch.load(self._path(layer), map_location=device))
 
@@ -56,7 +56,7 @@ class Capture:
 
 
 def capture_prompts(
-    model: Path, prompts: Sequence[Sequence[int]], folder: Path, device: str, dtype: torch.dtype
+    model: Path, prompts: Sequence[Sequence[int]], folder: Path, device: torch.device, dtype: torch.dtype
 ) -> list[Capture]:
     """Run a model on prompts, and write the inputs of its attention layers to a folder."""
     transformers = _transformers()

@@ -56,7 +56,9 @@ def import_profile(path: Path, model: Path) -> Profile:
     except (ConfigurationError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}") from None
     provenance = Provenance(source=f"imported from {tool} {path.name}{note}")
-    return Profile.of_heads(methods, provenance, format=1, model=shape)
+    profile = Profile.of_heads(methods, provenance, format=1, model=shape)
+    profile.check_model(shape, str(path))
+    return profile
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,9 +6,8 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import kind_of_file
 from vllm_sparse_backend.evaluation.output_files import require_output_file
 from vllm_sparse_backend.evaluation.report import BenchError, Report
@@ -36,43 +35,19 @@ def group(help: str) -> typer.Typer:
 
 
 def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check an option or argument that names an output file, before measurements begin."""
+    """Check an option that names an output file, before measurements begin."""
     if path is not None:
         with failures():
-            require_output_file(name_of_param(param), path)
+            require_output_file(param.opts[0], path)
     return path
-
-
-def json_output(ctx: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check --json. For ``-``, return a temporary file that goes to standard output when the command ends."""
-    return ctx.with_resource(_json_on_stdout()) if path == Path("-") else output(param, path)
-
-
-@contextmanager
-def _json_on_stdout() -> Iterator[Path]:
-    stdout = sys.stdout
-    with tempfile.TemporaryDirectory(prefix="sparse-prefill-") as folder, redirect_stdout(sys.stderr):
-        path = Path(folder) / STDOUT_FILE
-        try:
-            yield path
-        finally:
-            if path.exists():
-                stdout.write(path.read_text(encoding="utf-8"))
 
 
 def new_output(param: typer.CallbackParam, path: Path) -> Path:
-    """Check an option or argument that names a new output file."""
-    name = name_of_param(param)
-    with failures():
-        if os.path.lexists(path):
-            raise ConfigurationError(f"{name}: {path} already exists; name another file, or delete it")
-        require_output_file(name, path)
+    """Check an option that names a new output file."""
+    if os.path.lexists(path):
+        raise failure(f"{param.opts[0]}: {path} already exists; name another file, or delete it")
+    output(param, path)
     return path
-
-
-def name_of_param(param: typer.CallbackParam) -> str:
-    """Return an option as users type it, or an argument as the help shows it."""
-    return param.opts[0] if param.opts[0].startswith("-") else str(param.name).upper()
 
 
 def local_model(model: Path | None) -> Path | None:
@@ -107,15 +82,13 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MODEL_HELP = "Model folder, or a name in the local hub cache."
 Json = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="JSON file for all results; - for stdout.", callback=json_output),
+    typer.Option("--json", metavar="FILE", help="JSON file for all results.", callback=output),
 ]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
 MaybeModel = Annotated[Path | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
-ServedModel = Annotated[
-    Path | None,
-    typer.Argument(
-        metavar="MODEL", help=f"{MODEL_HELP} The model to serve; not needed with --url.", callback=local_model
-    ),
+NewProfile = Annotated[
+    Path,
+    typer.Option("--out", metavar="FILE", help="The profile to write; it must not exist yet.", callback=new_output),
 ]
 SparseSettings = Annotated[
     list[str] | None,
@@ -129,9 +102,6 @@ ServerArgs = Annotated[
     str, typer.Option("--server-args", metavar="ARGS", help="Further arguments for all servers, as one text.")
 ]
 Chunk = Annotated[int, typer.Option(metavar="N", help="Maximum tokens of a step (--max-num-batched-tokens).", min=1)]
-
-STDOUT_FILE = "stdout.json"
-"""Name of the temporary file of ``--json -``."""
 
 USAGE = re.compile(r"--[a-z]|[A-Z]+:")
 """Start of a message about the command line: the option or argument."""
@@ -185,34 +155,19 @@ def levels_of(texts: Sequence[str] | None) -> list[float | str]:
     ]
 
 
-def token_counts(option: str, text: str, or_none: bool = False, least: int = 1) -> list[int]:
-    """Parse comma-separated integers of at least ``least``. With ``or_none``, an empty text gives an empty list."""
-
+def token_counts(option: str, text: str) -> list[int]:
+    """Parse comma-separated numbers of tokens."""
     parts = split(text)
-    if all(part.isdecimal() and int(part) >= least for part in parts) and (parts or or_none):
-        return [int(part) for part in parts]
-    expected = "above 0" if least == 1 else f"of at least {least}"
-    raise BenchError(f"{option}: given {text!r}, expected whole numbers {expected}, separated by commas")
-
-
-def device_of(text: str | None) -> str:
-    """Return --device; by default the GPU, if there is one. Raises BenchError for a device that torch lacks."""
-    import torch
-
-    if text is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    known = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    known = known if torch.cuda.is_available() else ["cpu"]
-    if text not in known:
-        raise BenchError(f"--device: {not_one_of(text, known)}")
-    return text
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise BenchError(f"{option}: given {text!r}, expected whole numbers above 0, separated by commas")
+    return [int(part) for part in parts]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Options of commands that compare servers, and their results."""
 
-    model: ServedModel = None
+    model: MaybeModel = None
     settings: SparseSettings = None
     level: Annotated[list[str] | None, typer.Option(metavar="LEVEL", help="Level of the requests; repeatable.")] = None
     url: Annotated[

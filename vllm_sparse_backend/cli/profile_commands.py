@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile best|calibrate`: make a profile for a model from prompts."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_sparse_backend.cli.commands import add_command
-from vllm_sparse_backend.cli.common import Chunk, Model, exit_on_sigterm, failures, new_output, say
+from vllm_sparse_backend.cli.common import Chunk, Model, NewProfile, exit_on_sigterm, failures, say
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.evaluation.output_files import write_text
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 32768
 """Length in tokens of generated prompts, for models with at least as many positions."""
 
-LIMITS = (("x", ("of_default",)), ("abs", ("absolute",)), ("", ("error", "p99")))
-"""Suffixes of bounds, with the limits that their numbers set."""
+_NUMBER = r"\d+(?:\.\d+)?"
+LEVEL = re.compile(
+    rf"\w+=(?:(?P<of_default>{_NUMBER})x|(?P<absolute>{_NUMBER})abs|(?P<error>{_NUMBER})(?::(?P<p99>{_NUMBER}))?)"
+)
+"""A level's name and bound. The names of the groups are those of ``Bound``'s fields."""
 
 Level = Annotated[
     list[str] | None,
@@ -44,9 +48,7 @@ class JobOptions(ABC):
     """Options of both commands: a model, prompts and the output file."""
 
     model: Model
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The profile to write; it must not exist yet.", callback=new_output)
-    ]
+    out: NewProfile
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -238,18 +240,14 @@ def _parse_bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
 
     bounds: dict[str, Bound] = {}
     for text in levels or ("high=0.1:0.4",):
-        name, _, limits = text.partition("=")
-        suffix, fields = next((known for known in LIMITS if limits.endswith(known[0])), LIMITS[-1])
-        try:
-            numbers = [float(number) for number in limits.removesuffix(suffix).split(":")]
-        except ValueError:
-            numbers = []
-        if not 0 < len(numbers) <= len(fields) or not all(number > 0 for number in numbers) or name in bounds:
+        name, match = text.partition("=")[0], LEVEL.fullmatch(text)
+        limits = {limit: float(number) for limit, number in match.groupdict().items() if number} if match else {}
+        if not limits or not all(limits.values()) or name in bounds:
             expected = "NAME=MEAN:P99, NAME=1.5x or NAME=0.4abs, with numbers above 0, and each level only once"
             raise ConfigurationError(f"--level: {unexpected(text, expected)}")
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
-        if suffix == "x" and numbers[0] < 1:
+        if limits.get("of_default", 1) < 1:
             raise ConfigurationError(f"--level: {unexpected(text, 'a number of at least 1 before the x')}")
-        bounds[name] = Bound(**dict(zip(fields, numbers)))
+        bounds[name] = Bound(**limits)
     return bounds

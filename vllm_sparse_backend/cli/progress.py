@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress and remaining time of a long command: a bar on stderr, or occasional lines in a log."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,28 +15,26 @@ LOG_INTERVAL_S = 30.0
 class Bar:
     """Progress of one stage at a time."""
 
-    def __init__(self, progress: rich_bar.Progress, task: rich_bar.TaskID) -> None:
-        self._progress, self._task = progress, task
-        self._stage, self._steps, self._done = "", 0, 0
-        self._began_s = self._logged_s = time.monotonic()
+    def __init__(self, progress: rich_bar.Progress) -> None:
+        self._progress = progress
+        self._logged_s = 0.0
 
-    def begin(self, what: str, steps: int, done: int = 0) -> None:
-        """Begin a stage of ``steps`` steps. An earlier run has finished ``done`` of them."""
-        self._progress.reset(self._task, description=escape(what), total=steps, completed=done)
-        self._stage, self._steps, self._done = what, steps, done
-        self._began_s = self._logged_s = time.monotonic()
+    def begin(self, what: str, steps: int) -> None:
+        """Begin a stage of ``steps`` steps."""
+        (task,) = self._progress.tasks
+        self._progress.reset(task.id, description=what, total=steps)
+        self._logged_s = 0.0
         if self._progress.disable:
-            self.print(f"{what}: {done} of {steps}")
+            self.print(f"{what}: 0 of {steps}")
 
     def step(self) -> None:
         """Count a finished step; a log gets a line every ``LOG_INTERVAL_S`` and at the end."""
-        self._progress.advance(self._task)
-        self._done += 1
-        now_s = time.monotonic()
-        is_due = now_s - self._logged_s >= LOG_INTERVAL_S or self._done == self._steps
-        if self._progress.disable and self._stage and is_due:
-            self._logged_s = now_s
-            self.print(f"{self._stage}: {self._done} of {self._steps} after {now_s - self._began_s:.0f} s")
+        (task,) = self._progress.tasks
+        self._progress.advance(task.id)
+        elapsed_s = task.elapsed or 0.0
+        if self._progress.disable and (elapsed_s - self._logged_s >= LOG_INTERVAL_S or task.finished):
+            self._logged_s = elapsed_s
+            self.print(f"{task.description}: {task.completed:g} of {task.total:g} after {elapsed_s:.0f} s")
 
     def print(self, line: str) -> None:
         """Print a line above the bar, or to stderr if there is no bar."""
@@ -45,9 +42,14 @@ class Bar:
 
 
 @contextmanager
-def bar(what: str, steps: int | None = None) -> Iterator[Bar]:
+def bar(what: str) -> Iterator[Bar]:
     console = Console(stderr=True)
-    counts = rich_bar.TextColumn("{task.description}"), rich_bar.BarColumn(), rich_bar.MofNCompleteColumn()
+    counts = (
+        rich_bar.TextColumn("{task.description}", markup=False),
+        rich_bar.BarColumn(),
+        rich_bar.MofNCompleteColumn(),
+    )
     columns = *counts, rich_bar.TimeElapsedColumn(), rich_bar.TextColumn("left"), rich_bar.TimeRemainingColumn()
     with rich_bar.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield Bar(progress, progress.add_task(what, total=steps))
+        progress.add_task(what, total=None)
+        yield Bar(progress)

@@ -7,7 +7,6 @@ density is therefore known, and methods that select by attention mass find it.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -19,6 +18,7 @@ from vllm_sparse_kernels.rows import ceil_div
 
 DENSITY = 0.1
 RUN_TOKENS = 64
+PAGE_TOKENS = 128
 PLANTED = 9.0
 """Length of the vector that queries and planted keys share. It raises scaled scores by about 7 at head_dim 128."""
 
@@ -30,16 +30,7 @@ class Heads:
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    page_tokens: int = 128
     dtype: torch.dtype = torch.bfloat16
-
-    @staticmethod
-    def of(model: Path | None, page_tokens: int = 128) -> "Heads":
-        """Return the heads of the model in a folder; the defaults if ``model`` is None."""
-        if model is None:
-            return Heads(page_tokens=page_tokens)
-        shape = ModelShape.from_folder(model)
-        return Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, page_tokens)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -80,7 +71,7 @@ def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: in
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    num_kv_heads, head_dim, page = heads.num_kv_heads, heads.head_dim, heads.page_tokens
+    num_kv_heads, head_dim, page = heads.num_kv_heads, heads.head_dim, PAGE_TOKENS
     wanted = PLANTED * torch.nn.functional.normalize(normal(num_kv_heads, 1, head_dim), dim=-1)
     runs = torch.rand(ceil_div(num_tokens, RUN_TOKENS), num_kv_heads, 1, generator=generator, device=device) < DENSITY
     planted = runs.repeat_interleave(RUN_TOKENS, 0)[:num_tokens]
