@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the picture of README.md from docs/results: the TTFT speed-up over stock vLLM by prompt length.
 
-    python -m benchmarks.pictures [--results docs/results/performance.jsonl] [--out docs/ttft.png]
+    python -m benchmarks.pictures [--results docs/results/limit.jsonl] [--out docs/ttft.png]
 
-Reads figures named ``default, widened, TTFT, N tokens`` (stock's time ÷ ours).
+Reads figures named ``widened 8B, N tokens: TTFT, stock's ÷ ours``.
 """
 
 import io
@@ -17,7 +17,7 @@ import typer
 
 from benchmarks.figures import Figure, read_figures
 
-OURS = r"default, widened, TTFT, ([\d,]+) tokens"
+OURS = r"widened 8B, ([\d,]+) tokens: TTFT, stock's ÷ ours"
 LEAST_TOKENS = 8192
 """Shortest prompt in the picture. Shorter prompts run dense."""
 LENGTHS_RATIO = 1.9
@@ -73,7 +73,7 @@ def draw(figures: dict[int, Figure], path: Path) -> None:
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="Figures of TTFT.")] = Path("docs/results/performance.jsonl"),
+    results: Annotated[Path, typer.Option(help="Figures of TTFT.")] = Path("docs/results/limit.jsonl"),
     out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("docs/ttft.png"),
 ) -> None:
     draw(select_figures(read_figures(results)), out)

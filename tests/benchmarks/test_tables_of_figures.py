@@ -59,23 +59,27 @@ def test_a_cell_shows_rounded_values_only() -> None:
     assert not shows("0.6", Decimal("-0.6"))
 
 
+EXPERTS = "16 layers of experts of Qwen3-30B-A3B's shape"
+
+
 def test_the_times_of_the_readme() -> None:
-    rows = table("README.md", "prompt, tokens", "TTFT of stock vLLM, s")
+    rows = table("README.md", "prompt, tokens", "stock's TTFT, s")
     assert len(rows) == 5
-    for tokens, stock, ours, speed_up in rows:
-        time, ratio = (VALUES[f"{who}, widened, TTFT, {tokens} tokens"] for who in ("stock", "default"))
+    for tokens, stock, ours, *speed_ups in rows:
+        models = ("widened 8B", "widened 8B, fp8 weights", EXPERTS)
+        ratios = [VALUES[f"{model}, {tokens} tokens: TTFT, stock's ÷ ours"] for model in models]
+        time = VALUES[f"widened 8B, {tokens} tokens: stock's TTFT"]
         assert shows(stock, time), tokens
-        assert shows(ours, time / ratio), tokens
-        assert shows(speed_up, ratio), tokens
+        assert shows(ours, time / ratios[0]), tokens
+        assert all(map(shows, speed_ups, ratios)), tokens
 
 
 def test_the_accuracy_of_the_readme() -> None:
     rows = table("README.md", "model", "prompt, tokens", "questions", "right answers ÷ stock's")
     longest = ("code-lm", "122,880")  # the accuracy next to the largest speed-up
     assert [tuple(row[:2]) for row in rows] == [*((model, n) for model in MODELS for n in LENGTHS), longest]
-    settings = {"SmolLM2": "default", "code-lm": "streaming heads after 8,192"}
     for model, tokens, _, answers, perplexity, density in rows:
-        name = f"{model}, {settings[model]}, {tokens} tokens"
+        name = f"{model}, cap of 4,096 keys, {tokens} tokens"
         for cell, quantity, change in ((answers, "answers", lambda x: x), (perplexity, "perplexity", percent)):
             value, error = cell.split("±")
             assert shows(value, change(VALUES[f"{name}: {quantity}"])), name
@@ -244,7 +248,7 @@ def test_efficiency_of_attention() -> None:
             assert shows(cell, VALUES[row]), row
 
 
-TRAFFIC_MODELS = ["code-lm widened to an 8B's shape", "16 layers of experts of Qwen3-30B-A3B's shape"]
+TRAFFIC_MODELS = ["code-lm widened to an 8B's shape", EXPERTS]
 
 
 @pytest.mark.parametrize(("place", "model"), enumerate(TRAFFIC_MODELS))
@@ -257,6 +261,28 @@ def test_after_a_cached_prefix(place: int, model: str) -> None:
             if cell:
                 name = f"{model}, {new} tokens after {tokens}: TTFT, stock's ÷ ours"
                 assert shows(cell.split(" ± ")[0], VALUES[name]), name
+
+
+def test_graphs_and_short_sparse_steps() -> None:
+    cached = ("8,000", "30,000", "60,000")
+    rows = table(PERFORMANCE, "new tokens, experts", *(f"after {tokens}" for tokens in cached))
+    assert len(rows) == 4
+    for new, *cells in rows:
+        for tokens, cell in zip(cached, cells, strict=True):
+            for ratio, setting in zip(
+                cell.split(", "), (", without graphs for prefills", "", ", sparse after 2,048"), strict=True
+            ):
+                assert shows(ratio, VALUES[f"{EXPERTS}, {new} tokens after {tokens}{setting}: TTFT, stock's ÷ ours"])
+
+
+def test_agents() -> None:
+    rows = table(PERFORMANCE, "figure", "stock's, s")
+    assert len(rows) == 4
+    for figure, stock, *ratios in rows:
+        name = f"{EXPERTS}, eight agents to 80,000 tokens"
+        assert shows(stock, VALUES[f"{name}: stock's {figure}"])
+        for ratio, setting in zip(ratios, ("", ", sparse after 2,048"), strict=True):
+            assert shows(ratio.split(" ± ")[0], VALUES[f"{name}{setting}: {figure}, stock's ÷ ours"])
 
 
 def test_two_gpus() -> None:

@@ -109,7 +109,7 @@ def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected:
     assert resolved(table(*entries)).min_tokens == expected
 
 
-EXPERTS = Lengths(3072, 1000, 160_000_000, 12_000)
+EXPERTS = Lengths(2048, 500, 30_000_000)
 
 
 @pytest.mark.parametrize(
