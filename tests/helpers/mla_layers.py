@@ -107,8 +107,6 @@ class MlaLayers:
             positions = torch.arange(step.lengths[row][0])  # the context is cached; new tokens are passed on
             cache[block_table[row, positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS] = latent[positions]
             first += count
-        if self.worker.mla is not None:
-            self.worker.mla._batch = (None, None)  # a new step
         metadata = self.builder.build(0, make_common(step.lengths, block_table))
         new = torch.cat([latent[c:] for latent, (c, _) in zip(step.latent, step.lengths, strict=True)])
         output = torch.full((len(step.q), HEADS * VALUE), float("nan"))

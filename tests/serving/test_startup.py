@@ -5,7 +5,6 @@ configs."""
 import importlib
 import re
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -392,14 +391,3 @@ class TestDecode:
         assert [line for line in lines if "decodes and dense rows run on" in line] == [
             f"sparse-prefill: {startup.other_decode('FLASHINFER', 'FLASH_ATTN')}"
         ]
-
-
-class TestSleepMode:
-    def test_what_builders_make_is_made_on_a_thread_of_its_own(self) -> None:
-        """vLLM's memory pools take the allocations of the thread that opened them."""
-        config = served(llama())
-        places = []
-        for asleep in (False, True):
-            config.model_config.enable_sleep_mode = asleep
-            places.append(compat.outside_memory_pool(config, torch.device("cpu"), threading.get_ident))
-        assert places[0] == threading.get_ident() != places[1]

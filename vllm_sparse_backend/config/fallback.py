@@ -71,7 +71,9 @@ class Fallback(StrEnum):
     # Reasons of a row in a step.
     NON_CAUSAL = ("non_causal", "the row attends in both directions; no action, such rows stay dense")
     CASCADE = ("cascade", "vLLM runs this step as cascade attention over a shared prefix; use --disable-cascade-attn")
-    TOO_SHORT = ("too_short", "the row ends within min_tokens; lower min_tokens if sparse attention is still faster")
+    TOO_SHORT = ("too_short",
+        "the row ends within min_tokens, or begins within it in a model with multi-head latent attention; lower "
+        "min_tokens if sparse attention is still faster")
     SHORT_QUERY = ("short_query",
         "the row has fewer than min_query_tokens new tokens past min_tokens; lower that number if sparse attention is "
         "still faster")

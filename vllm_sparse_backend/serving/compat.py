@@ -8,7 +8,6 @@ derive from it and its parts, so keywords that later versions add pass through b
 import copy
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -341,27 +340,6 @@ def is_set(variable: str) -> bool:
     from vllm import envs
 
     return bool(getattr(envs, variable))
-
-
-def outside_memory_pool(vllm_config: VllmConfig, device: torch.device, make: Callable[[], T]) -> T:
-    """Call a function and keep its allocations outside vLLM's memory pool of the model's weights.
-
-    Sleep mode discards that pool (level 2). A pool applies to the allocations of a single thread, so the function runs
-    on another thread.
-    """
-    if not vllm_config.model_config.enable_sleep_mode:
-        return make()
-
-    def on_its_own_thread() -> T:
-        if device.type != "cuda":
-            return make()
-        with torch.cuda.device(device):
-            made = make()
-            torch.cuda.synchronize()  # this thread may use another stream
-        return made
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(on_its_own_thread).result()
 
 
 def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:

@@ -21,8 +21,7 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.mla import describe
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker import compile_monitor, mla_prefill
-from vllm_sparse_backend.serving.worker.mla_prefill import merge
+from vllm_sparse_backend.serving.worker import compile_monitor
 from vllm_sparse_backend.serving.worker.rows import Requests
 from vllm_sparse_kernels.mla import MlaPrefill
 
@@ -31,9 +30,9 @@ SINK, LOCAL = 24, 50
 A_SHAPE = {"method": "a_shape", "params": {"sink_tokens": SINK, "local_tokens": LOCAL}, "min_query_tokens": 1}
 CHUNK_TOKENS = 64
 
-# Rows of (context, new tokens): without context, cut in the middle, all sparse, shorter than min_tokens, cut in a row
-# with context, and context of more than a chunk.
-MIXED = [(0, 150), (0, 30), (96, 70), (16, 8), (32, 60), (200, 45)]
+# Rows of (context, new tokens): beginning within min_tokens, with and without context, and after it, with context of
+# more than a chunk.
+MIXED = [(0, 150), (0, 30), (96, 70), (16, 8), (80, 60), (200, 45)]
 
 
 @pytest.fixture
@@ -55,11 +54,11 @@ def make_layers(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 
 def a_shape_past(min_tokens: int, dense_rows: tuple[int, ...] = ()) -> Callable[..., torch.Tensor]:
-    """A-shape for queries from ``min_tokens`` on, except in ``dense_rows``."""
+    """A-shape for rows that begin at ``min_tokens`` or later, except in ``dense_rows``."""
 
     def keeps(row: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         kept = (keys < SINK) | (keys > queries - LOCAL)
-        return kept | (queries < min_tokens) | (row in dense_rows)
+        return kept | bool(queries[0] < min_tokens) | (row in dense_rows)
 
     return keeps
 
@@ -74,9 +73,9 @@ def kept_pairs(step: Any, keeps: Callable[..., torch.Tensor], min_tokens: int, r
     return total * mla_layers.HEADS
 
 
-@pytest.mark.parametrize("lengths", [MIXED, MIXED[::-1], [(0, 150)], [(200, 45)], [(78, 2), (79, 2), (0, 81)]])
+@pytest.mark.parametrize("lengths", [MIXED, MIXED[::-1], [(80, 150)], [(200, 45)], [(80, 2), (79, 2), (0, 81)]])
 def test_each_query_attends_to_what_its_position_says(make_layers: Any, lengths: Any) -> None:
-    """A-shape keeps absolute positions, so neither chunks nor cut rows show in the output."""
+    """A-shape keeps absolute positions, so chunks do not show in the output."""
     layers = make_layers()
     step = layers.make_step(lengths)
     torch.testing.assert_close(layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS)), atol=2e-5, rtol=1e-4)
@@ -120,7 +119,7 @@ def test_requests_with_a_p_of_their_own(make_layers: Any, at_step: Any) -> None:
 
 def test_a_request_with_an_unknown_row_makes_the_step_dense(make_layers: Any, at_step: Any) -> None:
     layers = make_layers()
-    step = layers.make_step([(0, 150), (96, 70)])
+    step = layers.make_step([(80, 150), (96, 70)])
     at_step(["exact", "on"])
     worker = layers.worker
     worker.requests.step.req_ids = tuple
@@ -137,9 +136,9 @@ def test_rows_and_pairs_are_counted(make_layers: Any, monkeypatch: pytest.Monkey
     layers.run(step, 1)
     samples, _ = layers.worker.recorder.samples()
     counts = {(name, *labels): value for name, labels, value in samples}
-    sparse = [row for row, (context, length) in enumerate(MIXED) if context + length > MIN_TOKENS]
-    assert counts["rows", "sparse", "", "on"] == len(sparse) == 4
-    assert counts["rows", "dense", Fallback.TOO_SHORT.value, "on"] == 2
+    sparse = [row for row, (context, _) in enumerate(MIXED) if context >= MIN_TOKENS]
+    assert counts["rows", "sparse", "", "on"] == len(sparse) == 3
+    assert counts["rows", "dense", Fallback.TOO_SHORT.value, "on"] == 3
     everything = a_shape_past(10**6)
     assert counts["causal_pairs", "0", "on"] == kept_pairs(step, everything, MIN_TOKENS, sparse)
     assert counts["kept_pairs", "0", "on"] == kept_pairs(step, a_shape_past(0), MIN_TOKENS, sparse)
@@ -149,7 +148,7 @@ def test_rows_and_pairs_are_counted(make_layers: Any, monkeypatch: pytest.Monkey
 def test_listed_layers_and_draft_layers_run_dense(make_layers: Any) -> None:
     """The layers of a group share a backend. Layer 2 is past the model's last, as a draft model's."""
     layers = make_layers({"dense_layers": [0]}, numbers=(0, 1, 2))
-    assert layers.worker.mla.layers == {1}
+    assert [*layers.worker.mla.numbers.values()] == [1]
     step = layers.make_step(MIXED)
     for number, expected in enumerate([None, a_shape_past(MIN_TOKENS), None]):
         output = layers.run(step, number)
@@ -185,21 +184,6 @@ def test_a_draft_model_of_model_runner_v2_stays_dense_and_is_not_counted(make_la
     assert layers.worker.recorder.samples()[0] == counted
 
 
-def test_heads_take_the_memory_of_their_rows_only(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    layers, sizes = make_layers(), []
-    attend = MlaPrefill.attend
-
-    def record(self: MlaPrefill, call: Any, *tensors: Any, **options: Any) -> None:
-        if not call.is_causal:
-            sizes.append((len(options["out"]), options["lse"].shape[1]))
-        attend(self, call, *tensors, **options)
-
-    monkeypatch.setattr(MlaPrefill, "attend", record)
-    step = layers.make_step([(0, 150), (0, 30), (0, 100)])
-    torch.testing.assert_close(layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS)), atol=2e-5, rtol=1e-4)
-    assert sizes == [(70, 70), (20, 20)]
-
-
 def test_nothing_of_a_step_is_left_for_the_next(make_layers: Any) -> None:
     """A step with sparse rows, then one of a decode only, then a dense one."""
     layers = make_layers()
@@ -233,34 +217,12 @@ def test_memory_and_warm_up_are_for_what_requests_may_ask(
     layers = make_layers({"method": method, "params": {}})
     monkeypatch.setattr(MlaPrefill, "attend", record)
     monkeypatch.setattr(compat, "IS_CPU", False)
-    kernels = layers.worker.mla._allocated()
+    worker = layers.worker.mla
+    worker.kernels = None
+    worker.reserve_memory()
     assert not compile_monitor.listener().warming_up
     assert methods == set(product(expected, (True, False)))
-    assert (kernels._selection is None) == (method == "a_shape")
-
-
-def test_memory_does_not_depend_on_torch_s_defaults(make_layers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM builds layers with the model's dtype and device as defaults."""
-    default, created = torch.get_default_dtype(), []
-    original = MlaPrefill.__init__
-
-    def record(self: MlaPrefill, *sizes: Any, **options: Any) -> None:
-        created.append(torch.empty(1))
-        original(self, *sizes, **options)
-
-    monkeypatch.setattr(MlaPrefill, "__init__", record)
-    layers = make_layers()
-    layers.worker.mla = None
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            mla_layers.SparseMlaPrefillBackend(
-                mla_layers.HEADS, mla_layers.SCALE, **mla_layers.DIMS, vllm_config=layers.config
-            )
-        assert torch.get_default_dtype() is torch.bfloat16
-    finally:
-        torch.set_default_dtype(default)
-    assert [(tensor.device.type, tensor.dtype) for tensor in created] == [("cpu", torch.float32)] * 2
+    assert (worker.kernels._selection is None) == (method == "a_shape")
 
 
 def test_models_whose_layers_prefill_in_another_way_are_refused(
@@ -285,23 +247,3 @@ def test_what_the_kernels_refuse_and_dense_rows_elsewhere_are_refused(
     )
     with pytest.raises(ConfigurationError, match="dense rows on FLASHINFER here, expected FLASH_ATTN or CPU_SDPA_MLA"):
         make_layers()
-
-
-def test_merged_parts_are_attention_over_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla_prefill, "MERGED_TOKENS", 2)
-    generator = torch.Generator().manual_seed(0)
-    scores, values = torch.randn(2, 5, 9, generator=generator), torch.randn(9, 2, 4, generator=generator)
-
-    def part(keys: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = scores[..., keys].softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, values[keys]), scores[..., keys].logsumexp(-1)
-
-    out, lse = part(slice(0, 4))
-    other_out, other_lse = part(slice(4, 9))
-    other_out[2], other_lse[:, 2] = 0, -torch.inf
-    merge(out, lse, other_out, other_lse)
-    expected, expected_lse = part(slice(0, 9))
-    alone, alone_lse = part(slice(0, 4))
-    expected[2], expected_lse[:, 2] = alone[2], alone_lse[:, 2]
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, expected_lse)

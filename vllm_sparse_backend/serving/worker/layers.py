@@ -84,8 +84,10 @@ def require_sparse_layer(vllm_config: VllmConfig) -> None:
 
 
 def reserve_memory(worker: Worker) -> None:
-    """Allocate the arena before vLLM measures the memory that its model needs, if a layer can run sparse."""
-    if any(impl.fallback is None for impl in plain_impls(worker.vllm_config).values()):
+    """Allocate our memory before vLLM measures the memory that its model needs, if a layer can run sparse."""
+    if worker.mla is not None:
+        worker.mla.reserve_memory()
+    elif any(impl.fallback is None for impl in plain_impls(worker.vllm_config).values()):
         worker.reserve_memory()
 
 

@@ -80,7 +80,11 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
             return
         self.sparse_layers, self.counts_rows = adopted.numbers, adopted.is_first_group
         self.row_classifier = RowClassifier(
-            adopted.lengths, worker.memory is not None, worker.requests, worker.resolved.reads_prompt_length
+            adopted.lengths,
+            worker.memory is not None,
+            worker.requests,
+            worker.recorder,
+            worker.resolved.reads_prompt_length,
         )
         streaming = worker.resolved.streaming_heads
         has_heads = worker.streaming.count  # else long rows would need a launch
@@ -92,14 +96,8 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         common = common_attn_metadata
         if not self.sparse_layers:
             return super().build(common_prefix_len, common, fast_build)
-        if common.max_query_len <= 1:  # the path of every output token: rows are not inspected
-            if self.counts_rows and self.worker.requests.is_counted:
-                self.worker.recorder.count_decodes(int(common.query_start_loc_cpu[common.num_reqs]))
-            return super().build(common_prefix_len, common, fast_build)
-        rows = self.row_classifier.classify(common, common_prefix_len, self.reorder_batch_threshold or 1)
-        is_counted = self.worker.requests.is_counted
-        if is_counted and self.counts_rows:
-            self.worker.recorder.count_rows(row.kind for row in rows)
+        max_decode_tokens = self.reorder_batch_threshold or 1
+        rows = self.row_classifier.rows_of_step(common, common_prefix_len, max_decode_tokens, self.counts_rows)
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._dense_run(common, *run, fast_build) for run in dense_runs(rows))
@@ -107,7 +105,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         # Built last: the dense backend keeps its schedule in a persistent buffer, and the entire batch's must remain.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
-        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, is_counted))
+        return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, self.worker.requests.is_counted))
 
     def _slabs(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> tuple[Slab, ...]:
         """Return the sparse parts of the rows by level and length, divided into slabs that fit into the arena."""

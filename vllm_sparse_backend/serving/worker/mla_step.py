@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's rows that prefill with multi-head latent attention (MLA): which part of each call runs sparse.
+"""A step's rows that prefill with multi-head latent attention (MLA): which rows of each call run sparse.
 
 vLLM calls a prefill backend once for the new tokens of all rows, and once for each chunk of their contexts. All sizes
-here are known to the host, so nothing waits for the device.
-
-The first ``min_tokens`` positions of a row are dense. A row that crosses that boundary is cut there: its first tokens,
-its *head*, run dense. Its other tokens run sparse. Keys of the head are then a part of these tokens' context.
+here are known to the host, so nothing waits for the device. A row runs either dense or sparse in all calls of a step.
 """
 
 import copy
@@ -27,13 +24,6 @@ Prepare = Callable[[RequestLevel, Sequence[MlaRow], bool], MlaCall]
 """Prepares the rows of requests of the same level, given whether their keys are the new tokens."""
 
 
-class MlaBatch(NamedTuple):
-    """The rows of a step."""
-
-    rows: Sequence[BatchRow]
-    is_counted: bool
-
-
 class DenseRun(NamedTuple):
     """Consecutive queries of a call that run on vLLM's own prefill backend."""
 
@@ -51,20 +41,12 @@ class SparseRows(NamedTuple):
     call: MlaCall
 
 
-class Head(NamedTuple):
-    """The sparse tokens of a row that is cut, with the keys of its head."""
-
-    queries: slice
-    rows: SparseRows
-
-
 @dataclass(frozen=True)
 class StepCall:
     """The parts of one call of the prefill backend."""
 
     dense: Sequence[DenseRun]
     sparse: Sequence[SparseRows]
-    heads: Sequence[Head] = ()
     has_gaps: bool = False
     """Whether some row has no key in the call."""
 
@@ -75,13 +57,12 @@ class MlaStep:
 
     new_tokens: StepCall
     chunks: Sequence[StepCall]
-    is_counted: bool
 
     @staticmethod
-    def of(batch: MlaBatch, prefill_metadata: Any, stock: Any, prepare: Prepare) -> "MlaStep | None":
-        """Divide the calls of a step among rows."""
+    def of(rows: Sequence[BatchRow], prefill_metadata: Any, stock: Any, prepare: Prepare) -> "MlaStep | None":
+        """Divide the calls of a step among its rows, of which the last ones prefill."""
         num_rows = prefill_metadata.query_start_loc.shape[0] - 1
-        rows = batch.rows[len(batch.rows) - num_rows :]
+        rows = rows[len(rows) - num_rows :]
         if not any(row.is_sparse for row in rows):
             return None
         divider = _Divider(rows, prefill_metadata, stock, prepare)
@@ -89,7 +70,7 @@ class MlaStep:
         for i_chunk, (chunk_rows, num_keys) in enumerate(compat.mla_chunks(prefill_metadata)):
             chunks.append(divider.chunk(i_chunk, chunk_rows, num_keys, contexts[chunk_rows]))
             contexts[chunk_rows] = [c + n for c, n in zip(contexts[chunk_rows], num_keys, strict=True)]
-        return MlaStep(divider.new_tokens(), chunks, batch.is_counted)
+        return MlaStep(divider.new_tokens(), chunks)
 
 
 class _Divider:
@@ -97,30 +78,22 @@ class _Divider:
 
     def __init__(self, rows: Sequence[BatchRow], prefill_metadata: Any, stock: Any, prepare: Prepare) -> None:
         self.metadata, self.stock, self.prepare = prefill_metadata, stock, prepare
-        first = rows[0].token
         self.rows = rows
-        self.starts, self.dense_ends = [row.token - first for row in rows], [row.dense_end - first for row in rows]
-        self.num_dense = [row.dense_end - row.token for row in rows]
+        self.starts = [row.token - rows[0].token for row in rows] + [rows[-1].end - rows[0].token]
         self.runs = [range(run_rows.start, run_rows.stop) for run_rows, _ in dense_runs(rows)]
 
     def new_tokens(self) -> StepCall:
         """Divide the call for new tokens, whose keys are the tokens themselves."""
-        dense, sparse, heads = [], [], []
+        dense, sparse = [], []
         for run in self.runs:
-            tokens = slice(self.starts[run[0]], self.dense_ends[run[-1]])
-            lengths = [self.num_dense[i] for i in run]
+            lengths = [self.rows[i].query_len for i in run]
             part = compat.mla_new_tokens_part(self.metadata, self._offsets(lengths), max(lengths))
+            tokens = self._queries(run)
             dense.append(DenseRun(tokens, tokens, _prepared(self.stock, part)))
         for i, row in enumerate(self.rows):
             if row.is_sparse:
-                first, num_queries = self.dense_ends[i], row.end - row.dense_end
-                new = self._sparse_row(i, first, num_queries, row.context_len + self.num_dense[i])
-                sparse.append((row.request, new))
-                if self.num_dense[i]:
-                    head = self._sparse_row(i, self.starts[i], self.num_dense[i], row.context_len)
-                    (rows,) = self._grouped([(row.request, head._replace(query_start=0))], is_causal=False)
-                    heads.append(Head(slice(first, first + num_queries), rows))
-        return StepCall(dense, self._grouped(sparse, is_causal=True), heads)
+                sparse.append((row.request, self._sparse_row(i, self.starts[i], row.query_len, row.context_len)))
+        return StepCall(dense, self._grouped(sparse, is_causal=True))
 
     def chunk(self, i_chunk: int, rows: slice, num_keys: list[int], positions: list[int]) -> StepCall:
         """Divide the call for a chunk, in which ``rows`` have ``num_keys`` keys from ``positions`` on."""
@@ -128,9 +101,9 @@ class _Divider:
         dense, sparse = [], []
         for run in self.runs:
             run_rows = range(max(run[0], rows.start), min(run[-1] + 1, rows.stop))
-            lengths = [self.num_dense[i] for i in run_rows]
             places = slice(run_rows.start - rows.start, run_rows.stop - rows.start)
-            if any(lengths) and any(num_keys[places]):
+            if run_rows and any(num_keys[places]):
+                lengths = [self.rows[i].query_len for i in run_rows]
                 part = compat.mla_chunk_part(
                     self.metadata.chunked_context.chunks[i_chunk],
                     self._offsets(lengths),
@@ -138,8 +111,8 @@ class _Divider:
                     self._offsets(num_keys[places]),
                     max(num_keys[places]),
                 )
-                queries = slice(self.starts[run_rows[0]] - first_query, self.dense_ends[run_rows[-1]] - first_query)
                 keys = slice(key_starts[places.start], key_starts[places.stop])
+                queries = self._queries(run_rows, first_query)
                 dense.append(DenseRun(queries, keys, _prepared(self.stock, self.metadata), part))
         for place, i in enumerate(range(rows.start, rows.stop)):
             if self.rows[i].is_sparse and num_keys[place]:
@@ -147,14 +120,17 @@ class _Divider:
                 sparse.append((self.rows[i].request, row._replace(query_start=row.query_start - first_query)))
         return StepCall(dense, self._grouped(sparse, is_causal=False), has_gaps=not all(num_keys))
 
+    def _queries(self, rows: range, first_query: int = 0) -> slice:
+        """Return the queries of consecutive rows, counted from ``first_query``."""
+        return slice(self.starts[rows[0]] - first_query, self.starts[rows[-1] + 1] - first_query)
+
     def _sparse_row(self, i: int, key_start: int, num_keys: int, key_position: int) -> MlaRow:
-        """Return the sparse tokens of a row, with some keys."""
-        row, first = self.rows[i], self.dense_ends[i]
+        """Return a sparse row, with some keys."""
         return MlaRow(
-            query_start=first,
-            num_queries=row.end - row.dense_end,
-            query_position=row.context_len + self.num_dense[i],
-            state_start=first,
+            query_start=self.starts[i],
+            num_queries=self.rows[i].query_len,
+            query_position=self.rows[i].context_len,
+            state_start=self.starts[i],
             key_start=key_start,
             num_keys=num_keys,
             key_position=key_position,

@@ -18,7 +18,7 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, is_checked, level_in
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, PADDING_ROW, SPARSE, RowKind
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, PADDING_ROW, SPARSE, Recorder, RowKind
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
 
@@ -139,8 +139,25 @@ class RowClassifier:
     """By level, the lengths from which rows run sparse."""
     has_sparse_layers: bool
     requests: Requests
+    recorder: Recorder
     needs_prompts: bool = False
     """Whether a method depends on the length of a row's prompt."""
+    cuts_rows: bool = True
+    """Whether a row that crosses ``min_tokens`` runs sparse from there on. Otherwise all of it runs dense."""
+
+    def rows_of_step(
+        self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int, counts_rows: bool
+    ) -> Sequence[BatchRow]:
+        """Classify the rows of a batch; none if all are decodes. ``counts_rows`` counts them."""
+        is_counted = counts_rows and self.requests.is_counted
+        if common.max_query_len <= 1:  # the path of every output token: rows are not inspected
+            if is_counted:
+                self.recorder.count_decodes(int(common.query_start_loc_cpu[common.num_reqs]))
+            return ()
+        rows = self.classify(common, common_prefix_len, max_decode_tokens)
+        if is_counted:
+            self.recorder.count_rows(row.kind for row in rows)
+        return rows
 
     def classify(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
@@ -176,9 +193,11 @@ class RowClassifier:
 
     def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:
         """Return why a row of these lengths in tokens prefills dense; None if it runs sparse."""
-        if reason := self.lengths[level].dense_reason(query_len, seq_len):
+        lengths = self.lengths[level]
+        if reason := lengths.dense_reason(query_len, seq_len):
             return reason
-        return None if self.has_sparse_layers else Fallback.TOO_SHORT
+        begins_within = not self.cuts_rows and seq_len - query_len < lengths.min_tokens
+        return Fallback.TOO_SHORT if begins_within or not self.has_sparse_layers else None
 
 
 def _dense_reason_of_batch(common: CommonAttentionMetadata, common_prefix_len: int) -> Fallback | None:
