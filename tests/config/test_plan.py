@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import LayerProfile
-from vllm_sparse_backend.config.resolved import Resolved, with_carried
+from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.layer import LayerPlan
@@ -136,12 +136,12 @@ def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
         "other": 1,
     }
     first = Resolved.from_additional_config(additional_config, SHAPE, None, "cpu")
-    travelled = json.loads(json.dumps(with_carried(additional_config, first.documents, first.device)))
+    travelled = json.loads(json.dumps(first.carried.into(additional_config)))
     assert travelled.items() >= additional_config.items()
     path.unlink()
     table.write_text("broken")
     again = Resolved.from_additional_config(travelled, SHAPE, None, "cpu", 1, 2)
-    assert (again.config, again.table, again.documents) == (first.config, first.table, first.documents)
+    assert (again.config, again.table, again.carried) == (first.config, first.table, first.carried)
     assert again.plan.source == first.plan.source == f"profile {path}"
     assert Resolved.from_additional_config(travelled, SHAPE, None, "cpu").plans == first.plans
 

@@ -20,7 +20,7 @@ import pytest
 
 from tests.helpers import scenario
 from tests.helpers.tiny_models import VOCAB_SIZE
-from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY
+from vllm_sparse_backend.config.keys import CARRIED, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.vllm_server import Server
@@ -31,7 +31,7 @@ pytest.importorskip("vllm")
 SEED = 20
 REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "150"))
 SETTINGS = {"method": "dense", "min_tokens": 64}
-KEYS = (FIELD, FIELD, DOCUMENTS, DEVICE, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
+KEYS = (FIELD, FIELD, CARRIED, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
 """The key of levels is listed twice, because the engine's core and workers read it if the backend is ours."""
 
 VALUES: tuple[Any, ...] = (

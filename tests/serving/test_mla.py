@@ -92,7 +92,7 @@ def mla_config(settings: Any = None, *, model: Any = None, attention: Any = None
 )
 def test_what_can_run_sparse_passes(config: Any) -> None:
     mla_startup.check(config)
-    assert "sparse_prefill_documents" in config.additional_config
+    assert "sparse_prefill_carried" in config.additional_config
 
 
 PLACE = "--additional-config sparse_prefill"
@@ -109,15 +109,16 @@ PLACE = "--additional-config sparse_prefill"
             mla_config({"method": "minference"}),
             "given 'minference', expected one of a_shape, top_p, default, streaming",
         ),
-        (mla_config({"profile": "auto"}), f"{PLACE}.profile: given 'auto', but profiles describe"),
+        (mla_config({"profile": "streaming"}), f"{PLACE}.profile: given 'streaming', which multi-head latent"),
         (
             mla_config({"params": {"queries": "half"}}),
             f"{PLACE}.params.queries: given 'half', but top_p has only the parameters kept_mass, most_tokens",
         ),
         (mla_config({"params": {"kept_mass": 2}}), r"params: kept_mass: .*2"),
-        (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', expected 'auto'"),
+        (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', which multi-head"),
         (mla_config({"check_index": True}), f"{PLACE}.check_index: given true"),
-        (mla_config({"crossover": "/a/table.json"}), f"{PLACE}.crossover: given '/a/table.json', but no crossover"),
+        (mla_config({"crossover": "/a/table.json"}), f"{PLACE}.crossover: given '/a/table.json', which"),
+        (mla_config({"streaming_heads": {}}), f"{PLACE}.streaming_heads: given "),
         (mla_config({"min_token": 5}), r"sparse_prefill\.min_token: unknown field"),
         (mla_config({"dense_layers": [0, 1]}), "name all 2 layers"),
         (

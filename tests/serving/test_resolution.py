@@ -15,7 +15,6 @@ from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.serving import compat, resolution
 from vllm_sparse_backend.serving.level_policy import level_policy
 from vllm_sparse_backend.serving.resolution import resolve, settings_of
-from vllm_sparse_backend.serving.worker.owner import Worker
 
 FRONT, WORKER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -60,31 +59,11 @@ def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on:
     )
     assert on_worker.lengths("on", ["hopper"]).min_tokens == 4096
     resolved = resolve(sent)
-    assert resolved.device == FRONT
+    assert resolved.carried.device == FRONT
     assert resolved.lengths("on", ["hopper"]).min_tokens == 20480
     assert resolved.earliest_lengths().min_tokens == 16384
     on(FRONT)
     assert resolve(sent).lengths_by_engine("on") == resolved.lengths_by_engine("on")
-
-
-def test_a_worker_says_that_its_device_is_another(sent: Any, lines: list[str], on: Callable[[str], None]) -> None:
-    worker = Worker(sent)
-    (line,) = [line for line in lines if "auto uses the measurements of" in line]
-    assert f"rank 0 runs on {WORKER}, but auto uses the measurements of {FRONT}, " in line
-    assert worker.resolved.device == FRONT
-    on(FRONT)
-    Worker(sent)
-    assert len([line for line in lines if "auto uses the measurements of" in line]) == 1
-
-
-def test_nothing_is_said_where_no_number_is_looked_up(
-    default_model: Any, lines: list[str], on: Callable[[str], None]
-) -> None:
-    on(FRONT)
-    config = make_config(default_model, {"method": "a_shape", "min_tokens": 64, "min_query_tokens": 1})
-    on(WORKER)
-    Worker(config)
-    assert not [line for line in lines if "auto uses the measurements of" in line]
 
 
 def test_a_process_parses_its_settings_once(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,14 @@ PARAMETERS = {"a_shape": ("sink_tokens", "local_tokens"), "top_p": ("kept_mass",
 
 METHOD_NAMES = (*PARAMETERS, *(preset for preset, (method, _) in PRESETS.items() if method in PARAMETERS))
 
+SUPPORTED = {
+    "method", "params", "min_tokens", "min_query_tokens", "dense_layers", "requests", "metrics_interval_s",
+}  # fmt: skip
+"""Settings that have a meaning for MLA."""
+
+OFF = (None, False, AUTO)
+"""Values of other settings that change nothing."""
+
 
 def describe(method: MlaMethod) -> str:
     """Format a method with its parameters for the log."""
@@ -30,40 +38,22 @@ def describe(method: MlaMethod) -> str:
 
 
 def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
-    """List the settings that MLA cannot honour."""
+    """List the settings that MLA does not support."""
     place = f"{OPTION} {KEY}"
-    if config.profile is not None:
-        yield (
-            f"{place}.profile: given {config.profile!r}, but profiles describe models with plain keys and values; "
-            f"leave it out, and set method to one of {', '.join(METHOD_NAMES)}"
-        )
-    elif config.method not in METHOD_NAMES:
+    for field in sorted(config.model_fields_set - SUPPORTED):
+        value = config.model_dump()[field]
+        if value not in OFF:
+            given = f"{place}.{field}: given {format_value(value)}"
+            yield f"{given}, which multi-head latent attention does not support; leave it out"
+    if config.method not in METHOD_NAMES:
         yield (
             f"{place}.method: given {config.method!r}, expected one of {', '.join(METHOD_NAMES)}: no other method "
             "exists for multi-head latent attention"
         )
-    else:
-        name, _ = PRESETS.get(config.method, (config.method, {}))
-        for field, value in config.params.items():
-            if field not in PARAMETERS[name]:
-                yield (
-                    f"{place}.params.{field}: given {format_value(value)}, but {name} has only the parameters "
-                    f"{', '.join(PARAMETERS[name])} for multi-head latent attention; leave it out"
-                )
-    if config.crossover is not None:
-        yield (
-            f"{place}.crossover: given {config.crossover!r}, but no crossover of multi-head latent attention is "
-            "measured; leave it out, and set min_tokens and min_query_tokens"
-        )
-    if config.engine != AUTO:
-        yield (
-            f"{place}.engine: given {config.engine!r}, expected {AUTO!r}: multi-head latent attention has kernels of "
-            "its own"
-        )
-    if config.requires_streaming_heads:
-        yield (
-            f"{place}.streaming_heads: given, but streaming heads are not measured for multi-head latent attention; "
-            "leave it out"
-        )
-    if config.check_index:
-        yield f"{place}.check_index: given true, but multi-head latent attention has no index; leave it out"
+    name, _ = PRESETS.get(config.method, (config.method, {}))
+    for field, value in config.params.items():
+        if field not in PARAMETERS[name]:
+            yield (
+                f"{place}.params.{field}: given {format_value(value)}, but {name} has only the parameters "
+                f"{', '.join(PARAMETERS[name])} for multi-head latent attention; leave it out"
+            )

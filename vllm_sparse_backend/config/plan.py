@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from vllm_sparse_backend.config.carried import Carried
 from vllm_sparse_backend.config.crossover_table import Lengths, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import summarize
@@ -17,7 +18,6 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import EXACT, ON, Profile
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.settings import OPTION, SparsePrefillConfig
-from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
@@ -50,11 +50,11 @@ class Plan:
         shape: ModelShape,
         tp_rank: int = 0,
         tp_size: int = 1,
-        documents: Documents | None = None,
+        carried: Carried | None = None,
     ) -> dict[str, "Plan"]:
         """Build the plan of each level except ``exact``, which needs none."""
-        documents = documents or Documents.read(config)
-        profile, source = documents.parse_profile(config), documents.source
+        carried = carried or Carried.read(config)
+        profile, source = carried.parse_profile(config), carried.source
         profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
         if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
             expected = f"at most {shape.num_layers - 1}, because the model is {shape}"

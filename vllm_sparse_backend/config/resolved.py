@@ -2,17 +2,16 @@
 """``Resolved``: all settings of a process, resolved once at its start and then passed on as a value."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, LayerSize, Lengths, Place, resolve_lengths
-from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, STREAMING
+from vllm_sparse_backend.config.carried import Carried
+from vllm_sparse_backend.config.crossover_table import Crossover, LayerSize, Lengths, Place, resolve_lengths
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, StreamingHeadsConfig, load_config
-from vllm_sparse_backend.config.source_files import Documents
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods.dense.method import Dense
 
@@ -20,35 +19,14 @@ ANY_OTHER = "any other"
 """Placeholder for an engine without measurements."""
 
 
-def carried_device(additional_config: Mapping[str, Any] | None) -> str | None:
-    """Return the device for which the server's first process resolved ``auto``."""
-    device = (additional_config or {}).get(DEVICE)
-    return device if isinstance(device, str) else None
-
-
-def carried_streaming(additional_config: Mapping[str, Any] | None) -> bool | None:
-    """Return whether the server finds streaming heads."""
-    finds = (additional_config or {}).get(STREAMING)
-    return finds if isinstance(finds, bool) else None
-
-
-def with_carried(additional_config: Mapping[str, Any] | None, documents: Documents, device: str) -> dict[str, Any]:
-    """Add the texts of all files, and the device for which ``auto`` is resolved, to vLLM's configuration.
-
-    A process that gets the result reads no file and does not query the device.
-    """
-    return {**(additional_config or {}), DOCUMENTS: asdict(documents), DEVICE: device}
-
-
 @dataclass(frozen=True)
 class Resolved:
     """The configuration with all values that follow from it."""
 
     config: SparsePrefillConfig
-    documents: Documents
+    carried: Carried
     plans: Mapping[str, Plan]
     table: Crossover
-    device: str
     layer_size: LayerSize
     streaming_heads: StreamingHeadsConfig | None = None
 
@@ -59,14 +37,13 @@ class Resolved:
     ) -> "Resolved":  # fmt: skip
         """Resolve the settings for a rank of a model, whose linear layers have ``layer_weights`` on average."""
         config = load_config(additional_config)
-        device = carried_device(additional_config) or device
-        read = Documents.carried(additional_config) or Documents.read(config)
-        plans = Plan.by_level(config, shape, tp_rank, tp_size, read)
+        carried = Carried.of(additional_config) or Carried.read(config, device)
+        plans = Plan.by_level(config, shape, tp_rank, tp_size, carried)
         if plans[ON].has_shares:
             plans[SHARE] = plans[ON]  # except for p, which each row sets
-        streaming_heads = config.streaming_heads if carried_streaming(additional_config) else None
+        streaming_heads = config.streaming_heads if carried.finds_streaming_heads else None
         size = LayerSize(shape.num_heads * shape.head_dim, layer_weights)
-        return Resolved(config, read, plans, read.parse_crossover(), device, size, streaming_heads)
+        return Resolved(config, carried, plans, carried.parse_crossover(), size, streaming_heads)
 
     @property
     def plan(self) -> Plan:
@@ -90,23 +67,20 @@ class Resolved:
         """Whether the method of any head, at any level, depends on the length of a row's prompt."""
         return any(method.reads_prompt_length for plan in self.plans.values() for method in plan.methods)
 
-    @property
-    def uses_auto(self) -> bool:
-        """Whether any plan's lengths depend on the device, because they are ``auto``."""
-        return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
-
     def lengths(self, level: str, engines: Collection[str]) -> Lengths:
         """Return the lengths from which rows of a level run sparse: the strictest of several engines."""
         plan = self.plans[level]
         numbers = (plan.min_tokens, plan.min_query_tokens)
-        places = [Place(self.device, engine, self.layer_size) for engine in sorted(engines)]
+        places = [Place(self.carried.device, engine, self.layer_size) for engine in sorted(engines)]
         return Lengths.strictest(
             [resolve_lengths(*numbers, plan.measured_methods, self.table, place) for place in places]
         )
 
     def lengths_by_engine(self, level: str) -> dict[str, Lengths]:
         """Return the lengths of a level with each engine, which must be the same in all processes."""
-        return {engine: self.lengths(level, [engine]) for engine in [*self.table.engines(self.device), ANY_OTHER]}
+        return {
+            engine: self.lengths(level, [engine]) for engine in [*self.table.engines(self.carried.device), ANY_OTHER]
+        }
 
     def earliest_lengths(self) -> Lengths:
         """Return lengths with which all rows run sparse that do at any level with any engine.

@@ -22,7 +22,7 @@ from pydantic import (
 
 from vllm_sparse_backend.config.crossover_table import AUTO, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, looks_like, not_one_of, unexpected
-from vllm_sparse_backend.config.keys import DEVICE, DOCUMENTS, KEY, OPTION, STREAMING
+from vllm_sparse_backend.config.keys import CARRIED, KEY, OPTION
 from vllm_sparse_backend.config.method_parameters import make_method, method_names
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.ranges import MOST_COUNT, Ranges
@@ -192,5 +192,5 @@ def _refuse_misplaced_keys(additional_config: Mapping[str, Any]) -> None:
     for key in map(str, additional_config):
         if key in SparsePrefillConfig.model_fields:
             raise ConfigurationError(f"{OPTION}: given key {key!r} at the top level, expected it under {KEY!r}")
-        if key not in (KEY, DOCUMENTS, DEVICE, STREAMING) and looks_like(key, KEY):
+        if key not in (KEY, CARRIED) and looks_like(key, KEY):
             raise ConfigurationError(f"{OPTION}: given key {key!r}, expected {KEY!r}")

@@ -6,9 +6,6 @@ The package may also be installed on servers that run other backends. There, reg
 configuration. All other hooks are installed once a process has a configuration that
 selects ours, on the objects of that engine where possible.
 
-If a hook does not fit a function of a later vLLM, the server does not start, and the error names the function:
-otherwise a request might run at another level than it chose.
-
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
 
@@ -17,13 +14,13 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import DOCUMENTS, KEY
+from vllm_sparse_backend.config.keys import CARRIED, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
-from vllm_sparse_backend.identity import BACKEND, LOGGER, MLA_BACKEND, RELEASES
+from vllm_sparse_backend.identity import BACKEND, LOGGER, MLA_BACKEND
 from vllm_sparse_backend.serving.registration import (
     is_our_mla_prefill,
     is_ours,
@@ -100,7 +97,7 @@ def serves(vllm_config: Any) -> bool:
     if is_selected(vllm_config.attention_config):
         return True
     carried = vllm_config.additional_config
-    if isinstance(carried, Mapping) and (KEY in carried or DOCUMENTS in carried):
+    if isinstance(carried, Mapping) and (KEY in carried or CARRIED in carried):
         why = why_other_selected(vllm_config.attention_config)
         if why is not None:
             raise ConfigurationError(why)
@@ -381,8 +378,6 @@ class Hook(NamedTuple):
     module: str
     owner: str
     function: str
-    expects: tuple[str, ...]
-    """Parameters that it must have."""
     wrapper: Callable[[Function], Function]
     why: str
 
@@ -392,7 +387,6 @@ class ObjectHook(NamedTuple):
 
     where: str
     function: str
-    expects: tuple[str, ...]
     wrapper: Callable[[Function, Any, Any], Function]
     """Takes the method, its object, and our value for the object: a fingerprint, or our ``Worker``."""
     why: str
@@ -403,37 +397,33 @@ _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
 # fmt: off
 HOOKS = (
-    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", ("vllm_config",), check_configuration,
+    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", check_configuration,
          "the configuration is checked before a model loads; if it is ours, the server gets its hooks"),
-    Hook(EVERY, "vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", ("vllm_config",), begin_core,
+    Hook(EVERY, "vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", begin_core,
          "a spawned core, which checks no configuration, gets its hook; it learns which heads its workers found"),
-    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", (), begin_worker,
+    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", begin_worker,
          "workers with other settings are refused; a worker gets the owner of our state, and its hooks"),
-    Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls",
-         ("selected_backend", "attn_selector_config"), select_on_cpu, "a CPU runs the configured backend"),
-    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", ("vllm_config",), select_mla_on_cpu,
+    Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls", select_on_cpu,
+         "a CPU runs the configured backend"),
+    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", select_mla_on_cpu,
          "a CPU runs the configured prefill backend for MLA"),
-    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", (), add_endpoints,
+    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", add_endpoints,
          "levels are refused where vLLM would drop them; /metrics shows our counters"),
-    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", ("params",), set_levels,
+    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", set_levels,
          "each request's level is checked, written in canonical form, and put into its cache salt"),
-    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build",
-         ("common_prefix_len", "common_attn_metadata", "fast_build"), classify_mla_rows,
+    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build", classify_mla_rows,
          "the rows that prefill are mapped to requests"),
-    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha",
-         ("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata"), name_mla_layer,
+    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha", name_mla_layer,
          "the prefill backend, which layers share, knows the layer"),
 )
 OBJECT_HOOKS = (
-    ObjectHook(CORE_OBJECT, "preprocess_add_request", ("request",), refuse_unchecked_requests,
+    ObjectHook(CORE_OBJECT, "preprocess_add_request", refuse_unchecked_requests,
                "requests whose level our front process has not checked are refused; salts name the heads found"),
-    ObjectHook(WORKER_OBJECT_ON_CPU, "determine_available_memory", (), find_heads_on_cpu,
+    ObjectHook(WORKER_OBJECT_ON_CPU, "determine_available_memory", find_heads_on_cpu,
                "streaming heads are found before the KV cache exists"),
-    ObjectHook(RUNNER_OBJECT, "execute_model", ("scheduler_output",), track_requests,
-               "the requests of a step are mapped to levels"),
-    ObjectHook(RUNNER_OBJECT_V2, "prepare_attn", ("input_batch",), name_rows,
-               "the rows of a step are mapped to requests"),
-    ObjectHook(RUNNER_OBJECT_ON_GPU, "profile_run", (), profile_model,
+    ObjectHook(RUNNER_OBJECT, "execute_model", track_requests, "the requests of a step are mapped to levels"),
+    ObjectHook(RUNNER_OBJECT_V2, "prepare_attn", name_rows, "the rows of a step are mapped to requests"),
+    ObjectHook(RUNNER_OBJECT_ON_GPU, "profile_run", profile_model,
                "vLLM counts our memory; streaming heads are found before the KV cache exists"),
 )
 # fmt: on
@@ -460,64 +450,35 @@ def _replace_by_name(name: str, function: Function) -> None:
 
 
 def _install(where: str) -> None:
-    """Install the hooks of a kind of process. Raises ConfigurationError if vLLM lacks a function that they expect."""
+    """Install the hooks of a kind of process."""
     for hook in HOOKS:
         if hook.where == where:
-            put_around(owner_of(hook.module, hook.owner), hook.function, hook.wrapper, hook.expects)
+            owner = importlib.import_module(hook.module)
+            if hook.owner:
+                owner = getattr(owner, hook.owner)
+            is_object = not (inspect.isclass(owner) or inspect.ismodule(owner))
+            put_around(type(owner) if is_object else owner, hook.function, hook.wrapper)
 
 
 def _install_on(target: Any, where: str, value: Any) -> None:
     """Wrap methods of an object of our engine."""
     for hook in OBJECT_HOOKS:
         if hook.where == where:
-            original = _required(type(target), hook.function, getattr(target, hook.function, None), hook.expects)
+            original = getattr(target, hook.function)
             setattr(target, hook.function, functools.wraps(original)(hook.wrapper(original, target, value)))
 
 
-def owner_of(module: str, name: str) -> Any:
-    """Import a class or a module of vLLM."""
-    try:
-        owner = importlib.import_module(module)
-        owner = getattr(owner, name) if name else owner
-    except (ImportError, AttributeError):
-        raise _misfit(f"{module}.{name} is missing") from None
-    return owner if inspect.isclass(owner) or inspect.ismodule(owner) else type(owner)
-
-
-OURS = "sparse_prefill"
-"""Attribute of our wrappers around vLLM's functions."""
-
 _wrapped: set[tuple[Any, str]] = set()
-"""Owner and name of each function that this process has wrapped. Another plugin's wrapper may hide ``OURS``."""
+"""Owner and name of each function that this process has wrapped."""
 
 
-def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function], expects: Sequence[str] = ()) -> None:
+def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None:
     """Wrap a function of vLLM. A function that is wrapped already stays as it is."""
     if (owner, name) in _wrapped:
         return
-    original = inspect.getattr_static(owner, name, None)
+    original = inspect.getattr_static(owner, name)
     is_classmethod = isinstance(original, classmethod)
-    function = _required(owner, name, getattr(owner, name) if is_classmethod else original, expects)
+    function = getattr(owner, name) if is_classmethod else original
     wrapped = functools.wraps(getattr(function, "__func__", function))(wrapper(function))
-    setattr(wrapped, OURS, True)
     setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
     _wrapped.add((owner, name))
-
-
-def _required(owner: Any, name: str, function: Any, expects: Sequence[str]) -> Function:
-    """Return a function of vLLM. Raises ConfigurationError if it is missing, or has not all expected parameters."""
-    path = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
-    if not callable(function):
-        raise _misfit(f"{path}.{name} is missing")
-    if missing := [parameter for parameter in expects if parameter not in inspect.signature(function).parameters]:
-        raise _misfit(f"{path}.{name}{inspect.signature(function)} has no {', '.join(missing)}")
-    wrappable: Function = function
-    return wrappable
-
-
-def _misfit(what: str) -> ConfigurationError:
-    from vllm import __version__
-
-    return ConfigurationError(
-        f"sparse-prefill: vLLM {__version__}'s {what}, expected it as in {RELEASES}; use one of these versions"
-    )

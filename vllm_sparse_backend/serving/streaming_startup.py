@@ -11,8 +11,9 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from vllm_sparse_backend.calibration.streaming_heads import PROMPT_TOKENS
+from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.resolved import Resolved, carried_streaming
+from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.level_policy import SALTED_STORES, kv_connectors
@@ -24,10 +25,11 @@ logger = init_logger(LOGGER)
 def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
     """Add to the configuration whether this server finds streaming heads. The first process decides for all."""
     config = resolved.config
-    if carried_streaming(vllm_config.additional_config) is not None:
+    if resolved.carried.finds_streaming_heads is not None:
         return
-    carry_streaming(vllm_config, config.streaming_heads is not None and config.not_for_streaming() is None)
-    if not carried_streaming(vllm_config.additional_config):
+    replaces_scores = config.streaming_heads is not None and config.not_for_streaming() is None
+    carry_streaming(vllm_config, replaces_scores)
+    if not replaces_scores:
         return
     useless = next(_useless(vllm_config, resolved), None)
     reason = useless or next(_impossible(vllm_config), None)
@@ -97,13 +99,13 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
 
 def shares_blocks(vllm_config: VllmConfig) -> bool:
     """Return whether other servers may read blocks that this server's streaming heads wrote."""
-    return bool(carried_streaming(vllm_config.additional_config) and kv_connectors(vllm_config) & SALTED_STORES)
+    return finds_streaming_heads(vllm_config.additional_config) and bool(kv_connectors(vllm_config) & SALTED_STORES)
 
 
 def warn_of_weights(vllm_config: VllmConfig, source: str) -> None:
     """Warn, once, that a worker's weights may no longer be those on which heads were measured."""
     resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
-    if resolved.streaming_heads is None and resolved.documents.profile is None:
+    if resolved.streaming_heads is None and resolved.carried.profile is None:
         return
     logger.warning_once(
         "sparse-prefill: %s can replace the model's weights, but streaming heads and profiles were measured on earlier "

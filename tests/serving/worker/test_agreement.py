@@ -44,7 +44,9 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
     from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
     from tests.helpers.vllm_objects import make_config, make_model
-    from vllm_sparse_backend.config.keys import KEY, STREAMING
+    from vllm_sparse_backend.config.carried import finds_streaming_heads
+    from vllm_sparse_backend.config.keys import KEY
+    from vllm_sparse_backend.serving.resolution import carry_settings, carry_streaming
     from vllm_sparse_backend.serving.worker import agreement
 
     real = dict(vars(agreement))
@@ -56,7 +58,9 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
         parallel = config.parallel_config
         parallel.pipeline_parallel_size, parallel.rank, parallel.world_size = 2, rank, 2
         finds_heads = settings.get("streaming_heads", {}) is not None
-        config.additional_config = {KEY: {**LENGTHS, **settings}, STREAMING: finds_heads}
+        config.additional_config = {KEY: {**LENGTHS, **settings}}
+        carry_settings(config)
+        carry_streaming(config, finds_heads)
         return config
 
     results: dict[str, Any] = {}
@@ -76,7 +80,7 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
             message = str(error)
         finally:
             vars(agreement).update(real)
-        results[case] = [message, config.additional_config[STREAMING], time.monotonic() - start]
+        results[case] = [message, finds_streaming_heads(config.additional_config), time.monotonic() - start]
     (folder / f"{rank}.json").write_text(json.dumps(results))
     if rank:
         time.sleep(10)  # the other rank waits for this one

@@ -25,12 +25,14 @@ from vllm_sparse_backend.calibration.streaming_heads import (
     WINDOW_TOKENS,
     FarAttention,
 )
+from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import KEY, STREAMING as CARRIED
+from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.serving import compat
+from vllm_sparse_backend.serving.resolution import carry_settings, carry_streaming
 from vllm_sparse_backend.serving.worker import streaming
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, SparseRow
 from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
@@ -54,7 +56,7 @@ def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def without_streaming_settings(additional_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of an operator who did not set streaming heads, on a server that finds them."""
     settings = {name: value for name, value in additional_config[KEY].items() if name != "streaming_heads"}
-    return {**additional_config, KEY: settings, CARRIED: True}
+    return {**additional_config, KEY: settings}
 
 
 class Tokenizer:
@@ -86,7 +88,8 @@ def by_default(config: Any) -> Iterator[Any]:
 @pytest.fixture
 def config(configured: Callable[..., Any]) -> Iterator[Any]:
     config = configured(**SETTINGS)
-    config.additional_config[CARRIED] = True
+    carry_settings(config)
+    carry_streaming(config, True)
     worker = Worker(config)
     yield config
     del worker
@@ -99,7 +102,11 @@ def find(config: Any, model: torch.nn.Module) -> None:
 def is_without(config: Any, layers: Sequence[Any]) -> bool:
     """Return whether the worker goes on without streaming heads, and its layers as they were."""
     as_they_were = all("forward" not in vars(layer.impl) for layer in layers)
-    return as_they_were and not worker_of(config).streaming.by_layer and config.additional_config[CARRIED] is False
+    return (
+        as_they_were
+        and not worker_of(config).streaming.by_layer
+        and not finds_streaming_heads(config.additional_config)
+    )
 
 
 class TestFinding:
@@ -243,7 +250,7 @@ class TestFinding:
             find(config, Model(make_layers(config, [0]), {}))
 
     def test_a_server_that_finds_no_heads_does_not_run_its_model(self, by_default: Any) -> None:
-        by_default.additional_config[CARRIED] = False
+        carry_streaming(by_default, False)
         model = Model(make_layers(by_default, [0]), {})
         find(by_default, model)
         assert model.runs == 0

@@ -23,15 +23,15 @@ def run_stage(stage: int, folder: Path, name: str, problem: str | None) -> None:
 
     from tests.helpers.streaming_model import PROMPT, SETTINGS, Model
     from tests.helpers.vllm_objects import make_config, make_layers, make_model
-    from vllm_sparse_backend.config.keys import STREAMING
     from vllm_sparse_backend.serving import compat
+    from vllm_sparse_backend.serving.resolution import carry_streaming
     from vllm_sparse_backend.serving.worker import streaming
     from vllm_sparse_backend.serving.worker.owner import Worker
 
     os.environ["VLLM_DIST_IDENT"] = name
     settings = {name: value for name, value in SETTINGS.items() if name != "streaming_heads"}  # problems are logged
     config: Any = make_config(make_model(folder / f"model-{stage}"), settings)
-    config.additional_config[STREAMING] = True
+    carry_streaming(config, True)
     with set_current_vllm_config(config):
         init_distributed_environment(2, stage, f"file://{folder}/{name}", stage, "gloo")
         initialize_model_parallel(1, 2)

@@ -59,8 +59,8 @@ def _answer(vllm_config: VllmConfig) -> Answer:
 
 def settings_of_worker(resolved: Resolved) -> dict[str, str]:
     """Return all settings that must be the same on all workers."""
-    config, documents, streaming = resolved.config, resolved.documents, resolved.streaming_heads
-    profile = "" if documents.profile is None else hashlib.sha256(documents.profile.encode()).hexdigest()[:12]
+    config, carried, streaming = resolved.config, resolved.carried, resolved.streaming_heads
+    profile = "" if carried.profile is None else hashlib.sha256(carried.profile.encode()).hexdigest()[:12]
     after = "off" if streaming is None else f"after {streaming.min_context_tokens} tokens"
     lengths = {
         f"lengths of level {level} with engine {engine}": str(lengths_on_engine)
@@ -69,7 +69,7 @@ def settings_of_worker(resolved: Resolved) -> dict[str, str]:
     }
     return {
         "version of this package": package_version(PACKAGE),
-        "method": f"{documents.source} {json.dumps(config.params, sort_keys=True)} {profile}".rstrip(),
+        "method": f"{carried.source} {json.dumps(config.params, sort_keys=True)} {profile}".rstrip(),
         "dense_layers": json.dumps(config.dense_layers),
         "engine": config.engine,
         "streaming_heads": after + (", set by the operator" if config.requires_streaming_heads else ""),

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.resolved import carried_streaming
 from vllm_sparse_backend.identity import BACKEND, LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.startup import no_layer_message, other_decode, slow_path
@@ -117,7 +117,7 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     impls = {number: impl for number, impl in sorted(group.items()) if reasons[number] is None}
     if not impls:
         return None
-    if not worker.streaming.by_layer and carried_streaming(vllm_config.additional_config):
+    if not worker.streaming.by_layer and finds_streaming_heads(vllm_config.additional_config):
         do_without(vllm_config, "this worker got its KV cache before it ran the model to find the streaming heads")
     memory = worker.reserve_memory()
     worker.recorder.add_layers(impls, resolved.plans)

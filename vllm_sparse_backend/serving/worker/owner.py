@@ -16,7 +16,7 @@ from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.config.settings import SCORING_METHOD
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.resolution import log_other_device, resolve
+from vllm_sparse_backend.serving.resolution import resolve
 from vllm_sparse_backend.serving.worker import compile_monitor
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
 from vllm_sparse_backend.serving.worker.counters import Key, Recorder, Sample
@@ -65,7 +65,6 @@ class Worker:
         self.device = compat.current_device()
         self.rank, size = compat.tensor_parallel(vllm_config)
         self.resolved = resolve(vllm_config, self.rank, size)
-        log_other_device(self.resolved, self.rank)
         self.recorder = Recorder(self.device, is_first_rank=self.rank == 0)
         self.requests = Requests()
         self.streaming = StreamingHeads({}, "")

@@ -18,8 +18,8 @@ from vllm.logger import init_logger
 
 from vllm_sparse_backend.calibration import streaming_heads as calibration
 from vllm_sparse_backend.calibration.capture import begin_ids
+from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.resolved import carried_streaming
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.streaming_startup import describe, do_without
@@ -39,7 +39,7 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
     """
     vllm_config = worker.vllm_config
     # vLLM may profile a model again, for example to measure the memory of its CUDA graphs.
-    if not carried_streaming(vllm_config.additional_config) or worker.streaming.by_layer:
+    if not finds_streaming_heads(vllm_config.additional_config) or worker.streaming.by_layer:
         return
     start = time.monotonic()
     try:

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first process of a server reads and decides for all of its processes.
+
+It travels inside vLLM's ``additional_config``. A file that changes later, or that is missing on another node, therefore
+has no effect, and all processes resolve the settings to the same values on any device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from vllm_sparse_backend.config.crossover_table import Crossover, crossover_file, load_crossover, parse_crossover
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.input_files import read_text
+from vllm_sparse_backend.config.keys import CARRIED, OPTION
+from vllm_sparse_backend.config.profile import ANY_MODEL, Profile, parse_profile, profile_file
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
+
+
+@dataclass(frozen=True)
+class Carried:
+    """The texts of named files, the device of the first process, and whether the server finds streaming heads."""
+
+    source: str
+    """The method or profile, for errors and logs."""
+    device: str
+    """Name of the device for which ``auto`` is resolved."""
+    profile: str | None = None
+    profile_path: str = ""
+    crossover: str | None = None
+    crossover_path: str = ""
+    finds_streaming_heads: bool | None = None
+    """None before the first process decides."""
+
+    @staticmethod
+    def read(config: SparsePrefillConfig, device: str = "") -> "Carried":
+        """Read the files that a configuration names."""
+        carried = Carried(f"method {config.method}", device)
+        if config.crossover is not None:
+            path = crossover_file(config.crossover, f"{OPTION} sparse_prefill.crossover")
+            carried = replace(carried, crossover=read_text(path), crossover_path=config.crossover)
+        if config.profile is not None:
+            path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
+            source = f"profile {config.profile}"
+            carried = replace(carried, source=source, profile=read_text(path), profile_path=str(path))
+        return carried
+
+    @staticmethod
+    def of(additional_config: Mapping[str, Any] | None) -> "Carried | None":
+        """Return what another process of the server put into ``additional_config``."""
+        data = (additional_config or {}).get(CARRIED)
+        return None if data is None else Carried(**data)
+
+    def into(self, additional_config: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return ``additional_config`` with this."""
+        return {**(additional_config or {}), CARRIED: asdict(self)}
+
+    def parse_profile(self, config: SparsePrefillConfig) -> Profile:
+        """Parse the profile, or build one from ``method`` and ``params``."""
+        if self.profile is not None:
+            return parse_profile(self.profile, self.profile_path)
+        try:
+            method = config.uniform_method()
+        except ValueError as error:
+            raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
+        return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method})
+
+    def parse_crossover(self) -> Crossover:
+        """Parse the crossover table."""
+        if self.crossover is None:
+            return load_crossover()
+        return parse_crossover(self.crossover, self.crossover_path)
+
+
+def finds_streaming_heads(additional_config: Mapping[str, Any] | None) -> bool:
+    """Return whether the server finds streaming heads."""
+    carried = Carried.of(additional_config)
+    return carried is not None and bool(carried.finds_streaming_heads)
