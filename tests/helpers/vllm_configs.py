@@ -25,7 +25,8 @@ def served(
     cache: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     sizes = (
-        "tensor_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size",
+        *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        *("prefill_context_parallel_size", "decode_context_parallel_size"),
     )  # fmt: skip
     return SimpleNamespace(
         additional_config={} if settings is None else {"sparse_prefill": settings},
@@ -42,13 +43,12 @@ def served(
             is_encoder_decoder=False,
             is_multimodal_model=False,
             uses_mrope=False,
-            enable_prompt_embeds=False,
-            is_hybrid=False,
             skip_tokenizer_init=False,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
         cache_config=SimpleNamespace(**(CACHE | (cache or {}))),
         parallel_config=SimpleNamespace(**(dict.fromkeys(sizes, 1) | FLAGS | (parallel or {}))),
+        compilation_config=SimpleNamespace(pass_config=None),
         lora_config=None,
         weight_transfer_config=None,
         kv_transfer_config=None,

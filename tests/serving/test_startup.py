@@ -133,8 +133,7 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
     [
         ({}, None),
         ({"parallel_config.data_parallel_size": 2}, None),
-        ({"model_config.is_multimodal_model": True}, "given with a multimodal model"),
-        ({"model_config.is_hybrid": True}, "given with a hybrid model"),
+        ({"model_config.is_multimodal_model": True, "model_config.uses_mrope": True}, None),
         ({"model_config.is_encoder_decoder": True}, "given with an encoder-decoder model"),
         ({"model_config.skip_tokenizer_init": True}, "given with --skip-tokenizer-init"),
         ({"lora_config": object()}, "given with --enable-lora"),
@@ -143,6 +142,14 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
             "given with --data-parallel-size 2 and experts",
         ),
         ({"parallel_config.pipeline_parallel_size": 2}, None),
+        (
+            {
+                "parallel_config.pipeline_parallel_size": 2,
+                "compilation_config": SimpleNamespace(pass_config=SimpleNamespace(enable_sp=True)),
+            },
+            "given with --pipeline-parallel-size 2 and sequence parallelism",
+        ),
+        ({"cache_config.calculate_kv_scales": True}, "given with --calculate-kv-scales"),
         ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),
         ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
         ({"weight_transfer_config": object()}, "given with --weight-transfer-config"),
@@ -174,6 +181,7 @@ def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> No
         ({}, {"model_config.max_model_len": 16_384}, None),
         ({"min_tokens": 32_768}, {"model_config.max_model_len": 32_768}, None),
         ({}, {"lora_config": object()}, "--enable-lora: adapters can change"),
+        ({}, {"model_config.is_multimodal_model": True}, "a multimodal model: finding heads was not tried"),
         ({}, {"scheduler_config": SimpleNamespace(max_num_batched_tokens=2048)}, "--max-num-batched-tokens 2048"),
     ],
 )
@@ -186,6 +194,14 @@ def test_without_a_setting_servers_that_cannot_find_them_do_without(
     logged = [line for line in lines if "all heads score keys in long prompts" in line]
     assert len(logged) == (says is not None)
     assert says is None or says in logged[0]
+
+
+def test_an_unreadable_configuration_leaves_a_server_without_streaming_heads(lines: list[str]) -> None:
+    """A later release may name its fields differently."""
+    config = streaming({}, **{"parallel_config.data_parallel_size": "a number"})
+    startup.check(config)
+    assert resolve(config).streaming_heads is None
+    assert "all heads score keys in long prompts: TypeError" in lines[-1]
 
 
 class TestHeadsInKeysOfBlocks:

@@ -330,6 +330,29 @@ def is_from_transformers(tokenizer: Any) -> bool:
     return isinstance(tokenizer, PreTrainedTokenizerBase)
 
 
+def embeds_tokens(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM embeds the tokens of every step, also those of text, before it calls the model."""
+    model = vllm_config.model_config
+    if hasattr(model, "supports_multimodal_inputs"):
+        supports_multimodal = model.supports_multimodal_inputs
+    else:  # 0.30
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        supports_multimodal = MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
+    return bool(supports_multimodal or model.enable_prompt_embeds)
+
+
+def calculates_scales(vllm_config: VllmConfig) -> bool:
+    """Return whether the first forward pass sets the scales of a quantized cache (0.30 and 0.31)."""
+    return getattr(vllm_config.cache_config, "calculate_kv_scales", False)
+
+
+def splits_tokens(vllm_config: VllmConfig) -> bool:
+    """Return whether the ranks of a tensor-parallel group share a step's tokens between layers (0.30 and 0.31)."""
+    passes = vllm_config.compilation_config.pass_config
+    return getattr(passes, "enable_sp", False) or getattr(passes, "fuse_gemm_comms", False)
+
+
 def query_scale(query: torch.Tensor, layer: Any) -> float:
     """Return the factor from elements of a layer's queries to their values."""
     return float(layer._q_scale_float) if query.dtype == FP8 else 1.0

@@ -16,6 +16,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import SALTED_STORES, kv_connectors
 from vllm_sparse_backend.serving.resolution import carry_streaming, resolve, settings_of
 
@@ -31,8 +32,12 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
     carry_streaming(vllm_config, replaces_scores)
     if not replaces_scores:
         return
-    useless = next(_useless(vllm_config, resolved), None)
-    reason = useless or next(_impossible(vllm_config), None)
+    try:
+        useless = next(_useless(vllm_config, resolved), None)
+        reason = useless or next(_impossible(vllm_config), None)
+    except Exception as error:  # a later release of vLLM may name its fields differently
+        do_without(vllm_config, describe(error))
+        return
     if reason is not None:
         do_without(vllm_config, f"given with {reason}", logging.DEBUG if useless else logging.INFO)
 
@@ -70,14 +75,12 @@ def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
 def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield why streaming heads cannot be found in this server."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    engines = parallel.data_parallel_size
+    engines, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
     reasons = {
         "an encoder-decoder model: the heads are measured on a prompt without an encoder's input": (
             model.is_encoder_decoder
         ),
-        "a multimodal model: the heads are measured on a prompt of text": model.is_multimodal_model or model.uses_mrope,
-        "--enable-prompt-embeds: the heads are measured on a prompt of tokens": model.enable_prompt_embeds,
-        "a hybrid model: the heads are measured without the states of recurrent layers": model.is_hybrid,
+        "--calculate-kv-scales: the measurement's prompt would set the scales": (compat.calculates_scales(vllm_config)),
         "--enable-lora: adapters can change what heads do": vllm_config.lora_config is not None,
         "--weight-transfer-config: weights that arrive later can change what heads do": (
             vllm_config.weight_transfer_config is not None
@@ -86,7 +89,12 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
         f"--data-parallel-size {engines} and experts: engines would have to run the model together": (
             engines > 1 and parallel.is_moe_model
         ),
+        f"--pipeline-parallel-size {stages} and sequence parallelism: each rank of a stage passes only a part of the "
+        "tokens on": stages > 1 and compat.splits_tokens(vllm_config),
         "--enable-elastic-ep: a worker that joins later does not measure heads": parallel.enable_elastic_ep,
+        "a multimodal model: finding heads was not tried on a real one; set streaming_heads to {} to find them": (
+            (model.is_multimodal_model or model.uses_mrope) and not settings_of(vllm_config).requires_streaming_heads
+        ),
     }
     yield from (reason for reason, applies in reasons.items() if applies)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens

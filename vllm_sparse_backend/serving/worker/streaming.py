@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_sparse_backend.calibration import streaming_heads as calibration
 from vllm_sparse_backend.calibration.capture import begin_ids
@@ -96,7 +97,7 @@ def refuse_layers(vllm_config: VllmConfig) -> None:
     compilation = vllm_config.compilation_config
     experts = frozenset(compilation.static_all_moe_layers)  # listed among the layers, but they mix no tokens
     for name, layer in compilation.static_forward_context.items():
-        if name in experts:
+        if name in experts or isinstance(layer, MambaBase):
             continue
         impl = plain.get(name)
         if impl is None:
@@ -109,7 +110,9 @@ def refuse_layers(vllm_config: VllmConfig) -> None:
             problem = "reads the cache of another layer"
         else:
             continue
-        raise ConfigurationError(f"layer {name} {problem}, expected causal attention over the layer's own keys")
+        raise ConfigurationError(
+            f"layer {name} {problem}, expected causal attention over the layer's own keys, or a recurrence"
+        )
 
 
 def _prompt(vllm_config: VllmConfig) -> list[int]:
