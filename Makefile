@@ -32,7 +32,7 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	@$(BIN)/pytest $(SIDE_BY_SIDE) --durations=15
 
-# On a card, or on two at the same time: its tests, then README's figures for it, into docs/results; twenty minutes at most.
+# On a card: its tests, then README's figures for it, into docs/results; twenty minutes at most.
 gpu: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.gpu
 

@@ -42,13 +42,6 @@ class Figure:
     command: str
     date: str = field(default_factory=today)
 
-    @property
-    def is_met(self) -> bool:
-        """Whether the figure reaches its bar. A figure without a bar does."""
-        if self.bar is None or self.value is None:
-            return self.bar is None
-        return self.value >= self.bar if self.better == "higher" else self.value <= self.bar
-
 
 class Report(product.Report):
     """A run's cases and figures. ``results_path`` is a file of many runs' figures, in which a figure keeps its bar."""

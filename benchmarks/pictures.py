@@ -7,8 +7,7 @@ Reads figures named ``widened 8B, N tokens: TTFT, stock's ÷ ours``.
 """
 
 import io
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Annotated
@@ -17,29 +16,9 @@ import typer
 
 from benchmarks.figures import Figure, read_figures
 
-OURS = r"widened 8B, ([\d,]+) tokens: TTFT, stock's ÷ ours"
-LEAST_TOKENS = 8192
-"""Shortest prompt in the picture. Shorter prompts run dense."""
-LENGTHS_RATIO = 1.9
-"""Smallest ratio of neighbouring prompt lengths: one bar for each doubling."""
+LENGTHS_TOKENS = (8192, 16_384, 32_768, 65_536, 131_000)
 STOCK_COLOR, OUR_COLOR = "#6e7781", "#0969da"
 """Colours that contrast with white and black, because GitHub shows pictures on either."""
-
-
-def select_figures(figures: Iterable[Figure]) -> dict[int, Figure]:
-    """Return the figures to draw by prompt length: the longest, and each shorter one that is far enough from the next.
-
-    Raises BadParameter without any.
-    """
-    matches = ((re.fullmatch(OURS, figure.name), figure) for figure in figures)
-    lengths = {int(match[1].replace(",", "")): figure for match, figure in matches if match}
-    chosen: list[int] = []
-    for tokens in sorted(lengths, reverse=True):
-        if tokens >= LEAST_TOKENS and (not chosen or chosen[-1] >= LENGTHS_RATIO * tokens):
-            chosen.append(tokens)
-    if not chosen:
-        raise typer.BadParameter(f"given no figure {OURS!r}, expected one for each prompt length")
-    return {tokens: lengths[tokens] for tokens in reversed(chosen)}
 
 
 def two_decimals(value: float) -> str:
@@ -47,7 +26,7 @@ def two_decimals(value: float) -> str:
     return str(Decimal(str(value)).quantize(Decimal("0.01"), ROUND_HALF_UP))
 
 
-def draw(figures: dict[int, Figure], path: Path) -> None:
+def draw(figures: Mapping[int, Figure], path: Path) -> None:
     """Draw a bar of the speed-up for each prompt length, with 64 colours, which take a quarter of the bytes."""
     import matplotlib
 
@@ -76,7 +55,8 @@ def main(
     results: Annotated[Path, typer.Option(help="Figures of TTFT.")] = Path("docs/results/limit.jsonl"),
     out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("docs/ttft.png"),
 ) -> None:
-    draw(select_figures(read_figures(results)), out)
+    by_name = {figure.name: figure for figure in read_figures(results)}
+    draw({tokens: by_name[f"widened 8B, {tokens:,} tokens: TTFT, stock's ÷ ours"] for tokens in LENGTHS_TOKENS}, out)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the tables of settings, methods and GPUs in the documents, from the code that defines them.
 
-    python -m benchmarks.settings_tables            # rewrite the tables
-    python -m benchmarks.settings_tables --check    # only list documents whose tables are out of date
+    python -m benchmarks.settings_tables
 
 A table is between ``<!-- settings:begin NAME -->`` and ``<!-- settings:end -->``; NAME is a key of ``TABLES``.
 """
@@ -12,9 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from vllm_sparse_backend.config.errors import Section
 from vllm_sparse_backend.config.ranges import MOST_COUNT
@@ -47,18 +44,6 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
-def without_count_limit(schema: Any) -> Any:
-    """Remove the maximum of counts from a JSON Schema. No sensible setting comes near it."""
-    if isinstance(schema, list):
-        return [without_count_limit(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    is_count_limit = schema.get("maximum") == MOST_COUNT
-    return {
-        key: without_count_limit(value) for key, value in schema.items() if not (is_count_limit and key == "maximum")
-    }
-
-
 def type_text(schema: Mapping[str, Any]) -> str:
     """Describe the type of a field."""
     if "anyOf" in schema:
@@ -73,7 +58,11 @@ def type_text(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "array":
         kind, _, limits = type_text(schema["items"]).partition(" ")
         return f"list of {kind}s {limits}".rstrip()
-    limits = " and ".join(f"{sign} {schema[key]:g}" for key, sign in LIMITS.items() if key in schema)
+    limits = " and ".join(
+        f"{sign} {schema[key]:g}"
+        for key, sign in LIMITS.items()
+        if schema.get(key) not in (None, MOST_COUNT)  # no sensible count comes near its limit
+    )
     return f"{schema['type']} {limits}".rstrip()
 
 
@@ -88,7 +77,7 @@ def default_text(value: object) -> str:
 
 def settings_table(section: type[Section]) -> str:
     """Build the table of a section's fields."""
-    schemas = without_count_limit(section.model_json_schema()["properties"])
+    schemas = section.model_json_schema()["properties"]
     rows = []
     for name, field in section.model_fields.items():
         if not field.description:
@@ -151,26 +140,11 @@ def fill(text: str, document: str) -> str:
     return REGION.sub(region, text)
 
 
-def main(
-    check: Annotated[bool, typer.Option("--check", help="Change nothing; exit code 1 if out of date.")] = False,
-) -> None:
-    """Write the tables of settings, methods and GPUs in the documents."""
-    outdated = []
+def main() -> None:
     for document in DOCUMENTS:
         path = ROOT / document
-        text = path.read_text()
-        filled = fill(text, document)
-        if filled == text:
-            continue
-        outdated.append(document)
-        if not check:
-            path.write_text(filled)
-    for document in outdated:
-        print(
-            f"{document}: {'tables are out of date: run python -m benchmarks.settings_tables' if check else 'written'}"
-        )
-    raise typer.Exit(1 if check and outdated else 0)
+        path.write_text(fill(path.read_text(), document))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -2,8 +2,10 @@
 """Load on a server: exact and sparse requests at once, some aborted, while its counters are read."""
 
 import re
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from threading import Event
 from typing import NamedTuple
@@ -11,6 +13,12 @@ from typing import NamedTuple
 from tests.helpers import scenario
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.vllm_server import Server
+
+SERVER_ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
+"""On a CPU, torch caches a compiled product for each of the last 1,024 shapes, which looks like a memory leak."""
+
+QUIET_S = 10.0
+"""Seconds; longer than any step."""
 
 LEAST_READINGS = 11
 """Minimum readings of the counters, on a server of any speed."""
@@ -63,3 +71,25 @@ def ask_mixed(server: Server, stock: Server, endpoint: Endpoint, prompts: Sequen
     }
     differing = [i for i, answer in expected.items() if answers[i].token_ids != answer.token_ids]
     return Load(differing, fallen, len(exact), len(readings))
+
+
+def wait_until_idle(server: Server) -> None:
+    """Wait until aborted requests have left the server: its counters no longer change."""
+    deadline = time.monotonic() + scenario.DEADLINE_S
+    before, rows = None, scenario.counted(server).rows
+    while rows != before:
+        assert time.monotonic() < deadline, f"the server is still busy after {scenario.DEADLINE_S:.0f} s"
+        time.sleep(QUIET_S)
+        before, rows = rows, scenario.counted(server).rows
+
+
+def resident_bytes_of(pid: int) -> int:
+    """Return the memory of a process and its children."""
+    import psutil  # comes with vLLM
+
+    parent = psutil.Process(pid)
+    total = 0
+    for process in (parent, *parent.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # processes may end in the meantime
+            total += process.memory_info().rss
+    return total

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from benchmarks.soak import SERVER_ENV, resident_bytes_of
 from tests.helpers import scenario, server_levels
-from tests.helpers.mixed_load import ask_mixed
+from tests.helpers.mixed_load import SERVER_ENV, ask_mixed, resident_bytes_of
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.demo.model import BUNDLED
