@@ -34,10 +34,11 @@ pip=("$venv/bin/python" -m pip --python "$work/venv/bin/python" --disable-pip-ve
 cp "$venv/bin/vllm" "$work/venv/bin/vllm"
 sed -i "1s|.*|#!$work/venv/bin/python|" "$work/venv/bin/vllm"
 
-# As in a container, commands inherit nothing from the caller's environment.
+# As in a container, commands inherit nothing from the caller's environment. Without multiprocessing, an engine on a CPU
+# is its own worker, which saves a third of the start.
 clean() {
     env -i HOME="$work" PATH="$work/venv/bin:/usr/bin:/bin" LANG=C.UTF-8 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 \
-        DO_NOT_TRACK=1 VLLM_CPU_KVCACHE_SPACE=1 "$@"
+        DO_NOT_TRACK=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 "$@"
 }
 cd "$work"
 clean python -c 'import vllm_sparse_backend, vllm_sparse_kernels as k; print(vllm_sparse_backend.__file__, k.__file__)'

@@ -51,14 +51,6 @@ def test_each_figure_is_stored_once_and_whole() -> None:
     assert [figure.name for figure in FIGURES if not (figure.device and figure.command and figure.date)] == []
 
 
-def test_a_cell_shows_rounded_values_only() -> None:
-    assert shows("**2.41**", Decimal("2.414"))
-    assert shows("1.01", Decimal("1.005"))
-    assert shows("− 0.6 %", Decimal("-0.63"))
-    assert not shows("2.41", Decimal("2.416"))
-    assert not shows("0.6", Decimal("-0.6"))
-
-
 EXPERTS = "16 layers of experts of Qwen3-30B-A3B's shape"
 
 

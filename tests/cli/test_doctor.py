@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from tests.helpers.external_tools import ROOT
@@ -356,16 +355,3 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
         texts = {(finding.subject, finding.text) for finding in doctor.engines(model)}
         assert ("attention", "the engine portable, if it passes its trial at start-up") in texts
         assert ("engine flash", "not usable: there is no FlashAttention for this device") in texts
-
-
-@pytest.mark.parametrize(
-    ("capability", "level", "says"),
-    [((9, 0), "ok", "measured"), ((10, 3), "note", "unknown to this release")],
-)
-def test_device_says_what_is_known_of_the_card(monkeypatch, capability, level, says):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    kernels = next(finding for finding in doctor.device() if finding.subject == "kernels")
-    assert kernels.level == level
-    assert says in kernels.text

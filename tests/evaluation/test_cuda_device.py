@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing on a simulated clock, and the arguments of FlashAttention."""
+"""Timing on a simulated clock."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.helpers.batches import random_batch
 from vllm_sparse_backend.evaluation import cuda_device as module
 from vllm_sparse_backend.evaluation.cuda_device import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -73,24 +71,6 @@ def test_device_time_is_that_of_the_spans_alone(card, clock):
     assert clock.slept == (MIN_PASSES + 2) * 2  # two warm-up passes; each contestant has a turn
     # 70 ms reach the 60 ms of a stable clock at once, 10 ms after six runs; the first pass does not know this yet.
     assert len(passes) == 2 + (MIN_PASSES + 1) * (2 + 7)
-
-
-def test_flash_attention_gets_the_batch(card, monkeypatch):
-    calls = []
-    fake = SimpleNamespace(flash_attn_varlen_func=lambda: lambda **arguments: calls.append(arguments))
-    monkeypatch.setitem(sys.modules, "vllm_sparse_backend.serving.compat", fake)
-    batch = random_batch([(70, 30), (0, 200)], 4, 2, 64, 16)
-    out = batch.empty_out()
-    card.dense(batch, out)()
-    (call,) = calls
-    assert call["q"] is batch.q
-    assert call["out"] is out
-    assert call["cu_seqlens_q"].tolist() == [0, 30, 230]
-    assert call["seqused_k"].tolist() == [100, 200]
-    assert (call["max_seqlen_q"], call["max_seqlen_k"], call["fa_version"]) == (200, 200, 3)
-    assert call["causal"] is True
-    assert call["block_table"].max() < batch.cache.keys.shape[0]
-    assert torch.equal(call["block_table"][1, :13], batch.rows.block_table[1, :13])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")

@@ -65,19 +65,6 @@ def test_every_method_compiles_and_fits_every_card(target: int, head_dim: int, m
     assert not problems(table, card.shared_bytes)
 
 
-def test_a_kernel_that_fails_or_does_not_fit_is_a_problem() -> None:
-    fits = {"errors": [], "shared_bytes": 90 << 10, "registers": 255, "registers_per_program": 1 << 16}
-    cases = {
-        "large": fits | {"shared_bytes": 100 << 10},
-        "wide": fits | {"registers_per_program": (1 << 16) + 1},
-        "broken": fits | {"errors": ["CompilationError: at 3:4"]},
-    }
-    reasons = problems({"top_p": cases | {"fits": fits}}, 99 << 10)
-    assert reasons.keys() == {f"top_p: {name}" for name in cases}
-    assert reasons["top_p: large"] == f"{100 << 10} shared_bytes, the card has {99 << 10}"
-    assert reasons["top_p: broken"] == "CompilationError: at 3:4"
-
-
 @pytest.mark.parametrize(
     ("target", "head_dim", "widest"), [(80, 256, 64), (89, 256, 64), (90, 512, 64), (80, 512, None), (89, 512, None)]
 )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model, served by stock vLLM and by this backend. Both start in parallel and only once, because a start takes
-half a minute."""
+"""Servers of a small model, which several files share, because a start takes half a minute: stock vLLM, this backend,
+and vLLM's own backend next to this package."""
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ import pytest
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
 from tests.helpers.tiny_models import make_adapter, make_model
+from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
 
 WORKER_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -62,9 +64,11 @@ def lora_args(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="session")
-def adapted(small_model: Path, lora_args: tuple[str, ...]) -> Iterator[Server]:
-    """Stock vLLM with an adapter."""
-    with Server(
-        small_model, (*scenario.SERVER_ARGS, *CACHE_ARGS, *lora_args), env=ENV | {"VLLM_PLUGINS": "none"}
-    ) as server:
-        yield server
+def bystander(small_model: Path, lora_args: tuple[str, ...]) -> Iterator[Server]:
+    """vLLM's own backend with this package installed, settings that nothing reads, and an adapter."""
+    settings = {KEY: {"method": "dense", "min_tokens": server_levels.MIN_TOKENS}}
+    args = (*scenario.SERVER_ARGS, *CACHE_ARGS, *lora_args, "--additional-config", json.dumps(settings))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("VLLM_PLUGINS", raising=False)
+        with Server(small_model, args, env=ENV) as server:
+            yield server

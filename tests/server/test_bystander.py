@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of another backend with this package installed, under requests that contain our keys.
 
-It answers like a server without plugins, for any value of these keys in any place, and does not end.
+It answers like stock vLLM without plugins, for any value of these keys in any place, and does not end.
 """
 
 import json
@@ -10,17 +10,15 @@ import random
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from tests.helpers import scenario
+from tests.helpers.scenario import Servers
 from tests.helpers.tiny_models import VOCAB_SIZE
-from vllm_sparse_backend.config.keys import CARRIED, KEY
+from vllm_sparse_backend.config.keys import CARRIED
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.vllm_server import Server
@@ -29,8 +27,7 @@ pytestmark = [pytest.mark.server, pytest.mark.full]
 pytest.importorskip("vllm")
 
 SEED = 20
-REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "150"))
-SETTINGS = {"method": "dense", "min_tokens": 64}
+REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "80"))
 KEYS = (FIELD, FIELD, CARRIED, WORKER_METHOD, "sparse-prefill", "Sparse_Prefill")
 """The key of levels is listed twice, because the engine's core and workers read it if the backend is ours."""
 
@@ -111,12 +108,6 @@ def ask(server: Server, request: Hostile) -> Said:
     return said._replace(text=CHANGES.sub("", text.replace(server.url, "")))
 
 
-def ask_both(pair: "Pair", request: Hostile) -> tuple[Said, Said]:
-    with ThreadPoolExecutor(2) as pool:
-        without, bystander = pool.map(ask, pair, (request, request))
-    return without, bystander
-
-
 def stream_content(text: str) -> str:
     """Return the text of a stream of events. The number of tokens in an event depends on the machine's load."""
     events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
@@ -130,44 +121,26 @@ def stream_content(text: str) -> str:
     return json.dumps([words, reasons, {name: sorted(keys[name]) for name in sorted(keys)}, "data: [DONE]" in text])
 
 
-class Pair(NamedTuple):
-    without: Server
-    """A server that loads no plugin."""
-    bystander: Server
-    """A server with the package. Both servers have its settings, which neither reads."""
-
-
-@pytest.fixture(scope="module")
-def pair(small_model: Path) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.delenv("VLLM_PLUGINS", raising=False)
-        args = ("--served-model-name", "small", "--additional-config", json.dumps({KEY: SETTINGS}))
-        without = Server(small_model, (*args, *scenario.SERVER_ARGS), env={"VLLM_PLUGINS": "none"})
-        bystander = Server(small_model, (*args, *scenario.SERVER_ARGS))
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(stack.enter_context, (without, bystander)))
-        yield Pair(without, bystander)
-
-
-def test_it_answers_as_a_server_without_plugins(pair: Pair) -> None:
+def test_it_answers_as_a_server_without_plugins(servers: Servers, bystander: Server) -> None:
     """Both get the same requests in the same order, one at a time, so they cache the same blocks."""
+    both = (servers.stock, bystander)
     statuses, differing = [], []
-    for number in range(REQUESTS):
-        request = hostile(number)
-        expected, said = ask_both(pair, request)
-        statuses.append(said.status)
-        if said != expected:
-            differing.append((number, request.path, request.body[:500], expected, said))
-            assert pair.bystander.exit_code() is None, (differing[-1], pair.bystander.tail())
+    with ThreadPoolExecutor(len(both)) as pool:
+        for number in range(REQUESTS):
+            request = hostile(number)
+            expected, said = pool.map(ask, both, (request, request))
+            statuses.append(said.status)
+            if said != expected:
+                differing.append((number, request.path, request.body[:500], expected, said))
+                assert bystander.exit_code() is None, (differing[-1], bystander.tail())
     assert not differing, (len(differing), differing[:5])
-    assert [server.exit_code() for server in pair] == [None, None]
+    assert [server.exit_code() for server in both] == [None, None]
     assert statuses.count(200) > REQUESTS // 10
 
 
-def test_its_log_says_that_settings_are_not_read(pair: Pair) -> None:
+def test_its_log_says_that_settings_are_not_read(servers: Servers, bystander: Server) -> None:
     """This also shows that the plugin was loaded."""
-    log = pair.bystander.log_path.read_text(errors="replace")
+    log = bystander.log_path.read_text(errors="replace")
     assert log.count("sparse_prefill in --additional-config is ignored: attention runs on ") == 1
-    assert "sparse_prefill_" not in pair.bystander.get("/metrics")
-    assert "is ignored: attention runs on" not in pair.without.log_path.read_text(errors="replace")
+    assert "sparse_prefill_" not in bystander.get("/metrics")
+    assert "is ignored: attention runs on" not in servers.stock.log_path.read_text(errors="replace")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model with multi-head latent attention, through the flag for its prefill backend, against stock vLLM."""
+"""A small model with multi-head latent attention, through the flag for its prefill backend: a server, and engines
+against stock vLLM."""
 
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,39 +46,21 @@ def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "mla", config=MLA_CONFIG)
 
 
-@pytest.fixture(scope="module")
-def mla_servers(mla_model: Path) -> Iterator[tuple[Server, Server]]:
-    """Stock vLLM, and our server."""
-    stock = Server(mla_model, ARGS, env=ENV | {"VLLM_PLUGINS": "none"})
-    ours = Server(mla_model, (*flags(SETTINGS), *ARGS), env=ENV)
-    with ExitStack() as stack:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(stack.enter_context, (stock, ours)))
-        yield stock, ours
-
-
 def assert_same(answer: Answer, expected: Answer) -> None:
     assert answer.token_ids == expected.token_ids
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
 
-def test_a_server_runs_rows_sparse_and_exact_requests_as_stock(mla_servers: tuple[Server, Server]) -> None:
-    stock, ours = mla_servers
-    before = scenario.counted(ours)
-    assert (before.rows, before.attention) == ({}, {"mla": 2})
-    # One after another: with several prompts in a step, stock vLLM 0.32 gives other answers on a CPU.
-    requests = {"long": (scenario.prompt(901, seed=1), 6), "short": (scenario.prompt(70, seed=2), 6)}
-    for name, request in requests.items():
-        expected = scenario.ask(stock, *request)
-        assert_same(scenario.ask(ours, *request, level=0), expected)
-        answer = scenario.ask(ours, *request)
-        if name == "short":
-            assert_same(answer, expected)
-        else:
-            assert answer.logprobs != pytest.approx(expected.logprobs, abs=1e-3)
-            assert all(map(math.isfinite, answer.logprobs))
-
-    report = scenario.counted(ours, before)
+def test_a_server_runs_long_rows_sparse_unless_requests_are_exact(mla_model: Path) -> None:
+    long, short = scenario.prompt(901, seed=1), scenario.prompt(70, seed=2)
+    with Server(mla_model, (*flags(SETTINGS), *ARGS), env=ENV) as server:
+        before = scenario.counted(server)
+        assert (before.rows, before.attention) == ({}, {"mla": 2})
+        sparse, exact = (scenario.ask(server, long, level=level) for level in (None, 0))
+        assert_same(scenario.ask(server, short), scenario.ask(server, short, level=0))
+        report = scenario.counted(server, before)
+    assert sparse.logprobs != pytest.approx(exact.logprobs, abs=1e-3)
+    assert all(map(math.isfinite, sparse.logprobs))
     assert report.rows_of("sparse") == 1
     assert set(report.rows) == {
         ("sparse", ""), ("dense", Fallback.REQUESTED), ("dense", Fallback.SHORT_QUERY), ("decode", ""),

@@ -38,7 +38,7 @@ def server(servers: Servers) -> Server:
 def query(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Query]:
     folder = tmp_path_factory.mktemp("prometheus")
     config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-    config["global"] |= {"scrape_interval": "2s", "scrape_timeout": "2s"}
+    config["global"] |= {"scrape_interval": "1s", "scrape_timeout": "1s"}
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [server.url.removeprefix("http://")]
     shutil.copy(MONITORING / "alerts.yml", folder)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -69,7 +69,7 @@ def query(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def _soon(ask: Query, expression: str) -> list[dict[str, Any]]:
     """Return the expression's answer when there is one, or no answer after a deadline. A page that was too late for a
-    scrape leaves a gap of two seconds."""
+    scrape leaves a gap of a second."""
     deadline = time.monotonic() + scenario.DEADLINE_S
     while not (answer := _answer(ask, expression)) and time.monotonic() < deadline:
         time.sleep(0.5)

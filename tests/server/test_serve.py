@@ -47,23 +47,16 @@ class Answered(NamedTuple):
     """Requests at the server's default level."""
     exact: Served
     """Exact requests, next to requests with the same beginnings at the server's default level."""
-    first: Answers
-    """A prompt at the level ``fast``, which no request before it has."""
-    together: Answers
-    """This prompt at every level, all at once. All uncached tokens fit into one step: cuts would change answers."""
 
 
 @pytest.fixture(scope="module")
 def answered(servers: Servers) -> Answered:
     ours = servers.ours
-    named = {str(level): (scenario.CHUNKS, 8, level) for level in ("exact", "high", "fast", 1)}
     return Answered(
         Served.by(servers.stock),
         Served.by(ours, level="everything"),
         Served.by(ours),
         Served.by(ours, level=0, beside=1),
-        scenario.ask_together(ours, {"fast": named["fast"]}),
-        scenario.ask_together(ours, named),
     )
 
 
@@ -123,20 +116,6 @@ def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(answered: Answe
     """Sparse requests wrote the same prefixes before, in chunks and in parallel, and as many sparse requests run at the
     same time."""
     assert_same(answered.exact.answers, answered.stock.answers)
-
-
-def test_levels_by_name(answered: Answered) -> None:
-    """All levels run at once on the same prompt. Each reads its own blocks and gives its own answer."""
-    cached_tokens = scenario.CACHED["prefix: same prompt"]
-    expected, sparse = answered.stock.answers["chunks"], answered.sparse.answers["prefix: same prompt"]
-    assert_same(answered.together, {"exact": expected})
-    for name in ("1", "high"):
-        assert answered.together[name].logprobs == pytest.approx(sparse.logprobs, abs=LOGPROB_TOLERANCE)
-    for fast in (answered.first["fast"], answered.together["fast"]):
-        for other in (expected, sparse):
-            assert fast.logprobs != pytest.approx(other.logprobs, abs=1e-3)
-    assert answered.first["fast"].cached_tokens == 0
-    assert {answer.cached_tokens for answer in answered.together.values()} == {cached_tokens}
 
 
 def test_rows_of_exact_requests_are_counted_as_such(answered: Answered) -> None:

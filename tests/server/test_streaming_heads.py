@@ -39,11 +39,10 @@ def test_heads_are_found_and_keep_their_window(tmp_path: Path) -> None:
     """A request that sets the default's p scores the keys of all heads; the others keep a window in late chunks."""
     log_path = tmp_path / "log"
     with Server(BUNDLED, (*sparse_args(SETTINGS), *ARGS), log_path=log_path) as server:
-        exact, by_window, by_score = (density(server, level) for level in ("exact", "on", 0.9))
+        by_window, by_score = (density(server, level) for level in ("on", 0.9))
     match = re.search(LINE, log_path.read_text())
     assert match, log_path.read_text()[-3000:]
     assert 0 < int(match[1]) < 20
-    assert exact is None
     assert by_window is not None
     assert by_score is not None
     assert 0 < by_window < 1

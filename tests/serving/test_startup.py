@@ -373,17 +373,6 @@ class TestDecode:
             128, torch.bfloat16, "fp8", True,
         )  # fmt: skip
 
-    def test_the_line_says_what_decodes_why_what_it_costs_and_what_to_do(self) -> None:
-        assert startup.other_decode("FLASH_ATTN", "FLASH_ATTN") is None
-        line = str(startup.other_decode("FLASHINFER", "FLASH_ATTN"))
-        for part in (
-            "dense rows run on FLASH_ATTN",
-            "no release from 0.30",
-            "stock vLLM would decode on FLASHINFER",
-            "bench serve",
-        ):
-            assert part in line
-
     def test_a_worker_logs_it_once(self, monkeypatch: pytest.MonkeyPatch, configured: Any, lines: list[str]) -> None:
         """On a card, it logs when it prepares the layers of each cache group."""
         from vllm_sparse_backend.serving.worker import layers

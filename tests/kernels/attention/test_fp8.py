@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.batches import in_fp8, random_batch, random_index, repaged, widened
+from tests.helpers.batches import in_fp8, random_batch, random_index, widened
 from tests.helpers.engine_cases import ENGINES, check, flash_attention, run, same
 from tests.helpers.masks import density_of, mask_of
 from tests.helpers.method_cases import select
@@ -72,15 +72,6 @@ def test_engines(engine, stripes, page_size, layout, sinks, device):
     batch = random_batch(lengths, 2, 2, 64, page_size, device=device, gap_tokens=3, layout=layout)
     batch = replace(in_fp8(batch, *SCALES), sinks=None if sinks is None else torch.tensor(sinks, device=device))
     check(ENGINES[engine], batch, random_index(batch, 64, 0.4, stripes))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("engine", READS_FP8)
-def test_a_rows_result_is_the_same_over_other_pages_and_beside_other_rows(engine, device):
-    exact = random_batch([(200, 150), (65, 70)], 2, 1, 64, 16, device=device)
-    batches = [in_fp8(b, *SCALES) for b in (exact, repaged(exact, 64, "HND"))]
-    out, other = (run(ENGINES[engine], b, random_index(b, 64, 0.4, 20)) for b in batches)
-    assert same(out, other)
 
 
 def test_eight_bit_scores_and_skips(device):

@@ -260,18 +260,6 @@ def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("block_tokens", [64, 128])
-def test_every_group_lists_its_own_blocks(block_tokens):
-    lengths = [(77, 500), (0, 300), (600, 200), (1041, 130)]
-    batch, method = holed_batch(lengths, [200], [150], [130, 300, 511], [255, 256, 900]), AnchorAttention(step_tiles=2)
-    index, reference = (select(method, batch, block_tokens, by_reference=it) for it in (False, True))
-    assert_listed_as_blocks(index)
-    for row in range(len(lengths)):
-        assert torch.equal(mask_of(index, row), mask_of(reference, row)), f"row {row}"
-    assert 0 < int(index.stripe_counts.sum()) < int(reference.stripe_counts.sum())
-
-
-@pytest.mark.full
 def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
     """Lists of stripes and of blocks span several stretches; a key in a block leaves no gap among the stripes."""
     monkeypatch.setattr(module, "CHUNK_BLOCKS", 32)
@@ -281,12 +269,6 @@ def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
     holed = {position // 64 for position in holes}
     assert index.stripes_of(0, 0).tolist() == [n for n in range(last) if n // 64 in holed and n not in holes]
     assert index.blocks_of(0, 0).tolist() == [i for i in range(ceil_div(last + 276, 64)) if i not in holed]
-
-
-def test_chunks_cut_between_groups_select_as_the_whole_prompt():
-    batch, method = make_batch([(0, 1000)], num_heads=1), AnchorAttention(theta=3.0, step_tiles=2)
-    chunk = Rows((512,), (488,), (512,), batch.rows.block_table)
-    assert all_lists(select(method, batch, rows=chunk)) == all_lists(select(method, batch), range(4, 8))
 
 
 def chunks_of(batch: Batch, borders: list[int]) -> list[Rows]:
@@ -318,8 +300,10 @@ def test_the_dense_tail_is_the_prompts_whatever_the_chunks(borders, by_reference
     assert sparse_tiles >= 6
 
 
-def test_chunks_cut_between_groups_select_as_the_whole_prompt_with_a_dense_tail():
-    batch, method = make_batch([(0, 1000)], num_heads=1), AnchorAttention(theta=2.0, step_tiles=2, dense_tail=True)
+@pytest.mark.parametrize("dense_tail", [False, True])
+def test_chunks_cut_between_groups_select_as_the_whole_prompt(dense_tail):
+    batch = make_batch([(0, 1000)], num_heads=1)
+    method = AnchorAttention(theta=2.0, step_tiles=2, dense_tail=dense_tail)
     whole = all_lists(select(method, batch))
     in_chunks = [all_lists(select(method, batch, rows=rows)) for rows in chunks_of(batch, [256, 768])]
     assert [[tile for (tiles,) in in_chunks for tile in tiles]] == whole

@@ -15,7 +15,6 @@ from tests.helpers.structured import paged_batch, structured
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
@@ -287,17 +286,6 @@ def test_distance():
     assert js_distance(a, torch.tensor([0.25, 0.75, 0.0])) == pytest.approx(by_scipy, abs=1e-6)
 
 
-def test_heads_of_a_layer_with_equal_thresholds_are_selected_together():
-    heads = [SharePrefill(cluster=c) for c in (3, NOISE, 3)]
-    (group,) = layer_plan(heads).groups
-    assert group.methods == tuple(heads)
-    assert len(layer_plan([SharePrefill(), SharePrefill(max_distance=0.1)]).groups) == 2
-    differing = [SharePrefill(gamma=gamma, cluster=3) for gamma in (0.8, 0.95)]
-    assert len(layer_plan(differing).groups) == 1
-    assert SharePrefill.summary(differing)["gamma"] == "0.8 to 0.95"
-    assert SharePrefill(gamma=0.8, cluster=3).unshared == SharePrefill(gamma=0.8)
-
-
 def test_a_model_whose_heads_can_share_nothing_is_objected_to():
     """Sharing requires two heads of a cluster with equal thresholds above 0."""
     a, b = SharePrefill(cluster=0), SharePrefill(cluster=1)
@@ -308,10 +296,3 @@ def test_a_model_whose_heads_can_share_nothing_is_objected_to():
         assert "flex_vertical_slash" in objection
     assert SharePrefill.objection([a, b, noise, a]) is None
     assert SharePrefill.objection([a, SharePrefill(gamma=0.95, cluster=0)]) is None
-
-
-def test_summary_counts_clusters_over_layers():
-    heads = [SharePrefill(cluster=c) for c in (0, NOISE, 3, 3, 3, 1)]  # of two layers
-    thresholds = {"max_sparsity": 0.3, "max_distance": 0.2, "gamma": 0.9, "last_queries": 64, "estimating": "last"}
-    assert SharePrefill.summary(heads) == thresholds | {"clusters": 3, "clustered_heads": 5}
-    assert SharePrefill.summary([SharePrefill()]) == thresholds | {"clusters": 0, "clustered_heads": 0}
