@@ -28,6 +28,7 @@ from tests.helpers.engine_cases import (
     run,
     same,
 )
+from tests.helpers.method_cases import by_turns
 from tests.helpers.paged_varlen import paged_varlen
 from vllm_sparse_kernels import engine_choice
 from vllm_sparse_kernels.attention import HOPPER, PORTABLE, AttendEngine, AttendSpec, FlashAttention
@@ -142,7 +143,7 @@ def test_stripes_that_tiles_share(engine, device):
         {"heads": (4, 2)},
         *(
             pytest.param({"head_dim": head_dim, "heads": heads, "dtype": dtype, "page_size": 128}, marks=FULL)
-            for head_dim, heads, dtype in product((64, 128, 256), ((4, 4), (4, 1)), DTYPES)
+            for head_dim, heads, dtype in by_turns((64, 128, 256), ((4, 4), (4, 1)), DTYPES)
         ),
     ],
     ids=str,

@@ -143,9 +143,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.fixture(
-    scope="module", params=[(32, 128), (64, 128), (128, 128), pytest.param((32, 64), marks=pytest.mark.full), (64, 64)]
-)
+@pytest.fixture(scope="module", params=[(64, 128), (128, 128), (32, 64), (64, 64)])
 def of_top_p(request: pytest.FixtureRequest) -> dict[str, dict[str, int]]:
     """Return the figures of each compiled kernel, by name."""
     by_kernel = report_of(COMPILE_TOP_P, *map(str, request.param))
