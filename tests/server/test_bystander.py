@@ -44,9 +44,10 @@ PLACES = (
 )  # fmt: skip
 PATHS = ("/v1/completions",) * 6 + ("/v1/chat/completions", "/v1/responses", "/tokenize", "/nothing")
 CHANGES = re.compile(
-    r'"(created|created_at|completed_at)":\s*[0-9.]+|\b(resp|msg|rs|req|item|chatcmpl|cmpl)[-_][0-9a-f]{8,}'
+    r'"(created|created_at|completed_at)":\s*[0-9.]+|"system_fingerprint":\s*"[^"]*"'
+    r"|\b(resp|msg|rs|req|item|chatcmpl|cmpl)[-_][0-9a-f]{8,}"
 )
-"""Parts that differ in each answer."""
+"""Parts that differ in each answer, or with the arguments of the server."""
 
 
 class Hostile(NamedTuple):
