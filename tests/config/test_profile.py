@@ -96,7 +96,7 @@ model: {architecture: X, num_layer: 3, num_heads: 4, num_kv_heads: 2, head_dim: 
 min_tokens: 1e3
 default: {method: dense, foo: 1}
 layers: {0-x: {}, 3: {heds: {}}, 4: {heads: {0-3: {method: denze}, 7: {}, 8: 3}}}
-provenance: {recall: 2, prompts_sha256: abc}
+provenance: {density: 2, prompts_sha256: abc}
 """)
     for problem in (
         "format: given 2, expected 1",
@@ -111,7 +111,7 @@ provenance: {recall: 2, prompts_sha256: abc}
         "layers.4.heads.0-3: method: given 'denze', expected one of",
         "layers.4.heads.7: method: missing, expected one of",
         "layers.4.heads.8: given 3, expected a mapping such as {method: NAME",
-        "provenance.recall: given 2, expected less than or equal to 1",
+        "provenance.density: given 2, expected less than or equal to 1",
         "provenance.prompts_sha256: given 'abc'",
     ):
         assert problem in message
@@ -253,22 +253,18 @@ def test_levels() -> None:
     profile = parse_profile(LEVELS, "")
     assert profile.level_names == ("exact", "high", "fast")
     assert profile.methods_of(2, 8)[1] == make_method("dense", {})
-    fast, high, exact = (profile.at_level(name) for name in ("fast", "high", "exact"))
+    fast, high = (profile.at_level(name) for name in ("fast", "high"))
     assert [fast.methods_of(2, 8)[1], fast.methods_of(3, 8)[0]] == [make_method("dense", {}), profile.default]
     assert (high.level, high.dense_layers, high.layers) == ("high", (0, 1), {})
     assert (high.default, high.provenance.bounds) == (make_method("vertical_slash", {}), {"output_error": 0.01})
     assert high.methods_of(2, 8) == (high.default,) * 8
     assert (high.model, high.level_names) == (profile.model, ("exact", "high"))
-    assert exact.methods_of(2, 8) == (make_method("dense", {}),) * 8
-    assert exact.level_names == ("exact",)
     assert parse_profile(HEADER, "").level_names == ("exact",)
-    with pytest.raises(ValueError, match=r"level: given 'high', expected one of exact, fast"):
-        fast.at_level("high")
     text = LEVELS.replace("level: fast", "level: a_shape")
     named = parse_profile(text.replace("  high:", "  own-2:\n    default: {method: sale}\n  high:"), "")
     assert named.level_names == ("exact", "high", "a_shape", "own-2")  # bounds first, then in the order of the profile
     assert named.at_level("own-2").default == make_method("sale", {})
-    for variant in (profile, fast, high, exact, named):
+    for variant in (profile, fast, high, named):
         again = parse_profile(variant.to_yaml(), "")
         assert again == variant
         assert again.to_yaml() == variant.to_yaml()
@@ -300,7 +296,7 @@ def test_a_level_must_fit_the_model_that_is_served() -> None:
     with pytest.raises(ConfigurationError, match=r"levels\.high\.dense_layers: given 9, expected at most 5"):
         parse_profile(text, "").check_model(SHAPE)
     text = LEVELS.replace("{method: vertical_slash}", "{method: share_prefill}")
-    with pytest.raises(ConfigurationError, match=r"levels\.high: share_prefill: no two heads can share"):
+    with pytest.raises(ConfigurationError, match=r"levels\.high\.share_prefill: no two heads can share"):
         parse_profile(text, "").check_model(SHAPE)
 
 

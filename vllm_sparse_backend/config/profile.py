@@ -6,7 +6,7 @@ A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers an
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -112,8 +112,6 @@ class Provenance(Section):
     """SHA-256 of the calibration prompts."""
     bounds: dict[StrictStr, StrictFloat] | None = None
     """Error bounds of the search, by the paper's name."""
-    recall: Share | None = None
-    """Recall of attention mass on the calibration prompts."""
     density: Share | None = None
     """Kept (query, key) pairs over causal pairs on the calibration prompts."""
     device: StrictStr | None = None
@@ -175,7 +173,8 @@ class Level(Section):
                 methods[head] = method
         return tuple(methods)
 
-    def _out_of_range(self, shape: ModelShape) -> list[str]:
+    def out_of_range(self, shape: ModelShape) -> list[str]:
+        """Return errors about layers and heads that a model does not have."""
         places = [("dense_layers", self.dense_layers, shape.num_layers)]
         for layers, profile in self.layers.items():
             place = f"layers.{format_ranges(layers)}"
@@ -187,7 +186,8 @@ class Level(Section):
             if numbers and max(numbers) >= limit
         ]
 
-    def _objections(self, shape: ModelShape) -> list[str]:
+    def objections(self, shape: ModelShape) -> list[str]:
+        """Return why methods cannot run with the heads that have them."""
         methods: dict[type[Method], list[Method]] = defaultdict(list)
         for layer in set(range(shape.num_layers)) - set(self.dense_layers):
             for method in self.methods_of(layer, shape.num_heads):
@@ -226,7 +226,7 @@ class Profile(Level):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Profile":
-        problems = [] if self.model is None else self._out_of_range(self.model)
+        problems = [] if self.model is None else self._of_levels(Level.out_of_range, self.model)
         if self.level in self.levels:
             problems.append(f"levels.{self.level}: given the name of the profile's own level, expected another name")
         if self.levels and self.level is None:
@@ -237,17 +237,12 @@ class Profile(Level):
             raise ValueError("; ".join(problems))
         return self
 
-    def _out_of_range(self, shape: ModelShape) -> list[str]:
-        problems = super()._out_of_range(shape)
+    def _of_levels(self, check: Callable[[Level, ModelShape], list[str]], shape: ModelShape) -> list[str]:
+        """Return the problems of all levels, with their places."""
+        problems = check(self, shape)
         for name, level in self.levels.items():
-            problems += [f"levels.{name}.{problem}" for problem in level._out_of_range(shape)]
+            problems += [f"levels.{name}.{problem}" for problem in check(level, shape)]
         return problems
-
-    def _objections(self, shape: ModelShape) -> list[str]:
-        objections = super()._objections(shape)
-        for name, level in self.levels.items():
-            objections += [f"levels.{name}: {objection}" for objection in level._objections(shape)]
-        return objections
 
     @property
     def level_names(self) -> tuple[str, ...]:
@@ -256,12 +251,10 @@ class Profile(Level):
         return EXACT, *(name for name in BOUNDS if name in names), *(name for name in names if name not in BOUNDS)
 
     def at_level(self, name: str) -> "Profile":
-        """Return a profile whose only level is one of this profile's levels."""
-        if name not in self.level_names:
-            raise ValueError(f"level: {not_one_of(name, self.level_names)}")
-        level = Level(default=make_method("dense", {})) if name == EXACT else self.levels.get(name, self)
+        """Return a profile whose only level is one of this profile's levels, except ``exact``, which needs none."""
+        level = self if name == self.level else self.levels[name]
         fields = {field: getattr(level, field) for field in Level.model_fields}
-        return self.model_copy(update={**fields, "level": None if name == EXACT else name, "levels": {}})
+        return self.model_copy(update={**fields, "level": name, "levels": {}})
 
     def check_model(self, shape: ModelShape, source: str = "profile") -> None:
         """Check that the profile fits a model."""
@@ -270,9 +263,9 @@ class Profile(Level):
                 f"{source}: the profile is for {self.model}, but the model is {shape}: they differ in "
                 f"{', '.join(names)}; use a profile made for this model"
             )
-        if problems := self._out_of_range(shape):
+        if problems := self._of_levels(Level.out_of_range, shape):
             raise ConfigurationError(f"{source}: {'; '.join(problems)}; the model is {shape}")
-        if objections := self._objections(shape):
+        if objections := self._of_levels(Level.objections, shape):
             raise ConfigurationError(f"{source}: {'; '.join(objections)}")
 
     def to_yaml(self) -> str:

@@ -105,21 +105,14 @@ def pipeline_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
     return (get_pp_group().rank_in_group if num_stages > 1 else 0), num_stages
 
 
-def gather_over_ranks(value: T) -> list[T]:
-    """Gather a value from all tensor-parallel ranks. Every rank must call this, and waits for the others."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return _gather(get_tp_group(), value)
-
-
 def gather_over_stages(value: T) -> list[T]:
     """Gather a value from all tensor-parallel ranks of all pipeline stages.
 
     Every rank must call this, and waits for the others.
     """
-    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-    return list(chain.from_iterable(_gather(get_pp_group(), gather_over_ranks(value))))
+    return list(chain.from_iterable(_gather(get_pp_group(), _gather(get_tp_group(), value))))
 
 
 def gather_over_world(value: T, timeout_s: float) -> list[T]:

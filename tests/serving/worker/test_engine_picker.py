@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of engines at start-up: refusals and trials, the log, and the error if no engine is left."""
 
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -160,29 +159,6 @@ def test_no_engine_is_left_to_select(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigurationError, match=r"no engine can run selection by top_p .*: hopper: it fails.*portable: it fails"
     ):
         picker_of(PORTABLE).pick_selection(LAYER, SELECTED)
-
-
-def test_tensor_parallel_ranks_take_the_same_engines(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:
-    """An engine for selection or attention that fails on a single rank is used on none, and each rank logs the
-    reason."""
-    right = broken(lambda out: None, "hopper")
-    pickers = [picker_of(right, PORTABLE), picker_of(broken(raises, "hopper"), PORTABLE)]
-
-    def choose(rank: int) -> tuple[str, str]:
-        offered(monkeypatch, select_engine("hopper", out_of_memory if rank == 1 else lambda index: None))
-        (selects,) = pickers[rank].pick_selection(LAYER, SELECTED)
-        return selects.name, pickers[rank].pick(BATCH, BLOCKS, None).name
-
-    assert [choose(0), choose(1)] == [("hopper", "hopper"), ("portable", "portable")]
-    reports = pickle.loads(pickle.dumps([picker.passed_over for picker in pickers]))  # as between processes
-    assert [picker.settle(reports) for picker in pickers] == [False, False]
-    assert [choose(0), choose(1)] == [("portable", "portable")] * 2
-    assert all(picker.settle([picker.passed_over for picker in pickers]) for picker in pickers)
-    pickers[0].report({})
-    assert lines == [
-        "sparse-prefill: engine hopper not used: on rank 1 it fails: RuntimeError: no kernel image is available",
-        "sparse-prefill: selection engine hopper not used: on rank 1 it fails: OutOfMemoryError: CUDA out of memory",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def _warm_up(
     for impl in impls if in_fp8 else ():
         impl.out_dtype = torch.bfloat16
     spec = make_spec(page_size, torch.uint8 if in_fp8 else DTYPE)
-    warm_up(impls, spec, device, engine, compat.TOKENS_FIRST, gather=lambda passed_over: [passed_over])
+    warm_up(impls, spec, device, engine, compat.TOKENS_FIRST)
 
 
 def check_compilations(impls: Sequence[SparsePrefillImpl], engine: str, in_fp8: bool = False) -> None:

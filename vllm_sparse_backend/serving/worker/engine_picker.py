@@ -3,13 +3,13 @@
 
 A trial is one call on the warm-up batch. Attention is compared with float64 over the same index, and selection with the
 method's portable engine. If a new compiler or driver breaks an engine, the server is therefore slower, but it starts
-and its answers are correct. The choice is made once, at start-up, and is the same on all tensor-parallel ranks. An
-exception that an engine raises in a later step is not caught.
+and its answers are correct. Each rank chooses once, at start-up. An exception that an engine raises in a later step is
+not caught.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,10 +36,7 @@ logger = logging.getLogger(LOGGER)
 FIELD = "--additional-config sparse_prefill.engine"
 
 Spec = AttendSpec | SelectSpec
-"""A kind of work. Its device has no number, so that it is equal on all tensor-parallel ranks."""
-
-PassedOver = dict[tuple[Spec, str], str]
-"""Why engines are not used, by kind of work and name of the engine."""
+"""A kind of work."""
 
 
 class EnginePicker:
@@ -48,7 +45,8 @@ class EnginePicker:
     def __init__(self, wanted: str, table: Mapping[str, AttendEngine]) -> None:
         self.wanted = wanted
         self.candidates = list(table.values()) if wanted == AUTO else [table[wanted]]
-        self.passed_over: PassedOver = {}
+        self.passed_over: dict[tuple[Spec, str], str] = {}
+        """Why engines are not used, by kind of work and name of the engine."""
         self._chosen: dict[Spec, Any] = {}
 
     def pick_all(self, layer: Layer, batch: Batch) -> Layer:
@@ -60,7 +58,7 @@ class EnginePicker:
 
     def pick(self, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> AttendEngine:
         """Return the attention engine for a batch."""
-        spec = replace(AttendSpec.of(batch.cache, index, options, batch.sinks), device=_unnumbered(batch))
+        spec = AttendSpec.of(batch.cache, index, options, batch.sinks)
         work = f"attention ({FIELD} is {self.wanted!r})"
         return self._pick(spec, self.candidates, lambda engine: failure(engine, batch, index, options), work)
 
@@ -73,7 +71,7 @@ class EnginePicker:
         if len(candidates) == 1:
             return candidates[0]  # nothing to choose, and warm-up runs it
         # Methods with the same key run the same kernels, so a single trial is enough.
-        spec = SelectSpec(group.method.group_key, _unnumbered(batch), batch.cache.head_dim)
+        spec = SelectSpec(group.method.group_key, batch.q.device, batch.cache.head_dim)
         work = f"selection by {name_of(group.method)} with heads of {spec.head_dim}"
         return self._pick(spec, candidates, lambda engine: selection_failure(engine, batch, layer, group), work)
 
@@ -81,27 +79,14 @@ class EnginePicker:
         self, spec: Spec, candidates: Iterable[EngineT], trial: Callable[[EngineT], str | None], work: str
     ) -> EngineT:
         if spec not in self._chosen:
-
-            def reason(engine: EngineT) -> str | None:
-                return self.passed_over.get((spec, engine.name)) or trial(engine)
-
             try:
-                choice = choose_engine(candidates, spec, reason, work)
+                choice = choose_engine(candidates, spec, trial, work)
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
             self._chosen[spec] = choice.engine
             self.passed_over |= {(spec, name): why for name, why in choice.passed_over.items()}
         engine: EngineT = self._chosen[spec]
         return engine
-
-    def settle(self, by_rank: Sequence[PassedOver]) -> bool:
-        """Pass over what any tensor-parallel rank passes over. If this returns False, all layers must pick again."""
-        if all(passed_over.keys() == by_rank[0].keys() for passed_over in by_rank):
-            return True
-        for rank, passed_over in enumerate(by_rank):
-            self.passed_over = {key: f"on rank {rank} {why}" for key, why in passed_over.items()} | self.passed_over
-        self._chosen.clear()
-        return False
 
     def report(self, layers: Mapping[int, Layer]) -> None:
         """Log which layers attend and select on which engine, and why faster engines were not chosen.
@@ -110,8 +95,8 @@ class EnginePicker:
         """
         reasons = {
             ("engine" if isinstance(spec, AttendSpec) else "selection engine", name, why)
-            for (spec, name), why in self.passed_over.items() if spec in self._chosen
-        }  # fmt: skip
+            for (spec, name), why in self.passed_over.items()
+        }
         for reason in sorted(reasons):
             logger.info("sparse-prefill: %s %s not used: %s", *reason)
         used: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -128,10 +113,6 @@ class EnginePicker:
                 "sparse-prefill: engine portable runs with index blocks of %d keys, which are meant for engines that "
                 "are not used here; set %s to 'portable' for blocks of 64 keys, which are faster", min(narrow), FIELD,
             )  # fmt: skip
-
-
-def _unnumbered(batch: Batch) -> torch.device:
-    return torch.device(batch.q.device.type)
 
 
 def refuse_on_cpu(wanted: str) -> None:

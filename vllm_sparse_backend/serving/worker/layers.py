@@ -148,7 +148,7 @@ def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: Attent
         if line is not None and worker.should_log(line):
             logger.warning("sparse-prefill: %s", line)
     order = compat.page_order(worker.vllm_config)
-    warm_up(impls, spec, worker.device, worker.resolved.config.engine, order, compat.gather_over_ranks)
+    warm_up(impls, spec, worker.device, worker.resolved.config.engine, order)
 
 
 def _other_decode(worker: Worker, impl: SparsePrefillImpl, spec: AttentionSpec) -> str | None:

@@ -8,7 +8,7 @@ variants compile here rather than during a request. Layers also get their engine
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -18,7 +18,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.arena import consecutive_rows, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
-from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker, PassedOver
+from vllm_sparse_backend.serving.worker.engine_picker import EnginePicker
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.rows import copy_block_table_rows
 from vllm_sparse_kernels.attention import engines
@@ -46,7 +46,6 @@ def warm_up(
     device: torch.device,
     engine: str,
     order: Sequence[int],
-    gather: Callable[[PassedOver], Sequence[PassedOver]],
 ) -> None:
     """Choose the engines of each distinct plan, and run all plans over a small cache with vLLM's layout."""
     start = time.monotonic()
@@ -57,10 +56,7 @@ def warm_up(
         for layer in chain.from_iterable(level.layers for level in impl.levels.values()):
             first_impls.setdefault(_key(impl, layer), impl)
     with warming_up():
-        agreed = False
-        while not agreed:
-            chosen = {key: picker.pick_all(key[0], batches.of(impl, BATCHES[0])) for key, impl in first_impls.items()}
-            agreed = picker.settle(gather(picker.passed_over))
+        chosen = {key: picker.pick_all(key[0], batches.of(impl, BATCHES[0])) for key, impl in first_impls.items()}
         for key, impl in first_impls.items():
             for lengths in BATCHES:
                 _run(chosen[key], batches.of(impl, lengths))
