@@ -26,9 +26,9 @@ def full_index() -> Any:
     return random_index(random_batch([(0, 200)], 4, 2, 16, 16), 64, 1.0)
 
 
-def found(recorder: Recorder, start: bool = True) -> dict[str, float]:
+def found(recorder: Recorder) -> dict[str, float]:
     """Return samples without times. A level is a label unless it is the server's own."""
-    samples, _ = recorder.samples(start)
+    samples = recorder.samples()
     keys = [" ".join([name, *labels]).removesuffix(" on").strip() for name, labels, _ in samples]
     return {key: value for key, (_, _, value) in zip(keys, samples)}
 
@@ -96,20 +96,24 @@ class TestPendingCounts:
         recorder = make()
         recorder.count_pairs(1, full_index())
         recorder.count_rows([SPARSE])
-        assert recorder.samples() == ([], True)
+        assert recorder.samples() == []
+        pending = recorder._pending
         recorder.count_pairs(1, full_index())  # after that moment, on the host and on the device
         recorder.count_rows([SPARSE])
-        assert recorder.samples() == ([], True)
+        assert recorder.samples() == []
+        assert recorder._pending is pending
         event.arrived = True
+        recorder._take_arrived()
         once = {"rows sparse": 1, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
-        assert found(recorder, start=False) == once
-        assert recorder.samples(start=False)[1] is False
+        assert {
+            " ".join([name, *labels]).removesuffix(" on").strip(): n for name, labels, n in recorder._arrived
+        } == once
         assert found(recorder) == {name: 2 * value for name, value in once.items()}
 
     def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
         recorder = make()
         recorder.count_decodes(1)
-        assert recorder.samples() == ([], True)
+        assert recorder.samples() == []
         recorder.count_decodes(1)
         event.arrived = True
         assert found(recorder) == {"rows decode": 2}
@@ -134,8 +138,7 @@ def test_on_a_device() -> None:
     for _ in range(4):
         torch.cuda._sleep(100_000_000)
         recorder.count_pairs(1, index)
-    assert recorder.samples() == ([], True)
+    assert recorder.samples() == []
     torch.cuda.synchronize()
-    samples, behind = recorder.samples(start=False)
-    assert not behind
+    samples = recorder.samples()
     assert ("kept_pairs", ["1", "on"], 4 * CAUSAL) in samples

@@ -178,7 +178,7 @@ class TestRows:
             assert getattr(metadata, "sparse", None) is None
             for layer in made:
                 assert torch.equal(step.forward(layer, metadata), step.by_dense_backend(layer, builder))
-        samples, _ = recorder_of(builder).samples()
+        samples = recorder_of(builder).samples()
         counted = {tuple(labels[:2]): n for name, labels, n in samples if name == "rows"}
         assert counted["dense", Fallback.UNNAMED] >= 2 * len(SPARSE_ROWS)
         assert ("sparse", "") not in counted

@@ -124,7 +124,7 @@ def test_a_request_with_an_unknown_row_makes_the_step_dense(make_layers: Any, at
     worker = layers.worker
     worker.requests.step.req_ids = tuple
     torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
-    counts = {tuple(labels): value for name, labels, value in worker.recorder.samples()[0] if name == "rows"}
+    counts = {tuple(labels): value for name, labels, value in worker.recorder.samples() if name == "rows"}
     assert counts == {("dense", Fallback.UNNAMED.value, "on"): 2}
 
 
@@ -134,7 +134,7 @@ def test_rows_and_pairs_are_counted(make_layers: Any, monkeypatch: pytest.Monkey
     layers.run(step)
     monkeypatch.setattr(Requests, "step", None)  # a dummy run
     layers.run(step, 1)
-    samples, _ = layers.worker.recorder.samples()
+    samples = layers.worker.recorder.samples()
     counts = {(name, *labels): value for name, labels, value in samples}
     sparse = [row for row, (context, _) in enumerate(MIXED) if context >= MIN_TOKENS]
     assert counts["rows", "sparse", "", "on"] == len(sparse) == 3
@@ -160,7 +160,7 @@ def test_a_draft_model_s_step_stays_dense_and_is_not_counted(make_layers: Any) -
     build, step = layers.builder.build, layers.make_step(MIXED)
     layers.builder.build = lambda prefix, common: build(prefix, common, fast_build=True)
     torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
-    assert layers.worker.recorder.samples()[0] == []
+    assert layers.worker.recorder.samples() == []
 
 
 def test_a_draft_model_of_model_runner_v2_stays_dense_and_is_not_counted(make_layers: Any, at_step: Any) -> None:
@@ -175,13 +175,13 @@ def test_a_draft_model_of_model_runner_v2_stays_dense_and_is_not_counted(make_la
     at_step(["on"] * len(MIXED))
     step = layers.make_step(MIXED)
     torch.testing.assert_close(layers.run(step), layers.expected(step, a_shape_past(MIN_TOKENS)), atol=2e-5, rtol=1e-4)
-    counted = layers.worker.recorder.samples()[0]
+    counted = layers.worker.recorder.samples()
     layers.builder = draft
     for lengths in (MIXED, [(0, 150)] * (len(MIXED) + 1)):
         other = layers.make_step(lengths)
         torch.testing.assert_close(layers.run(other, 2), layers.expected(other), atol=2e-5, rtol=1e-4)
         assert draft._prefill_backend._step is None
-    assert layers.worker.recorder.samples()[0] == counted
+    assert layers.worker.recorder.samples() == counted
 
 
 def test_nothing_of_a_step_is_left_for_the_next(make_layers: Any) -> None:

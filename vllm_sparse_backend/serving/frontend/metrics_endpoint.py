@@ -39,9 +39,6 @@ WAIT_S = 0.02
 TIMEOUT_S = 4.0
 """Seconds without an answer after which /metrics shows an engine as down."""
 
-LOOKS_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-"""Pauses in seconds between further calls of a poll, while a worker copies its counts from the device."""
-
 
 @functools.cache
 def exported_metrics() -> dict[str, Any]:
@@ -78,7 +75,6 @@ class EnginePoll:
         self.task: asyncio.Task[None] | None = None
         self._call = call
         self._model_name, self._engine = model_name, engine
-        self._called_at: float | None = None
         self._failure: str | None = "has not answered yet"
         self._is_down = False
 
@@ -93,48 +89,40 @@ class EnginePoll:
             self.task = asyncio.create_task(self._poll())
 
     async def poll_again(self, interval_s: float) -> None:
-        """Wait for the poll under way, and then for one that begins afterwards."""
+        """Wait for the poll under way, and then for two that begin afterwards.
+
+        During the first, the device may still run the last step of earlier requests.
+        """
         if self.is_running:
             await self._finish()
         await asyncio.sleep(self.began_at + interval_s - time.monotonic())
-        self.begin(0)  # unless another reader began it
-        await self._finish()
+        for _ in range(2):
+            self.begin(0)  # unless another reader began it
+            await self._finish()
+            await asyncio.sleep(WAIT_S)
 
     async def _finish(self) -> None:
         assert self.task is not None
-        await asyncio.wait([self.task], timeout=TIMEOUT_S)
+        await asyncio.wait([self.task], timeout=TIMEOUT_S / 2)
 
     async def _poll(self) -> None:
-        """Call the workers. The first call starts copies on their devices, behind the work queued earlier."""
+        """Call the workers, and add their counts to this process's metrics."""
         try:
-            is_behind = await self._take_counts(True)
-            for pause_s in LOOKS_S:
-                if not is_behind:
-                    break
-                await asyncio.sleep(pause_s)
-                is_behind = await self._take_counts(False)
+            workers = await self._call()
+            exported = exported_metrics()
+            for (name, labels), amount in engine_amounts(workers).items():
+                sample = exported[name].labels(self._model_name, self._engine, *labels)
+                if METRICS[name].type == "counter":
+                    sample.inc(amount)
+                else:
+                    sample.set(amount)
+            self._failure = None
         except Exception as error:  # other engines and vLLM's own metrics must still be shown
             self._failure = f"{type(error).__name__}: {error}"
-        finally:
-            self._called_at = None
-
-    async def _take_counts(self, start: bool) -> bool:
-        """Call the workers once; return whether newer counts are being copied."""
-        self._called_at = time.monotonic()
-        workers = await self._call(start)
-        self._called_at = self._failure = None
-        exported = exported_metrics()
-        for (name, labels), amount in engine_amounts(workers).items():
-            sample = exported[name].labels(self._model_name, self._engine, *labels)
-            if METRICS[name].type == "counter":
-                sample.inc(amount)
-            else:
-                sample.set(amount)
-        return any(worker["behind"] for worker in workers)
 
     def show_state(self) -> None:
         """Export whether the engine answers, and log it once if it does not."""
-        is_silent = self._called_at is not None and time.monotonic() - self._called_at >= TIMEOUT_S
+        is_silent = self.is_running and time.monotonic() - self.began_at >= TIMEOUT_S
         problem = f"no answer after {TIMEOUT_S:.0f} s" if is_silent else self._failure
         if problem is not None and not self._is_down:
             logger.warning("sparse-prefill: no new metrics from engine %s: %s", self._engine, problem)
@@ -158,7 +146,6 @@ class EnginePolls:
         polls = self._polls.values()
         if is_fresh:
             await asyncio.gather(*(poll.poll_again(self._interval_s) for poll in polls))
-            await asyncio.sleep(WAIT_S)  # other processes may still be adding what they polled before
         else:
             for poll in polls:
                 poll.begin(self._interval_s)

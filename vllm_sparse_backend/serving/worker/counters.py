@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts sparse and dense rows and their pairs. Each worker counts, partly on its device; the server collects.
 
-Nothing here waits for the device, and counting sends nothing. The server calls its workers when somebody reads its
-/metrics (``metrics_endpoint``). The counts of host and device in an answer are from the same moment.
+Counting neither waits for the device nor sends anything. The server calls its workers when somebody reads its /metrics
+(``metrics_endpoint``). The counts of host and device in an answer are from the same moment: of now if the device is
+idle, and of the answer before if it is busy.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable
 from itertools import product
@@ -27,6 +29,9 @@ Sample = tuple[str, list[str], float]
 
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""
+
+WAIT_S = 0.001
+"""Maximum wait of an answer for a copy of counts from the device: an idle device needs about 50 µs."""
 
 PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
 """How a row of a batch runs. Padding rows have no tokens: they fill a batch up to the size of a CUDA graph."""
@@ -125,27 +130,28 @@ class Recorder:
         key = name, tuple(map(str, labels))
         self._counts[key] = self._counts.get(key, 0) + amount
 
-    def samples(self, start: bool = True) -> tuple[list[Sample], bool]:
-        """Return the latest counts that have arrived on the host. Never waits for the device."""
+    def samples(self) -> list[Sample]:
+        """Return the latest counts that have arrived on the host. Waits at most ``WAIT_S`` for the device."""
         self._take_arrived()
-        if start and self._pending is None:
+        if self._pending is None:
             self._start_copy()
-            self._take_arrived()
-        return self._arrived, self._pending is not None
+            end = time.monotonic() + WAIT_S
+            while self._pending is not None and time.monotonic() < end:
+                self._take_arrived()
+        return self._arrived
 
     def _start_copy(self) -> None:
         self._pending = PendingCounts(dict(self._counts), HostCopy(self._listed))
 
     def _take_arrived(self) -> None:
         """Turn pending counts into samples, if they have arrived."""
-        if self._pending is None:
+        if self._pending is None or not self._pending.listed.arrived():
             return
-        if self._pending.listed.arrived():
-            counts, listed = self._pending
-            totals = listed.host.tolist()  # of 64 bits, which the fastest GPU fills in ten years
-            for (layer, level), place in self._places.items():
-                key = "kept_pairs", (str(layer), level)
-                if key in counts:
-                    counts[key] += totals[place]
-            self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
-            self._pending = None
+        counts, listed = self._pending
+        totals = listed.host.tolist()  # of 64 bits, which the fastest GPU fills in ten years
+        for (layer, level), place in self._places.items():
+            key = "kept_pairs", (str(layer), level)
+            if key in counts:
+                counts[key] += totals[place]
+        self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
+        self._pending = None

@@ -138,20 +138,19 @@ class Worker:
         self._logged.add(line)
         return is_new
 
-    def new_samples(self, start: bool = True) -> dict[str, Any]:
-        """Return what this worker counted since its last answer, and its gauges. Does not wait for the device.
+    def new_samples(self) -> dict[str, Any]:
+        """Return what this worker counted since its last answer, and its gauges.
 
-        The server calls this by name (``WORKER_METHOD``). ``start`` begins a copy of newer counts from the device.
+        The server calls this by name (``WORKER_METHOD``).
         """
-        counts, is_behind = self.recorder.samples(start)
         samples = []
-        for name, labels, total in [*counts, *self._gauges()]:
+        for name, labels, total in [*self.recorder.samples(), *self._gauges()]:
             value, key = total, (name, tuple(labels))
             if METRICS[name].type == "counter":
                 value -= self._sent.get(key, 0)
                 self._sent[key] = total
             samples.append((name, labels, value))
-        return {"rank": self.vllm_config.parallel_config.rank, "behind": is_behind, "samples": samples}
+        return {"rank": self.vllm_config.parallel_config.rank, "samples": samples}
 
     def _gauges(self) -> list[Sample]:
         samples: list[Sample] = [
