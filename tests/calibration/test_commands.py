@@ -104,5 +104,5 @@ def test_what_cannot_be_written_or_run_is_refused_before_anything_is_done(text, 
 def test_prompts_of_a_short_model_are_as_long_as_it_has_positions(tmp_path):
     code, said = command("best", NEEDLE, "--out", tmp_path / "x.yaml", "--text", tmp_path / "none")
     assert (code, "--tokens" in said, "--text: given" in said) == (2, False, True), said
-    assert [prompt_tokens(NEEDLE, tokens, 32768) for tokens in (None, 512)] == [16384, 512]
+    assert [prompt_tokens(NEEDLE, tokens) for tokens in (None, 512)] == [16384, 512]
     assert not list(tmp_path.iterdir())

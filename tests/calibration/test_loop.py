@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs on captures of structured heads end in a valid profile."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 from tests.helpers.calibration_cases import COSTS, HEADS, LAYERS, StructuredCapturer, make_job
 from vllm_sparse_backend.calibration.judge import Bound
-from vllm_sparse_backend.calibration.loop import Progress, calibrate
+from vllm_sparse_backend.calibration.loop import calibrate
 from vllm_sparse_backend.calibration.search import choose_cheapest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import parse_profile
-from vllm_sparse_kernels.attention import PORTABLE, AttendEngine
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
@@ -73,22 +70,3 @@ def test_a_first_level_that_nothing_holds_is_an_error(tmp_path):
         calibrate(make_job(tmp_path / "work"), CHEAPEST, bounds, "a test")
     other_way = calibrate(make_job(tmp_path / "again"), CHEAPEST, dict(reversed(bounds.items())), "a test")
     assert (other_way.level, other_way.levels) == ("fast", {})
-
-
-def test_an_engine_that_is_wrong_here_is_not_used(tmp_path):
-    """As at a server's start, a wrong engine is dropped. An engine that only refuses stays available for other
-    layers."""
-
-    def wrong(call, out, *args, **more):
-        PORTABLE.attend(call, out, *args, **more)
-        out[-1] = torch.nan
-
-    messages: list[str] = []
-    job = replace(make_job(tmp_path / "work"), progress=Progress(say=messages.append))
-    table = {
-        "hopper": AttendEngine("hopper", PORTABLE.refusal, wrong),
-        "flash": AttendEngine("flash", lambda spec: "not here", wrong),
-        "portable": PORTABLE,
-    }
-    assert job.correct_engines(table) == {"flash": table["flash"], "portable": PORTABLE}
-    assert messages == ["engine hopper not used: its result in a trial holds NaN"]

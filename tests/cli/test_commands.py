@@ -119,7 +119,7 @@ def test_a_models_name_stands_for_its_files_in_the_local_cache() -> None:
     doctor = run("doctor", NAME)
     assert "can run sparse: 5 of 5 layers (0-4)" in doctor.output, doctor.output
     checked = run("profile", "check", "streaming", NAME)
-    assert (checked.exit_code, "heads: a_shape(" in checked.output) == (0, True), checked.output
+    assert (checked.exit_code, "layers 0-4: a_shape(" in checked.output) == (0, True), checked.output
     short = run("eval", "answers", NAME, "--lengths", 1024)
     assert (short.exit_code, "a prompt of 1,024 tokens" in short.stderr) == (2, True), short.output
     missing = run("doctor", "sparse-prefill/other")

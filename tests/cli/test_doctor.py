@@ -227,12 +227,6 @@ def test_the_lengths_from_which_a_device_runs_sparse(device: str, positions: int
     assert finding.level == ("note" if "nothing" in says else "ok")
 
 
-def test_layers_without_softmax_attention_have_names(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path, LLAMA | {"layer_types": ["linear_attention", "mamba", FULL] * 2})
-    subjects = [finding.subject for finding in doctor.layer_findings(CheckedModel.read(folder))]
-    assert subjects[:2] == ["linear attention or Mamba", "can run sparse"]
-
-
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, LLAMA)
     file, whole = (CheckedModel.read(path) for path in (folder / "config.json", folder))

@@ -2,6 +2,7 @@
 """`sparse-prefill profile`, from the command line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ def test_import_then_check(model: Path, patterns: Path, tmp_path: Path) -> None:
         f"--out: {out} already exists; name another file, or delete it",
     )
     for line in (
-        "4 of 8 heads: block_sparse(top_blocks=100)",
-        "3 of 8 heads: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2)",
-        "1 of 8 heads: a_shape(sink_tokens=128, local_tokens=512)",
+        "layers 1: block_sparse(top_blocks=100) on 4 heads of this rank",
+        "layers 0: vertical_slash(last_queries=64, forced_verticals=30, forced_slashes=100, settings=2) on 3 heads of",
+        "layers 0: a_shape(sink_tokens=128, local_tokens=512) on 1 heads of this rank",
     ):
         assert line in checked.output
 
@@ -78,9 +79,9 @@ def levelled(tmp_path: Path) -> Path:
 
 def test_all_levels_are_checked(levelled: Path, model: Path) -> None:
     lines = run("check", levelled, model).output.splitlines()
-    assert [line.split("(")[0] for line in lines[1:]] == [
-        "level high, 6 of 8 heads: sale",
-        "level high, 2 of 8 heads: a_shape",
-        "level fast, 4 of 8 heads: sale",
-        "level fast, 4 of 8 heads: in dense_layers, always dense",
+    assert [re.sub(r"\(.*\)", "", line) for line in lines[1:]] == [
+        "level high, layers 0-1: sale on 6 heads of this rank",
+        "level high, layers 1: a_shape on 2 heads of this rank",
+        "level fast, layers 0: dense",
+        "level fast, layers 1: sale on 4 heads of this rank",
     ]

@@ -90,4 +90,4 @@ def test_nothing_is_fetched_and_no_prompt_is_longer_than_the_model(llama):
         (llama(), 10_000_000, "--tokens: given 10000000, expected at most"),
     ):
         with pytest.raises(ConfigurationError, match=problem):
-            module.prompt_tokens(model, tokens, default=64)
+            module.prompt_tokens(model, tokens)

@@ -6,6 +6,7 @@ continues with torch's scaled dot product attention, so memory holds one layer.
 """
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,9 @@ from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_check import read_config
 
 ATTENTION = "sparse_prefill_capture"
+
+DEFAULT_TOKENS = 32768
+"""Length of prompts by default, for models with at least as many positions."""
 
 
 class LayerTensors(NamedTuple):
@@ -97,15 +101,14 @@ def capture_prompts(
     return captures
 
 
-def prompt_tokens(model: Path, tokens: int | None, default: int) -> int:
-    """Return the number of tokens of a captured prompt."""
+def prompt_tokens(model: Path, tokens: int | None) -> int:
+    """Return the length of captured prompts: ``tokens``, or by default at most the model's positions."""
     config = read_config(model)
-    stretched = (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor")
-    positions = config.get("max_position_embeddings")
-    if not isinstance(positions, int) or stretched:
-        return default if tokens is None else tokens
+    positions = config.get("max_position_embeddings") or math.inf
+    if (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor"):
+        positions = math.inf  # the model supports a multiple of its positions
     if tokens is None:
-        return min(default, positions)
+        return int(min(DEFAULT_TOKENS, positions))
     if tokens > positions:
         raise ConfigurationError(
             f"--tokens: {unexpected(tokens, f'at most {positions}, max_position_embeddings of {model}')}"

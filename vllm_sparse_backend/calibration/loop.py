@@ -38,14 +38,10 @@ from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, un
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import HeadFigures, Level, Profile, Provenance
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
 from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import versions
 from vllm_sparse_backend.identity import PACKAGE, package_version
-from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -129,28 +125,8 @@ class Job:
 
     @cached_property
     def card(self) -> Card | None:
-        """The CUDA device with the engines that pass a trial, as on a server at start-up; None on a CPU."""
-        if self.device.type == "cpu":
-            return None
-        card = Card()
-        card.engines = self.correct_engines(card.engines)
-        return card
-
-    def correct_engines(self, engines: Mapping[str, AttendEngine]) -> dict[str, AttendEngine]:
-        """Drop engines whose attention over a generated prompt with the model's heads is wrong."""
-        shape = self.shape
-        heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype=self.dtype)
-        plan = layer_plan([Dense()] * shape.num_heads)
-        layer = TimedLayer.of(planted_prompt(heads, 512, self.device).chunk(256, 256), plan, "auto")
-        layer.select()
-        correct = {}
-        for name, engine in engines.items():
-            why = layer.wrong(engine) if layer.refusal(engine) is None else None
-            if why is None:
-                correct[name] = engine
-            else:
-                self.progress.say(f"engine {name} not used: {why}")
-        return correct
+        """The CUDA device; None on a CPU."""
+        return Card() if self.device.type == "cuda" else None
 
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:

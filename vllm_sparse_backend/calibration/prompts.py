@@ -91,7 +91,10 @@ def insert_threads(
     threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
     _drop_threads(threads, num_tokens // 2 - len(start))
     _require_room(threads, num_tokens, len(start), tokenizer, remedy)
-    return tuple(_woven(start, stretch, list(chain.from_iterable(threads.values())), num_tokens, rng))
+    every = list(chain.from_iterable(threads.values()))
+    room = num_tokens - len(start) - _tokens(every)
+    cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in every]
+    return tuple(weave(start, stretch[:room], every, cuts)[0])
 
 
 def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
@@ -135,14 +138,6 @@ def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:
             "text, or ask for fewer or shorter prompts"
         )
     return ids
-
-
-def _woven(
-    start: Sequence[int], text_ids: Sequence[int], threads: Sequence[Thread], num_tokens: int, rng: random.Random
-) -> list[int]:
-    room = num_tokens - len(start) - _tokens(threads)
-    cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in threads]
-    return weave(start, text_ids[:room], threads, cuts)[0]
 
 
 def _threads(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill profile`: list and check profiles, import other tools' files, and make profiles."""
 
-from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,10 +11,6 @@ from vllm_sparse_backend.cli.common import MaybeModel, Model, NewProfile, failur
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import table_of
-
-if TYPE_CHECKING:
-    from vllm_sparse_backend.config.profile import Level, Profile
-    from vllm_sparse_kernels.methods.base import Method
 
 profile_app = group("List, check, import and make profiles. A profile has a method for each layer and head.")
 
@@ -42,16 +37,8 @@ def check(profile: ProfileName, model: MaybeModel = None) -> None:
 
     The checks are those of a server at start-up; exit code 1 if the profile is invalid.
     """
-    from vllm_sparse_backend.config.plan import Plan
-    from vllm_sparse_backend.config.profile import load_profile
-    from vllm_sparse_backend.config.settings import SparsePrefillConfig
-
     with failures():
-        loaded = load_profile(profile)
-        shape = loaded.model if model is None else ModelShape.from_folder(model)
-        if shape is not None:
-            Plan.by_level(SparsePrefillConfig(profile=profile), shape)  # as a server does, on one rank
-        _describe(loaded, shape)
+        _describe(profile, model)
 
 
 @profile_app.command("import", epilog="Example: sparse-prefill profile import patterns.json MODEL --out mine.yaml")
@@ -66,37 +53,28 @@ def import_file(
     with failures():
         imported = import_profile(file, model)
         write_text(out, imported.to_yaml())
-    _describe(imported, imported.model)
+        _describe(str(out), model)
     say(f"{imported.provenance.source}\nWritten to {out}")
 
 
-def _describe(profile: "Profile", shape: ModelShape | None) -> None:
+def _describe(name: str, model: Path | None) -> None:
+    """Check a profile as a server does at start-up, on one rank, and describe each level as its log does."""
     from vllm_sparse_backend.config.method_parameters import describe
+    from vllm_sparse_backend.config.plan import Plan
+    from vllm_sparse_backend.config.profile import load_profile
+    from vllm_sparse_backend.config.settings import SparsePrefillConfig
 
+    profile = load_profile(name)
+    shape = profile.model if model is None else ModelShape.from_folder(model)
+    plans = Plan.by_level(SparsePrefillConfig(profile=name), shape) if shape else {}
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
     min_query = "the server's" if profile.min_query_tokens is None else profile.min_query_tokens
     say(f"for {profile.model or 'any model'}; min_tokens {min_tokens}, min_query_tokens {min_query}")
     if shape is None:
         say(f"every head: {describe(profile.default)}")
-        return
-    _describe_level(profile, shape, f"level {profile.level}, " if profile.levels else "")
-    for name, level in profile.levels.items():
-        _describe_level(level, shape, f"level {name}, ")
-
-
-def _describe_level(level: "Level", shape: ModelShape, start: str) -> None:
-    from vllm_sparse_backend.config.method_parameters import summarize
-
-    sparse_layers = [layer for layer in range(shape.num_layers) if layer not in level.dense_layers]
-    heads: dict[Method, list[Method]] = defaultdict(list)
-    for layer in sparse_layers:
-        for method in level.methods_of(layer, shape.num_heads):
-            heads[method.group_key].append(method)
-    total = shape.num_layers * shape.num_heads
-    for methods in sorted(heads.values(), key=len, reverse=True):
-        say(f"{start}{len(methods)} of {total} heads: {summarize(methods)}")
-    if dense := total - len(sparse_layers) * shape.num_heads:
-        say(f"{start}{dense} of {total} heads: in dense_layers, always dense")
+    for plan in plans.values():
+        for line in plan.describe_layers():
+            say(f"level {plan.level}, {line}" if profile.levels else line)
 
 
 profile_commands.add_commands(profile_app)

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.calibration.prompts import PromptSet
     from vllm_sparse_backend.config.profile import Profile
 
-DEFAULT_TOKENS = 32768
-"""Length in tokens of generated prompts, for models with at least as many positions."""
-
 _NUMBER = r"\d+(?:\.\d+)?"
 LEVEL = re.compile(
     rf"\w+=(?:(?P<of_default>{_NUMBER})x|(?P<absolute>{_NUMBER})abs|(?P<error>{_NUMBER})(?::(?P<p99>{_NUMBER}))?)"
@@ -114,7 +111,7 @@ class JobOptions(ABC):
         from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts
         from vllm_sparse_backend.calibration.streaming_heads import default_context_tokens
 
-        tokens = prompt_tokens(self.model, self.tokens, DEFAULT_TOKENS)
+        tokens = prompt_tokens(self.model, self.tokens)
 
         def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
             if files:

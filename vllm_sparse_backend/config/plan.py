@@ -80,7 +80,11 @@ class Plan:
 
     def describe(self, lengths: Lengths) -> list[str]:
         """Describe the plan for the log at start-up."""
-        lines = [f"sparse prefill with {self.source}, for {lengths}", *lengths.notes]
+        return [f"sparse prefill with {self.source}, for {lengths}", *lengths.notes, *self.describe_layers()]
+
+    def describe_layers(self) -> list[str]:
+        """Describe the methods of this rank's heads."""
+        lines = []
         if dense_layers := [i for i, layer in enumerate(self.layers) if layer is None]:
             lines.append(f"layers {format_ranges(dense_layers)}: dense")
         layers: dict[str, set[int]] = defaultdict(set)

@@ -8,7 +8,7 @@ import torch
 
 from vllm_sparse_kernels import AttendOptions, SparseIndex, layer as layers
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
-from vllm_sparse_kernels.engine_trial import Batch, failure
+from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import LayerPlan
 
 
@@ -43,18 +43,6 @@ class TimedLayer:
         self.select()
         self.attend(engine)
 
-    @property
-    def spec(self) -> AttendSpec:
-        return AttendSpec.of(self.batch.cache, self.index, self.options)
-
     def engine(self, table: Mapping[str, AttendEngine]) -> AttendEngine:
         """Return the engine that a server would use for this layer."""
-        return choose_engine(table.values(), self.spec).engine
-
-    def refusal(self, engine: AttendEngine) -> str | None:
-        """Return why an engine cannot attend over this layer's index, or None."""
-        return engine.refusal(self.spec)
-
-    def wrong(self, engine: AttendEngine) -> str | None:
-        """Return why an engine's attention over the selected keys fails a server's trial, or None."""
-        return failure(engine, self.batch, self.index, self.options)
+        return choose_engine(table.values(), AttendSpec.of(self.batch.cache, self.index, self.options)).engine
