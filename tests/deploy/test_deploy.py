@@ -28,8 +28,8 @@ def documents(path: Path) -> list[Any]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
-(COMPOSE,), (COMPOSE_PAIR,) = (documents(DEPLOY / name) for name in ("compose.yaml", "disaggregated.compose.yaml"))
-SERVERS, KUBERNETES_PAIR = (documents(KUBERNETES / name) for name in ("server.yaml", "disaggregated.yaml"))
+(COMPOSE,) = documents(DEPLOY / "compose.yaml")
+SERVERS = documents(KUBERNETES / "server.yaml")
 ALERTS = [rule for group in documents(MONITORING / "alerts.yml")[0]["groups"] for rule in group["rules"]]
 
 
@@ -42,10 +42,9 @@ def option(args: list[str], name: str) -> str:
     [
         ("hadolint", DEPLOY / "Dockerfile"),
         ("docker-compose", "-f", DEPLOY / "compose.yaml", "--profile", "monitoring", "config", "-q"),
-        ("docker-compose", "-f", DEPLOY / "disaggregated.compose.yaml", "config", "-q"),
         ("promtool", "check", "config", MONITORING / "prometheus.yml"),
         ("kubernetes-validate", "--strict", "-k", "1.29", KUBERNETES / "server.yaml"),
-        ("kubernetes-validate", "--strict", "-k", "1.37", KUBERNETES / "disaggregated.yaml"),
+        ("kubernetes-validate", "--strict", "-k", "1.37", KUBERNETES / "server.yaml"),
     ],
     ids=lambda command: f"{command[0]} {command[-1]}",
 )
@@ -90,22 +89,21 @@ def test_compose_mounts_and_scrapes_what_is_there() -> None:
 
 
 def test_nothing_in_a_container_may_be_written_but_what_is_mounted() -> None:
-    for service in (*COMPOSE["services"].values(), *COMPOSE_PAIR["services"].values()):
+    for service in COMPOSE["services"].values():
         hardening = service["read_only"], service["cap_drop"], service["security_opt"]
         assert hardening == (True, ["ALL"], ["no-new-privileges:true"])
 
 
-@pytest.mark.parametrize("parts", [SERVERS, KUBERNETES_PAIR], ids=["server", "pair"])
-def test_kubernetes_names_fit_together(parts: list[Any]) -> None:
+def test_kubernetes_names_fit_together() -> None:
     """Every deployment has one service, whose port its container listens on, and the volumes that it mounts."""
     (monitor,) = documents(KUBERNETES / "servicemonitor.yaml")
     (endpoint,), (scraped,) = monitor["spec"]["endpoints"], monitor["spec"]["selector"]["matchExpressions"]
-    for deployment in (part for part in parts if part["kind"] == "Deployment"):
+    for deployment in (part for part in SERVERS if part["kind"] == "Deployment"):
         pod = deployment["spec"]["template"]
         labels, (container,) = pod["metadata"]["labels"], pod["spec"]["containers"]
         assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
         (service,) = (
-            part for part in parts if part["kind"] == "Service" and part["spec"]["selector"].items() <= labels.items()
+            part for part in SERVERS if part["kind"] == "Service" and part["spec"]["selector"].items() <= labels.items()
         )
         (port,), (listening,) = service["spec"]["ports"], container["ports"]
         assert port["targetPort"] == listening["name"]
@@ -114,10 +112,9 @@ def test_kubernetes_names_fit_together(parts: list[Any]) -> None:
         mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         assert mounts == {volume["name"] for volume in pod["spec"].get("volumes", [])}
         name = service["metadata"]["labels"]["app.kubernetes.io/name"]
-        if name != "sparse-prefill-proxy":
-            assert (endpoint["port"], name in scraped["values"]) == (port["name"], True)
-            user = pod["spec"]["securityContext"]["runAsUser"]
-            assert f"USER {user}\n" in (DEPLOY / "Dockerfile").read_text()
+        assert (endpoint["port"], name in scraped["values"]) == (port["name"], True)
+        user = pod["spec"]["securityContext"]["runAsUser"]
+        assert f"USER {user}\n" in (DEPLOY / "Dockerfile").read_text()
 
 
 def test_containers_have_as_long_to_start_everywhere() -> None:
@@ -167,49 +164,6 @@ def test_entry_point_refuses_another_backend() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "given --attention_backend=FLASH_ATTN, expected no such argument" in done.stderr
-
-
-def compose_args() -> dict[str, list[str]]:
-    """Return the program and arguments of each role of the pair."""
-    return {role: [*part.get("entrypoint", []), *part["command"]] for role, part in COMPOSE_PAIR["services"].items()}
-
-
-def kubernetes_args() -> dict[str, list[str]]:
-    args = {}
-    for part in KUBERNETES_PAIR:
-        if part["kind"] == "Deployment":
-            (container,) = part["spec"]["template"]["spec"]["containers"]
-            role = part["metadata"]["name"].removeprefix("sparse-prefill-")
-            args[role] = [*container.get("command", []), *container["args"]]
-    return args
-
-
-@pytest.mark.parametrize(("args", "prefix"), [(compose_args(), ""), (kubernetes_args(), "sparse-prefill-")])
-def test_a_disaggregated_pair_fits_together(args: dict[str, list[str]], prefix: str) -> None:
-    prefill, decode, proxy = (args[role] for role in ("prefill", "decode", "proxy"))
-    load_config(json.loads(option(prefill, "--additional-config")))
-    assert decode[:2] == ["vllm", "serve"]  # stock vLLM, not the image's default program
-    assert "--additional-config" not in decode
-    # The block size and served name must match; the handshake would refuse another backend name.
-    for name in ("--block-size", "--served-model-name"):
-        assert option(prefill, name) == option(decode, name), name
-    for server, kv_role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
-        transfer = json.loads(option(server, "--kv-transfer-config"))
-        assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", kv_role)
-        assert transfer["kv_connector_extra_config"] == {"enforce_handshake_compat": False}
-    assert proxy[:2] == ["python3", "/opt/sparse-prefill/salting_proxy.py"]
-    assert "deploy/salting_proxy.py" in (DEPLOY / "Dockerfile").read_text()
-    for role in ("prefill", "decode"):
-        port = option(args[role], "--port")
-        assert option(proxy, f"--{role}") == f"http://{prefix}{role}:{port}"
-
-
-def test_only_the_proxy_of_a_pair_is_published() -> None:
-    services = COMPOSE_PAIR["services"]
-    assert [role for role, service in services.items() if service.get("ports")] == ["proxy"]
-    assert all(port.startswith("127.0.0.1:") for port in services["proxy"]["ports"])
-    (policy,) = (part["spec"] for part in KUBERNETES_PAIR if part["metadata"]["name"] == "sparse-prefill-pair-clients")
-    assert policy["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "sparse-prefill-proxy"}
 
 
 def test_production_stack_serves_this_backend() -> None:

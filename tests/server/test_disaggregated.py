@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill server and a decode server behind deploy/salting_proxy.py, connected by vLLM's NixlConnector, on CPUs.
+"""A prefill server and a decode server, connected by vLLM's NixlConnector, on CPUs.
 
 This needs the package `nixl`, whose UCX transfers between processes of a machine without RDMA. The decode server runs
 this backend too: vLLM's stock CPU attention would treat keys from a server with another backend as a GPU's, and
-rearrange them. Its decodes run on vLLM's own attention. A pair with a stock decode
-server on GPUs.
+rearrange them. Its decodes run on vLLM's own attention.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from tests.helpers import scenario, server_levels
-from tests.helpers.proxies import started_proxy
 from tests.helpers.scenario import Answer, Servers
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, reserve_port, sparse_args
 
@@ -36,25 +34,20 @@ LEVELS = ("high", "fast")
 LENGTHS = (63, 8 * scenario.PAGE_TOKENS + 1)
 
 
-class Pair(NamedTuple):
-    prefill: Server
-    decode: Server
-    url: str
-    """URL of the proxy."""
+class Pair(Server):
+    """The decode server, to which each prompt comes from the prefill server, as a router sends them."""
+
+    def __init__(self, prefill: Server, decode: Server) -> None:
+        self.model, self.prefill, self.decode = decode.model, prefill, decode
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
+        to_prefill = {**body, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        prefilled = self.prefill.post(path, to_prefill, timeout_s=timeout_s)
+        to_decode = {**body, "kv_transfer_params": prefilled["kv_transfer_params"]}
+        return self.decode.post(path, to_decode, timeout_s=timeout_s)
 
     def ask(self, token_ids: list[int], level: object) -> Answer:
-        return scenario.ask(ProxiedServer(self.decode, self.url), token_ids, level=level)
-
-
-class ProxiedServer(Server):
-    """The decode server, with requests sent through the proxy."""
-
-    def __init__(self, server: Server, url: str) -> None:
-        self.model, self.log_path, self._proxy_url = server.model, server.log_path, url
-
-    @property
-    def url(self) -> str:
-        return self._proxy_url
+        return scenario.ask(self, token_ids, level=level)
 
 
 def transfer_args(role: str) -> tuple[str, ...]:
@@ -80,7 +73,7 @@ def pair(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(stack.enter_context, servers))
         prefill, decode = servers
-        yield Pair(prefill, decode, stack.enter_context(started_proxy(decode.url, prefill.url)))
+        yield Pair(prefill, decode)
 
 
 def prompts() -> dict[int, list[int]]:
