@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents: parallel sessions whose contexts grow turn by turn after a cached prefix, for several settings in turn.
 
-    python -m benchmarks.agents PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001 --to 40000,80000
+    python -m benchmarks.agents TEXT.txt stock=http://localhost:8000 ours=http://localhost:8001 --to 40000,80000
 
-PROMPTS.json is written by ``benchmarks.trained_models prompts``. A setting is NAME=URL or NAME=URL@LEVEL; the first is
+A setting is NAME=URL or NAME=URL@LEVEL; the first is
 the baseline. A session sends its next turn when the answer to the last one is complete: all of the text so far, and
 600 to 6,000 new tokens. These stand for the last answer as well, so all settings get the same tokens. Each session's
 first request is not counted. Settings run one after the other, in reverse order in every second round, and each round
@@ -25,8 +25,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.options import Json
-from benchmarks.traffic import STATISTICS, CacheReads, compare, show, texts_of
-from benchmarks.trained_models import Settings, endpoint_of
+from benchmarks.traffic import STATISTICS, CacheReads, Settings, compare, endpoint_of, show, texts_of
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, TimedAnswer
 
@@ -94,7 +93,7 @@ def rows(
 class Agents:
     """Measure TTFT and whole time of agents' sessions."""
 
-    prompts: Path
+    text: Path
     settings: Settings
     to: Annotated[str, typer.Option(help="Largest contexts. The table has the turns up to each.")] = "40000,80000"
     start: Annotated[int, typer.Option(help="Tokens of a session's first request, which is not counted.")] = 10_000
@@ -107,10 +106,10 @@ class Agents:
     out: Json = None
 
     def run(self) -> None:
-        endpoints = [endpoint_of(text) for text in self.settings]
+        endpoints = [endpoint_of(setting) for setting in self.settings]
         limits = [int(limit) for limit in self.to.split(",")]
         fewest, most = map(int, self.growth.split(","))
-        texts, rng, began = texts_of(self.prompts, self.seed), random.Random(self.seed), time.monotonic()
+        texts, rng, began = texts_of(self.text, endpoints[0], self.seed), random.Random(self.seed), time.monotonic()
         sessions: list[Session] = []
         answers: dict[str, list[list[TimedAnswer]]] = {endpoint.name: [] for endpoint in endpoints}
         runs_left = self.rounds * len(endpoints)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TTFT of new tokens after a cached prefix, for several settings in turn: the requests of agents and conversations.
 
-    python -m benchmarks.cached_prefix PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
+    python -m benchmarks.cached_prefix TEXT.txt stock=http://localhost:8000 ours=http://localhost:8001
 
-PROMPTS.json is written by ``benchmarks.trained_models prompts``. A setting is NAME=URL or NAME=URL@LEVEL; the first is
+A setting is NAME=URL or NAME=URL@LEVEL; the first is
 the baseline, and naming its server twice shows the noise. Every request has its own new tokens. Settings take turns,
 and the prefix is sent to each setting before a cell's requests, so that it is cached.
 """
@@ -15,8 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.options import Json
-from benchmarks.traffic import compare, show, texts_of
-from benchmarks.trained_models import Settings, endpoint_of
+from benchmarks.traffic import Settings, compare, endpoint_of, show, texts_of
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 
 
@@ -37,7 +36,7 @@ def measure(
 
 
 def main(
-    prompts: Path,
+    text: Path,
     settings: Settings,
     new: Annotated[str, typer.Option(help="New tokens.")] = "200,500,1000,2000,4000,8000",
     cached: Annotated[str, typer.Option(help="Cached tokens.")] = "8000,16000,30000,60000,100000",
@@ -45,9 +44,9 @@ def main(
     out: Json = None,
 ) -> None:
     """Measure median TTFT of new tokens after cached tokens."""
-    endpoints = [endpoint_of(text) for text in settings]
-    new_tokens, cached_tokens = ([int(number) for number in text.split(",")] for text in (new, cached))
-    show(measure(endpoints, texts_of(prompts), new_tokens, cached_tokens, times), out)
+    endpoints = [endpoint_of(setting) for setting in settings]
+    new_tokens, cached_tokens = ([int(number) for number in numbers.split(",")] for numbers in (new, cached))
+    show(measure(endpoints, texts_of(text, endpoints[0]), new_tokens, cached_tokens, times), out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open loop: short and long requests arrive at random times, whether or not the server has answered earlier ones.
 
-    python -m benchmarks.open_loop capacity PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001
-    python -m benchmarks.open_loop latency PROMPTS.json stock=http://localhost:8000 ours=http://localhost:8001 \\
+    python -m benchmarks.open_loop capacity TEXT.txt stock=http://localhost:8000 ours=http://localhost:8001
+    python -m benchmarks.open_loop latency TEXT.txt stock=http://localhost:8000 ours=http://localhost:8001 \\
         --capacity 1.2
 
-PROMPTS.json is written by ``benchmarks.trained_models prompts``. A setting is NAME=URL or NAME=URL@LEVEL; the first is
+A setting is NAME=URL or NAME=URL@LEVEL; the first is
 the baseline. Arrivals are a Poisson process. Gaps and lengths come from one seed, so all settings get the same
 arrivals, and another rate only scales the gaps. Every request has its own text. TTFT counts from the arrival time, and
 "latest" is the longest time from an arrival to its request in milliseconds: how late this program was.
@@ -29,8 +29,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.options import Json
-from benchmarks.traffic import CacheReads, compare, show, texts_of
-from benchmarks.trained_models import Settings, endpoint_of
+from benchmarks.traffic import CacheReads, Settings, compare, endpoint_of, show, texts_of
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -91,7 +90,7 @@ def send_all(endpoint: Endpoint, requests: Sequence[Request], tokens: int, most_
 class OpenLoop:
     """Options of both commands."""
 
-    prompts: Path
+    text: Path
     settings: Settings
     seconds: Annotated[float, typer.Option(help="Time in which requests arrive.")] = 180.0
     short: Annotated[str, typer.Option(help="Fewest and most tokens of short requests.")] = "500,2000"
@@ -128,8 +127,8 @@ class Capacity(OpenLoop):
 
     def trials(self) -> Iterator[dict[str, Any]]:
         """Yield one row for each trial. The last row of a setting has its capacity."""
-        endpoints = [endpoint_of(text) for text in self.settings]
-        texts, began = texts_of(self.prompts, self.seed), time.monotonic()
+        endpoints = [endpoint_of(setting) for setting in self.settings]
+        texts, began = texts_of(self.text, endpoints[0], self.seed), time.monotonic()
         for i, endpoint in enumerate(endpoints):
             last_start = began + self.budget * (i + 1) / len(endpoints) - self.seconds
             low, high = map(float, self.between.split(","))
@@ -158,8 +157,8 @@ class Latency(OpenLoop):
         show(self.rows(), self.out)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        endpoints = [endpoint_of(text) for text in self.settings]
-        texts = texts_of(self.prompts, self.seed)
+        endpoints = [endpoint_of(setting) for setting in self.settings]
+        texts = texts_of(self.text, endpoints[0], self.seed)
         for i, share in enumerate(map(float, self.at.split(","))):
             requests = self.draw(texts, share * self.capacity)
             order = endpoints[::-1] if i % 2 else endpoints

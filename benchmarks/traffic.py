@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the programs for traffic share: texts of requests, reads of the prefix cache, and ratios with errors."""
+"""Shared by the programs for traffic: servers, texts of requests, reads of the prefix cache, ratios with errors."""
 
 import json
 import random
@@ -7,18 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_sparse_backend.cli.common import levels_of
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
+from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, line_of, table_of
 
 RESAMPLES = 1000
 CACHE_TOLERANCE = 0.05
 """Difference from the expected share of cached tokens: blocks at the end of a prefix are not whole."""
 
+Settings = Annotated[list[str], typer.Argument(metavar="NAME=URL[@LEVEL]...")]
 Statistic = Callable[[Sequence[float]], float]
 STATISTICS: Mapping[str, Statistic] = {
     "sum": lambda seconds: float(np.sum(seconds)),
@@ -27,9 +31,19 @@ STATISTICS: Mapping[str, Statistic] = {
 }
 
 
-def texts_of(path: Path, seed: int = 0) -> Prompts:
-    """Return the tokens of a file by ``benchmarks.trained_models prompts``. Other seeds give other prompts."""
-    prompts = Prompts([token for prompt in json.loads(path.read_text()) for token in prompt["ids"]])
+def endpoint_of(text: str) -> Endpoint:
+    """Connect to the server of a setting, at its level."""
+    name, equals, where = text.partition("=")
+    url, _, level = where.partition("@")
+    if not equals:
+        raise BenchError(f"given {text!r}, expected NAME=http://HOST:PORT or NAME=http://HOST:PORT@LEVEL")
+    endpoint = Endpoint.connect(name, url)
+    return endpoint.at_level(*levels_of([level])) if level else endpoint
+
+
+def texts_of(path: Path, endpoint: Endpoint, seed: int = 0) -> Prompts:
+    """Return the tokens of a text file by a server's tokenizer. Other seeds give other prompts."""
+    prompts = Prompts.of(endpoint, read_prompt_text(path))
     prompts.made = 100_000 * seed
     return prompts
 

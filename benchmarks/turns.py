@@ -33,17 +33,26 @@ import typer
 from scipy.stats import linregress
 
 from benchmarks.options import Json
-from benchmarks.traffic import CacheReads, show
-from benchmarks.trained_models import Settings, endpoint_of, ratio_of_answers, tokenizer_of
+from benchmarks.traffic import CacheReads, Settings, endpoint_of, show
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens, mean_and_error
 from vllm_sparse_backend.evaluation.answer_run import require_room
+from vllm_sparse_backend.evaluation.answer_tables import ratio_of_answers
 from vllm_sparse_backend.evaluation.answers import Encode, Statement
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
-from vllm_sparse_backend.evaluation.tasks import NAMES, Templates
+from vllm_sparse_backend.evaluation.tasks import NAMES, fact_thread
+
+
+def tokenizer_of(model: Path) -> tuple[Encode, list[int]]:
+    """Return a model folder's tokenizer, and the tokens that begin a prompt."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    begin = json.loads((model / "config.json").read_text()).get("bos_token_id")
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, [] if begin is None else [begin]
 
 
 @dataclass(frozen=True)
@@ -143,7 +152,7 @@ class Turns:
     out: Json = None
 
     def run(self) -> None:
-        endpoints = [endpoint_of(text) for text in self.settings]
+        endpoints = [endpoint_of(setting) for setting in self.settings]
         drawn = list(self.draw())
         with ThreadPoolExecutor(len(endpoints)) as pool:
             first, *others = pool.map(partial(run_all, drawn), endpoints)
@@ -173,7 +182,7 @@ class Turns:
         for end in range(self.start, self.start + self.turns * self.growth + 1, self.growth):
             begin, fresh = len(token_ids), list[Question]()
             for number in range(num_facts):
-                fact, question = Templates().thread(names.pop(), str(rng.randrange(1_000_000, 10_000_000)))
+                fact, question = fact_thread(names.pop(), str(rng.randrange(1_000_000, 10_000_000)))
                 line = fact.encode(encode).token_ids
                 line_end = begin + (end - begin) * (number + 1) // num_facts
                 token_ids += [*text_ids[len(token_ids) : line_end - len(line)], *line]

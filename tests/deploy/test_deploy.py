@@ -121,7 +121,7 @@ def test_containers_have_as_long_to_start_everywhere() -> None:
     (minutes,) = re.findall(r"--start-period=(\d+)m", (DEPLOY / "Dockerfile").read_text())
     text = "".join(path.read_text() for path in KUBERNETES.glob("*.yaml"))
     probes = re.findall(r"startupProbe:.*?periodSeconds: (\d+).*?failureThreshold: (\d+)", text, re.DOTALL)
-    assert [int(period) * int(failures) for period, failures in probes] == [int(minutes) * 60] * 4
+    assert [int(period) * int(failures) for period, failures in probes] == [int(minutes) * 60] * 2
 
 
 @pytest.mark.parametrize(

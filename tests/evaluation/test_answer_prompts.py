@@ -15,13 +15,13 @@ from vllm_sparse_backend.evaluation.answers import Prompt, Statement, TokenScore
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
-from vllm_sparse_backend.evaluation.tasks import HOPS, TASKS, VALUES, fact_threads
+from vllm_sparse_backend.evaluation.tasks import HOPS, TASKS, VALUES, facts
 
 
 def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int = 0) -> Prompt:
     text = encode(prose(num_tokens, 5))
     rng = random.Random(seed)
-    return build_prompt(encode, [0], text, num_tokens, fact_threads(rng, num_facts), rng)
+    return build_prompt(encode, [0], text, num_tokens, facts(rng, num_facts, num_tokens).threads, rng)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ DOCUMENTS = [
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "docs/research").glob("*.md"),
     *(ROOT / "deploy").rglob("*.md"),
-    *(ROOT / name / "README.md" for name in ("tests", "profiles", "docs/results")),
+    *(ROOT / name / "README.md" for name in ("tests", "profiles", "docs/results", "docs/reports")),
 ]
 AS_IT_WAS_THEN = ("CHANGELOG.md", "docs/results/README.md")
 """Documents about earlier versions, or about figures from their commands."""

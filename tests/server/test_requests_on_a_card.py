@@ -27,7 +27,6 @@ from vllm_sparse_backend.evaluation.answers import build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import prose
-from vllm_sparse_backend.evaluation.tasks import fact_threads
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
@@ -158,7 +157,7 @@ def asked_for_facts(number: int) -> list[tuple[list[int], list[int]]]:
     for seed in range(-(-number // 3)):
         rng = random.Random(seed)
         text = encode(prose(8000, seed))
-        built = build_prompt(encode, [0], text, rng.randrange(1500, 6000), fact_threads(rng, 12), rng)
+        built = build_prompt(encode, [0], text, rng.randrange(1500, 6000), facts(rng, 12, 0).threads, rng)
         ids = built.token_ids
         facts += [(ids[:begin], ids[begin:end][:VALUE_TOKENS]) for begin, end in built.answers[-3:]]
     return [fact for turn in range(3) for fact in facts[turn::3]][:number]

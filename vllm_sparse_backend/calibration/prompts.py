@@ -23,13 +23,12 @@ from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.evaluation.answers import weave
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
-from vllm_sparse_backend.evaluation.tasks import NAMES, Templates
+from vllm_sparse_backend.evaluation.tasks import FACT, FACT_QUESTION, NAMES
 
 Encode = Callable[[str], list[int]]
 Thread = list[list[int]]
 """Lines as token ids, in the order in which they appear in a prompt."""
 
-TEMPLATES = Templates()
 FIRST_HOP, HOP = "# The number of {name} is {value}.", "# {name} has the number of {other}."
 HOPS = 3
 QUESTION = "# Question: what is the number of {name}? Answer: {value}."
@@ -162,7 +161,7 @@ def _threads(
 def _lines(names: Sequence[str], value: int) -> list[str]:
     """Return the lines that state a value, pass it from name to name, and ask for it with the answer."""
     if len(names) == 1:
-        return [line.format(name=names[0], value=value) for line in (TEMPLATES.fact, TEMPLATES.question)]
+        return [line.format(name=names[0], value=value) for line in (FACT, FACT_QUESTION)]
     hops = [HOP.format(name=name, other=other) for other, name in pairwise(names)]
     first, question = FIRST_HOP.format(name=names[0], value=value), QUESTION.format(name=names[-1], value=value)
     return [first, *hops, question]

@@ -2,6 +2,7 @@
 """`sparse-prefill eval`: accuracy of sparse prefill, measured through servers."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -92,3 +93,75 @@ def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
         common.say(line)
     if any(case.get("error") for case in cases):
         raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReport:
+    """Report a model's speed and accuracy against stock vLLM.
+
+    Each part starts stock vLLM and then this backend, and is a file in --out FOLDER. Finished parts are not measured
+    again. FOLDER/report.md has the tables, and FOLDER/report.json all figures.
+    """
+
+    model: common.Model
+    settings: Annotated[str, typer.Option(metavar="JSON", help="sparse_prefill as JSON, or a profile.")] = "{}"
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the report.")] = Path("report")
+    parts: Annotated[
+        str,
+        typer.Option(
+            metavar="PART,...",
+            help="Parts to measure: ttft, facts, multi_key, multi_value, variables, common_words, frequent_words. "
+            "Default: all.",
+        ),
+    ] = ""
+    lengths: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Prompt tokens for TTFT. Default: 8K to 131K.")
+    ] = None
+    answer_lengths: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Prompt tokens for answers. Default: 16K and 65K.")
+    ] = None
+    count: Annotated[int, typer.Option(metavar="N", help="Prompts of each task and length.", min=1)] = 2
+    text: common.Text = None
+    server_args: common.ServerArgs = ""
+
+    def run(self) -> None:
+        """Measure the parts that are not finished, and print the page."""
+        common.exit_on_sigterm()
+        with common.failures(f"The same command continues after the finished parts in {self.out}."):
+            from vllm_sparse_backend.evaluation import model_report
+            from vllm_sparse_backend.evaluation.prompt_texts import project_text, read_prompt_text
+            from vllm_sparse_backend.evaluation.report import Report
+            from vllm_sparse_backend.evaluation.vllm_server import Settings, device_name
+
+            parts = common.split(self.parts) or model_report.PARTS
+            if unknown := [part for part in parts if part not in model_report.PARTS]:
+                raise BenchError(f"--parts: {not_one_of(unknown[0], model_report.PARTS)}")
+            text = read_prompt_text(self.text) if self.text else project_text()
+            report = model_report.ModelReport(
+                self.out, self.model, Settings.parse(self.settings, self.model),
+                self._lengths("--lengths", self.lengths, model_report.LENGTHS),
+                self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
+                self.count, text, self.server_args, device_name(),
+            )  # fmt: skip
+            for part in [part for part in parts if report.result(part) is None]:
+                with bar(part) as progress:
+                    cases = Report(part, report.device)
+                    cases.announce = progress.print
+                    report.measure(part, cases, progress.step)
+            common.say(report.write())
+
+    def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> tuple[int, ...]:
+        """Parse prompt lengths; by default, return those that fit into the model's positions."""
+        from vllm_sparse_backend.evaluation.model_report import OUTPUT_TOKENS
+        from vllm_sparse_backend.evaluation.vllm_server import max_positions
+
+        if text is not None:
+            return tuple(common.token_counts(option, text))
+        most = max_positions(self.model)
+        fitting = tuple(n for n in defaults if most is None or n + OUTPUT_TOKENS <= most)
+        if not fitting:
+            raise BenchError(f"{option}: given none, expected lengths within the {most:,} positions of {self.model}")
+        return fitting
+
+
+add_command(evaluate, ModelReport, name="report", example="sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")

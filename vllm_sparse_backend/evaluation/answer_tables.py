@@ -4,6 +4,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import stdev
 
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
@@ -34,6 +35,7 @@ CHANGE_COLUMNS = {
 
 FORMATS = {
     "share": ".2f",
+    "of_first": ".3f",
     "perplexity_change": "+.2f",
     "text_kl": ".4f",
     "text_top1": ".3f",
@@ -81,20 +83,31 @@ def summaries(cases: Sequence[Case], labels: Sequence[str]) -> list[Case]:
         for label, good in answered.items():
             answers = {i: right_answers(case) for i, case in good.items()}
             right, asked = sum(map(sum, answers.values())), sum(map(len, answers.values()))
-            shared = first.keys() & good.keys()
-            right_of_first = sum(sum(right_answers(first[i])) for i in shared)
+            shared = sorted(first.keys() & good.keys())
+            right_of_first = [sum(right_answers(first[i])) for i in shared]
+            of_first, of_first_error = ratio_of_answers([sum(answers[i]) for i in shared], right_of_first)
             others = sum(case["others"] for case in good.values())
             rows.append({
                 "label": label, "task": task, "tokens": length, "right": right, "asked": asked,
                 "share": right / asked if asked else None,
                 "share_error": standard_error(list(answers.values())) if asked else None,
-                "of_first": sum(sum(answers[i]) for i in shared) / right_of_first if right_of_first else None,
+                "of_first": of_first,
+                "of_first_error": of_first_error,
                 "perplexity": math.exp(sum(case["nats"] for case in good.values()) / others) if others else None,
                 "density": Pairs.of_cases(case for case in good.values() if "kept_pairs" in case).density,
                 "failed": sum(case["label"] == label and bool(case["error"]) for case in of_prompts),
                 **({} if label == labels[0] else changes(first, good)),
             })  # fmt: skip
     return rows
+
+
+def ratio_of_answers(right: Sequence[int], baseline: Sequence[int]) -> tuple[float | None, float | None]:
+    """Return right answers ÷ the baseline's, and the standard error over prompts, from the differences."""
+    total = sum(baseline)
+    if not total:
+        return None, None
+    changes = [(ours - theirs) / total for ours, theirs in zip(right, baseline)]
+    return sum(right) / total, math.sqrt(len(changes)) * stdev(changes) if len(changes) > 1 else None
 
 
 def tables(rows: Sequence[Case]) -> str:

@@ -21,6 +21,8 @@ _KINDS = (
 _PLACES = "river stone forest tower bridge valley garden island canyon temple harbor engine desert castle planet market"
 NAMES = [f"{a} {k} {p}" for a in _ADJECTIVES.split() for k in _KINDS.split() for p in _PLACES.split()]
 
+FACT = "# The magic number of {name} is {value}."
+FACT_QUESTION = "# Question: what is the magic number of {name}? Answer: {value}."
 VALUES = 4
 """Numbers of a name in ``multi_value``."""
 HOPS = 4
@@ -32,18 +34,6 @@ COMMON, UNCOMMON = [10.0] * 10, [1.0] * 300
 """Weights of the words of ``common_words``."""
 ZIPF = [rank**-2.0 for rank in range(1, 2001)]
 """Weights of the words of ``frequent_words``."""
-
-
-@dataclass(frozen=True)
-class Templates:
-    """Lines that state a fact, and that ask and answer; ``{name}`` and ``{value}`` (seven digits) are placeholders."""
-
-    fact: str = "# The magic number of {name} is {value}."
-    question: str = "# Question: what is the magic number of {name}? Answer: {value}."
-
-    def thread(self, name: str, value: str) -> Thread:
-        question = self.question.replace("{name}", name).replace("{value}", "{}")
-        return [Statement(self.fact.format(name=name, value=value)), Statement(question, (value,))]
 
 
 @dataclass(frozen=True)
@@ -59,22 +49,25 @@ Task = Callable[[Random, int, int], Questions]
 """Make the questions of a prompt: ``task(rng, number of facts, tokens of the prompt)``."""
 
 
-def fact_threads(rng: Random, count: int, templates: Templates | None = None) -> list[Thread]:
-    """Return ``count`` facts, each with its question."""
-    names, values = rng.sample(NAMES, count), _numbers(rng, count)
-    return [(templates or Templates()).thread(name, value) for name, value in zip(names, values)]
+def fact_thread(name: str, value: str) -> Thread:
+    """Return a fact, and its question."""
+    return [
+        Statement(FACT.format(name=name, value=value)),
+        Statement(FACT_QUESTION.format(name=name, value="{}"), (value,)),
+    ]
 
 
 def facts(rng: Random, count: int, num_tokens: int) -> Questions:
-    return Questions(fact_threads(rng, count))
+    names, values = rng.sample(NAMES, count), _numbers(rng, count)
+    return Questions([fact_thread(name, value) for name, value in zip(names, values)])
 
 
 def multi_key(rng: Random, count: int, num_tokens: int) -> Questions:
     """Ask for facts between facts of similar names, which fill the text."""
     names = rng.sample(NAMES, len(NAMES))
-    threads = [Templates().thread(name, value) for name, value in zip(names, _numbers(rng, count))]
+    threads = [fact_thread(name, value) for name, value in zip(names, _numbers(rng, count))]
     others = rng.choices(names[count:], k=num_tokens // FACT_LINE_TOKENS)
-    lines = [Templates().fact.format(name=name, value=rng.randrange(1_000_000, 10_000_000)) for name in others]
+    lines = [FACT.format(name=name, value=rng.randrange(1_000_000, 10_000_000)) for name in others]
     return Questions(threads, "\n".join(lines))
 
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`eval report` against stand-ins of servers."""
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.evaluation.test_answers import Stub
+from tests.helpers.stub_server import Words, running
+from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.demo.model import BUNDLED
+from vllm_sparse_backend.evaluation import compared_servers
+
+
+def run(*args: object) -> Result:
+    sizes = ("--lengths", 1100, "--answer-lengths", 2000)
+    command = ["eval", "report", BUNDLED, "--parts", "ttft,facts", *sizes, *args]
+    return CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
+
+
+def test_an_interrupted_report_continues_and_refuses_other_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    starts: list[str] = []
+    encode = Words(digits=7)
+
+    class OneServer:
+        """Its fourth start, that of the second part's second server, is interrupted."""
+
+        def __init__(self, model: Path, args: tuple[str, ...], env: dict[str, str]) -> None:
+            self.name = "ours" if "sparse-prefill" in args else "stock"
+
+        def __enter__(self) -> Self:
+            starts.append(self.name)
+            if len(starts) == 4:
+                raise KeyboardInterrupt
+            stub = Stub(lambda distance: 1, kept_of_100=25 if self.name == "ours" else None)
+            stub.encode = encode
+            self.running = running(stub)
+            self.url = self.running.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self.running.__exit__(*error)
+
+    monkeypatch.setattr(compared_servers, "Server", OneServer)
+    text = tmp_path / "text.txt"
+    text.write_text("The old ship left the harbor in the morning.\n" * 500)
+    options = ("--text", text, "--out", tmp_path / "report", "--count")
+
+    interrupted = run(*options, 1)
+    assert interrupted.exit_code == 130, interrupted.output
+    assert f"The same command continues after the finished parts in {tmp_path}/report" in interrupted.output
+    assert [path.name for path in (tmp_path / "report").iterdir()] == ["ttft.json"]
+
+    continued = run(*options, 1)
+    assert continued.exit_code == 0, continued.output
+    assert starts == ["stock", "ours"] * 3
+    page = (tmp_path / "report/report.md").read_text()
+    assert page.strip() == continued.output[continued.output.index("# ") :].strip()
+    parts = json.loads((tmp_path / "report/report.json").read_text())
+    assert [row["case"] for row in parts["ttft"]["rows"]] == ["1,100 tokens"]
+    assert [(row["label"], row["share"], row["density"]) for row in parts["facts"]["rows"]][1][1:] == (1, 0.25)
+
+    other = run(*options, 2)
+    assert other.exit_code == 1
+    assert "facts.json: measured with count 1, now 2; delete it or name another --out" in other.output
+    assert len(starts) == 6

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`eval report`: speed and accuracy of a model against stock vLLM, in parts, as a page to share.
+
+Each part starts stock vLLM and then this backend. A finished part is a file, so an interrupted run continues with the
+next part.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
+from vllm_sparse_backend.evaluation import answer_tables, serve_bench
+from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, started
+from vllm_sparse_backend.evaluation.output_files import write_text
+from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of, versions, write_json
+from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
+from vllm_sparse_backend.evaluation.tasks import TASKS
+from vllm_sparse_backend.evaluation.vllm_server import Settings
+
+TTFT = "ttft"
+PARTS = (TTFT, *TASKS)
+"""Speed, and answers to each task."""
+
+LENGTHS, ANSWER_LENGTHS = (8192, 32_768, 65_536, 131_000), (16_384, 65_536)
+REPEATS, OUTPUT_TOKENS = 5, 64
+MOST_FACTS = 24
+MEMORY_ARGS = "--gpu-memory-utilization 0.8"
+"""Leaves memory for the log-probabilities of a step's tokens, which vLLM does not reserve: 6 GB for 8,192 tokens and a
+vocabulary of 128,000."""
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """A report in a folder: a file of each finished part, ``report.json`` with all of them, and ``report.md``."""
+
+    folder: Path
+    model: Path
+    settings: Settings
+    lengths: tuple[int, ...]
+    """Prompts whose TTFT is measured."""
+    answer_lengths: tuple[int, ...]
+    count: int
+    """Prompts of each task and answer length."""
+    text: str
+    server_args: str
+    device: str
+
+    def workload(self, part: str) -> ServeWorkload | AnswerWorkload:
+        """Return the requests of a part."""
+        if part == TTFT:
+            return ServeWorkload(tuple(map(Length, self.lengths)), OUTPUT_TOKENS, REPEATS, self.text)
+        facts = min(MOST_FACTS, min(self.answer_lengths) // FACT_TOKENS)
+        return AnswerWorkload(self.answer_lengths, self.count, facts, self.text, (part,))
+
+    @cached_property
+    def servers(self) -> list[Contestant]:
+        """Stock vLLM and this backend, with room for the longest prompt."""
+        longest = max(self.workload(part).longest for part in PARTS) + 1
+        return started(self.model, [self.settings], longest, self.all_args)
+
+    @property
+    def all_args(self) -> str:
+        return f"{MEMORY_ARGS} {self.server_args}".rstrip()
+
+    def options(self, part: str) -> Mapping[str, Any]:
+        """Return all that determines a part's result. A run that continues must have the same options."""
+        sha256 = hashlib.sha256(self.text.encode()).hexdigest()
+        ours = self.servers[1]
+        about = {"model": ours.model, "settings": ours.what, "server_args": self.all_args, "device": self.device}
+        options = about | versions() | asdict(self.workload(part)) | {"text": sha256[:16], "seed": SEED}
+        return dict(json.loads(json.dumps(options)))
+
+    def result(self, part: str) -> Mapping[str, Any] | None:
+        """Return a finished part; None if it is unfinished. Raises BenchError if it was measured with other options."""
+        path = self._path(part)
+        if not path.exists():
+            return None
+        try:
+            result = dict(json.loads(read_text(path, MAX_DATA_BYTES)))
+            measured = dict(result["options"])
+        except (ConfigurationError, ValueError, KeyError, TypeError) as error:
+            raise BenchError(f"{path}: not a part of a report: {error!r}; delete it or name another --out") from None
+        changes = [
+            f"{name} {measured.get(name)!r}, now {value!r}"
+            for name, value in self.options(part).items()
+            if measured.get(name) != value
+        ]
+        if changes:
+            raise BenchError(f"{path}: measured with {'; '.join(changes)}; delete it or name another --out")
+        return result
+
+    def measure(self, part: str, report: Report, step: Callable[[], None]) -> None:
+        """Measure a part, and write its file. Raises BenchError if a request failed or nothing ran sparse."""
+        began = time.monotonic()
+        workload = self.workload(part)
+        if isinstance(workload, ServeWorkload):
+            serve_bench.compare_servers(self.servers, workload, report, step)
+            rows = [{key: value for key, value in case.items() if key != "answers"} for case in report.cases]
+            problems = [said for case in report.cases for said in case["said"]]
+        else:
+            ask_all(self.servers, workload, report)
+            rows = answer_tables.summaries(report.cases, [server.label for server in self.servers])
+            problems = answer_tables.failure_lines(report.cases)
+        if problems:
+            raise BenchError("\n".join([f"{part}: not finished", *problems]))
+        seconds = round(time.monotonic() - began)
+        write_json(self._path(part), {"options": self.options(part), "seconds": seconds, "rows": rows})
+
+    def write(self) -> str:
+        """Write the page and its JSON from all finished parts, and return the page."""
+        results = {part: result for part in PARTS if (result := self.result(part)) is not None}
+        write_json(self.folder / "report.json", results)
+        page = page_of(results)
+        write_text(self.folder / "report.md", page)
+        return page
+
+    def _path(self, part: str) -> Path:
+        return self.folder / f"{part}.json"
+
+
+def page_of(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return finished parts as Markdown."""
+    options = next(iter(results.values()))["options"]
+    minutes = sum(result["seconds"] for result in results.values()) / 60
+    packages = ", ".join(f"{name} {options[name]}" for name in versions())
+    paragraphs = [
+        f"# {options['model']} on {options['device']}\n",
+        f"* Versions: {packages}.\n"
+        f"* Settings: `{options['settings']}`.\n"
+        f"* Arguments of both servers: `{options['server_args']}`.\n"
+        f"* Parts: {', '.join(results)}; {minutes:.0f} minutes.\n"
+        f"* Prompts: seed {SEED}, text {options['text']} (SHA-256).\n",
+    ]
+    if TTFT in results:
+        title = f"Times of one request at a time, medians of up to {REPEATS}; baseline: stock vLLM"
+        paragraphs.append(table_of(title, serve_bench.COLUMNS, results[TTFT]["rows"]))
+    if rows := [row for part in TASKS if part in results for row in results[part]["rows"]]:
+        paragraphs.append(answer_tables.tables(rows))
+    return "\n".join(paragraphs)
