@@ -78,12 +78,9 @@ add_command(
 
 def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
     """Print tables and failed requests; exit with code 1 if a request failed."""
-    from vllm_sparse_backend.evaluation.serve_bench import COLUMNS
+    from vllm_sparse_backend.evaluation.serve_bench import tables
 
-    for label in dict.fromkeys(case["label"] for case in cases):
-        of_label = [case for case in cases if case["label"] == label]
-        title = f"{label}, one request at a time; baseline: {of_label[0]['first']}"
-        common.say(table_of(title, COLUMNS, of_label, "density: empty if nothing ran sparse"))
+    common.say(tables(cases))
     for case in cases:
         for said in case["said"]:
             common.say(f"failed: {case['label']}, {case['case']}: {said}")

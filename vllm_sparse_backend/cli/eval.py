@@ -104,7 +104,7 @@ class ModelReport:
     """
 
     model: common.Model
-    settings: Annotated[str, typer.Option(metavar="JSON", help="sparse_prefill as JSON, or a profile.")] = "{}"
+    settings: common.SparseSettings = None
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the report.")] = Path("report")
     parts: Annotated[
         str,
@@ -138,12 +138,13 @@ class ModelReport:
                 raise BenchError(f"--parts: {not_one_of(unknown[0], model_report.PARTS)}")
             text = read_prompt_text(self.text) if self.text else project_text()
             report = model_report.ModelReport(
-                self.out, self.model, Settings.parse(self.settings, self.model),
+                self.out, self.model, [Settings.parse(text, self.model) for text in self.settings or ["{}"]],
                 self._lengths("--lengths", self.lengths, model_report.LENGTHS),
                 self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
                 self.count, text, self.server_args, device_name(),
             )  # fmt: skip
-            for part in [part for part in parts if report.result(part) is None]:
+            finished = report.finished()
+            for part in [part for part in parts if part not in finished]:
                 with bar(part) as progress:
                     cases = Report(part, report.device)
                     cases.announce = progress.print

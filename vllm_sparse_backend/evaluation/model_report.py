@@ -8,7 +8,7 @@ next part.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from vllm_sparse_backend.evaluation import answer_tables, serve_bench
 from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, started
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of, versions, write_json
+from vllm_sparse_backend.evaluation.report import BenchError, Report, versions, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
 from vllm_sparse_backend.evaluation.vllm_server import Settings
@@ -43,7 +43,7 @@ class ModelReport:
 
     folder: Path
     model: Path
-    settings: Settings
+    settings: Sequence[Settings]
     lengths: tuple[int, ...]
     """Prompts whose TTFT is measured."""
     answer_lengths: tuple[int, ...]
@@ -62,9 +62,9 @@ class ModelReport:
 
     @cached_property
     def servers(self) -> list[Contestant]:
-        """Stock vLLM and this backend, with room for the longest prompt."""
+        """Stock vLLM, and this backend with each of the settings, with room for the longest prompt."""
         longest = max(self.workload(part).longest for part in PARTS) + 1
-        return started(self.model, [self.settings], longest, self.all_args)
+        return started(self.model, self.settings, longest, self.all_args)
 
     @property
     def all_args(self) -> str:
@@ -73,13 +73,18 @@ class ModelReport:
     def options(self, part: str) -> Mapping[str, Any]:
         """Return all that determines a part's result. A run that continues must have the same options."""
         sha256 = hashlib.sha256(self.text.encode()).hexdigest()
-        ours = self.servers[1]
-        about = {"model": ours.model, "settings": ours.what, "server_args": self.all_args, "device": self.device}
+        _, *ours = self.servers
+        settings = [server.what for server in ours]
+        about = {"model": ours[0].model, "settings": settings, "server_args": self.all_args, "device": self.device}
         options = about | versions() | asdict(self.workload(part)) | {"text": sha256[:16], "seed": SEED}
         return dict(json.loads(json.dumps(options)))
 
-    def result(self, part: str) -> Mapping[str, Any] | None:
-        """Return a finished part; None if it is unfinished. Raises BenchError if it was measured with other options."""
+    def finished(self) -> dict[str, Mapping[str, Any]]:
+        """Return the finished parts. Raises BenchError if one was measured with other options."""
+        return {part: result for part in PARTS if (result := self._result(part)) is not None}
+
+    def _result(self, part: str) -> Mapping[str, Any] | None:
+        """Return a finished part; None if it is unfinished."""
         path = self._path(part)
         if not path.exists():
             return None
@@ -116,7 +121,7 @@ class ModelReport:
 
     def write(self) -> str:
         """Write the page and its JSON from all finished parts, and return the page."""
-        results = {part: result for part in PARTS if (result := self.result(part)) is not None}
+        results = self.finished()
         write_json(self.folder / "report.json", results)
         page = page_of(results)
         write_text(self.folder / "report.md", page)
@@ -134,14 +139,13 @@ def page_of(results: Mapping[str, Mapping[str, Any]]) -> str:
     paragraphs = [
         f"# {options['model']} on {options['device']}\n",
         f"* Versions: {packages}.\n"
-        f"* Settings: `{options['settings']}`.\n"
+        f"* Settings: `{'`, `'.join(options['settings'])}`.\n"
         f"* Arguments of both servers: `{options['server_args']}`.\n"
         f"* Parts: {', '.join(results)}; {minutes:.0f} minutes.\n"
         f"* Prompts: seed {SEED}, text {options['text']} (SHA-256).\n",
     ]
     if TTFT in results:
-        title = f"Times of one request at a time, medians of up to {REPEATS}; baseline: stock vLLM"
-        paragraphs.append(table_of(title, serve_bench.COLUMNS, results[TTFT]["rows"]))
+        paragraphs.append(serve_bench.tables(results[TTFT]["rows"]))
     if rows := [row for part in TASKS if part in results for row in results[part]["rows"]]:
         paragraphs.append(answer_tables.tables(rows))
     return "\n".join(paragraphs)

@@ -5,7 +5,7 @@ Running servers alternate: each prompt goes through the servers in order and the
 command starts are measured one after the other, each with the whole device to itself. The levels of a server alternate.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import STOCK, Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of
 
 OURS = "ours"
 """Name in cases of the server that is compared with the first one. The first is called ``STOCK``, also if it is another
@@ -88,6 +88,22 @@ def case_of(
         if case[f"stock_{key}"] and case[f"ours_{key}"]:
             case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
     return case
+
+
+def tables(cases: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table for each server."""
+    by_label: dict[str, list[Mapping[str, Any]]] = {}
+    for case in cases:
+        by_label.setdefault(case["label"], []).append(case)
+    return "\n".join(
+        table_of(
+            f"{label}, one request at a time; baseline: {of_label[0]['first']}",
+            COLUMNS,
+            of_label,
+            "density: empty if nothing ran sparse",
+        )
+        for label, of_label in by_label.items()
+    )
 
 
 @dataclass(frozen=True)
