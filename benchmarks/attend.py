@@ -19,12 +19,12 @@ import torch
 import typer
 
 from benchmarks.attention_check import BUDGET, Check, check_attention
+from benchmarks.attention_prompts import Heads, planted_prompt
 from benchmarks.figures import Report
 from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, show
+from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
-from vllm_sparse_backend.evaluation.attention_prompts import Heads, planted_prompt
-from vllm_sparse_backend.evaluation.cuda_device import Card, Span
 from vllm_sparse_kernels import SparseIndex, StripeLayout
 from vllm_sparse_kernels.attention import AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch

@@ -25,19 +25,19 @@ import torch
 import typer
 
 from benchmarks.attention_check import check_attention
+from benchmarks.attention_prompts import AttentionPrompt, Heads, planted_prompt
 from benchmarks.captured_prompts import capture_model
 from benchmarks.figures import Report
 from benchmarks.method_specs import MethodSpec, methods_named
 from benchmarks.options import Chunk, Contexts, Json, Methods, Results, Text, difference, numbers, show
 from vllm_sparse_backend.calibration.capture import default_text
+from vllm_sparse_backend.calibration.cuda_device import Card, Span
+from vllm_sparse_backend.calibration.layer_timing import TimedLayer
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import name_of_profile
-from vllm_sparse_backend.evaluation.attention_prompts import AttentionPrompt, Heads, planted_prompt
-from vllm_sparse_backend.evaluation.cuda_device import Card, Span
-from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs

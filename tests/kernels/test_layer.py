@@ -11,8 +11,8 @@ import torch
 from tests.helpers.batches import assert_close, every_head, random_batch
 from tests.helpers.engine_cases import DTYPES, ENGINES, flash_attention
 from tests.helpers.method_cases import all_lists
+from vllm_sparse_backend.calibration.judge import without_nan
 from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.evaluation.attention_prompts import without_nan
 from vllm_sparse_kernels import SparseIndex, Workspace
 from vllm_sparse_kernels.attention import PORTABLE, AttendSpec
 from vllm_sparse_kernels.attention.reference import attend

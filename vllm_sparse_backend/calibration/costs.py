@@ -14,9 +14,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from vllm_sparse_backend.calibration.cuda_device import Card
+from vllm_sparse_backend.calibration.layer_timing import TimedLayer
 from vllm_sparse_backend.config.settings import AUTO
-from vllm_sparse_backend.evaluation.cuda_device import Card
-from vllm_sparse_backend.evaluation.layer_timing import TimedLayer
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan

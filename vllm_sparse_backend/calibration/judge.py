@@ -27,7 +27,6 @@ from vllm_sparse_backend.calibration.streaming_heads import (
     attend_and_measure,
 )
 from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.evaluation.attention_prompts import without_nan
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
@@ -284,6 +283,13 @@ def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
     """Extrapolate errors to an unseen prompt: the largest plus its distance to the second largest."""
     ordered = errors.sort(0).values
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
+
+
+def without_nan(batch: Batch) -> Batch:
+    """Replace NaN in unused places of the batch's cache by 0, because FlashAttention multiplies these places by 0."""
+    for side in (batch.cache.keys, batch.cache.values):
+        side.nan_to_num_()
+    return batch
 
 
 def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:

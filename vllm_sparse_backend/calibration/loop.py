@@ -23,6 +23,7 @@ import torch
 
 from vllm_sparse_backend.calibration.capture import Capture, capture_prompts
 from vllm_sparse_backend.calibration.costs import Costs, measure_costs
+from vllm_sparse_backend.calibration.cuda_device import Card
 from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer, HeadResult, LayerPrompt, Served
 from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
 from vllm_sparse_backend.calibration.prompts import PromptSet
@@ -38,7 +39,6 @@ from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, un
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import HeadFigures, Level, Profile, Provenance
-from vllm_sparse_backend.evaluation.cuda_device import Card
 from vllm_sparse_backend.evaluation.report import versions
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_kernels.engine_trial import Batch

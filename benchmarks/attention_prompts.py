@@ -57,13 +57,6 @@ class AttentionPrompt:
         return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
 
 
-def without_nan(batch: Batch) -> Batch:
-    """Replace NaN in unused places of the batch's cache by 0, because FlashAttention multiplies these places by 0."""
-    for side in (batch.cache.keys, batch.cache.values):
-        side.nan_to_num_()
-    return batch
-
-
 def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> AttentionPrompt:
     """Return one layer, equal for equal arguments on the same kind of device. All seeds use the same pages."""
     generator = torch.Generator(device).manual_seed(seed)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_sparse_backend.evaluation import cuda_device as module
-from vllm_sparse_backend.evaluation.cuda_device import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
+from vllm_sparse_backend.calibration import cuda_device as module
+from vllm_sparse_backend.calibration.cuda_device import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
 from vllm_sparse_backend.evaluation.report import BenchError
 
 
