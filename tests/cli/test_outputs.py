@@ -34,8 +34,8 @@ FILES: dict[str, tuple[object, ...]] = {
 }
 """Commands up to the path of their output, by the names of the command and the option."""
 
-NO_OUTPUTS = {"settings", "model", "url", "text", "prompts", "held_out", "file", "profile"}
-"""Paths and texts that commands read."""
+NO_OUTPUTS = {"settings", "model", "url", "text", "prompts", "held_out", "file", "profile", "folder"}
+"""Paths and texts that commands read, and a folder."""
 
 
 def run(*words: object) -> Result:

@@ -30,7 +30,7 @@ READERS: dict[str, Callable[[Path, Path], Any]] = {
     "calibration prompts": lambda path, model: prompts.read_prompts(model, [path], 10),
     "a text": lambda path, model: read_prompt_text(path),
     "answers that eval continues": lambda path, model: resume(
-        Report("answers", "", path), {}, [SimpleNamespace(model="")]
+        Report("answers", "", path), {}, [SimpleNamespace(model="", label="a", what="")]
     ),
 }
 

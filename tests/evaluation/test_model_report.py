@@ -66,7 +66,11 @@ def test_an_interrupted_report_continues_and_refuses_other_options(
     assert [row["case"] for row in parts["ttft"]["rows"]] == ["1,100 tokens"]
     assert [(row["label"], row["share"], row["density"]) for row in parts["facts"]["rows"]][1][1:] == (1, 0.25)
 
+    in_a_file = run("--text", text, "--out", text / "report")
+    assert in_a_file.exit_code == 2
+    assert "--out: given" in in_a_file.output
+
     other = run(*options, 2)
     assert other.exit_code == 1
-    assert "facts.json: measured with count 1, now 2; delete it or name another --out" in other.output
+    assert "facts.json: measured with count 1, now 2; delete it or name another" in other.output
     assert len(starts) == 6

@@ -42,6 +42,19 @@ def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
     return path
 
 
+def output_folder(param: typer.CallbackParam, path: Path) -> Path:
+    """Check an option that names a folder for output files, and make the folder."""
+    with failures():
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            expected = "a folder, or a name in an existing, writable folder"
+            problem = f"{param.opts[0]}: given {str(path)!r}: {error.strerror}; expected {expected}"
+            raise ConfigurationError(problem) from None
+        require_output_file(param.opts[0], path / "report.md")
+    return path
+
+
 def new_output(param: typer.CallbackParam, path: Path) -> Path:
     """Check an option that names a new output file."""
     if os.path.lexists(path):

@@ -11,7 +11,7 @@ from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import not_one_of
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, options_of
 
 evaluate = common.group("Measure accuracy against stock vLLM.")
 
@@ -60,7 +60,9 @@ class Answers(common.ServerOptions):
             workload = evaluation.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
             servers = self.contestants(workload.longest + 1)
             report = self.report("answers")
-            resume(report, workload.settings | {"server_args": self.server_args}, servers)
+            options = options_of(workload, server_args=self.server_args)
+            del options["tasks"]  # prompts of a task do not depend on the other tasks
+            resume(report, options, servers)
             progress.begin("prompts", sum(map(len, evaluation.missing_requests(servers, workload, report).values())))
 
             def show_progress(case: dict[str, Any]) -> None:
@@ -105,7 +107,9 @@ class ModelReport:
 
     model: common.Model
     settings: common.SparseSettings = None
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the report.")] = Path("report")
+    folder: Annotated[
+        Path, typer.Option("--out", metavar="FOLDER", help="Folder of the report.", callback=common.output_folder)
+    ] = Path("report")
     parts: Annotated[
         str,
         typer.Option(
@@ -127,7 +131,7 @@ class ModelReport:
     def run(self) -> None:
         """Measure the parts that are not finished, and print the page."""
         common.exit_on_sigterm()
-        with common.failures(f"The same command continues after the finished parts in {self.out}."):
+        with common.failures(f"The same command continues after the finished parts in {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
             from vllm_sparse_backend.evaluation.prompt_texts import project_text, read_prompt_text
             from vllm_sparse_backend.evaluation.report import Report
@@ -138,7 +142,7 @@ class ModelReport:
                 raise BenchError(f"--parts: {not_one_of(unknown[0], model_report.PARTS)}")
             text = read_prompt_text(self.text) if self.text else project_text()
             report = model_report.ModelReport(
-                self.out, self.model, [Settings.parse(text, self.model) for text in self.settings or ["{}"]],
+                self.folder, self.model, [Settings.parse(text, self.model) for text in self.settings or ["{}"]],
                 self._lengths("--lengths", self.lengths, model_report.LENGTHS),
                 self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
                 self.count, text, self.server_args, device_name(),
@@ -146,6 +150,7 @@ class ModelReport:
             finished = report.finished()
             for part in [part for part in parts if part not in finished]:
                 with bar(part) as progress:
+                    progress.begin(part, report.steps(part))
                     cases = Report(part, report.device)
                     cases.announce = progress.print
                     report.measure(part, cases, progress.step)

@@ -4,7 +4,7 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -74,11 +74,6 @@ class AnswerWorkload:
     @property
     def longest(self) -> int:
         return max(self.lengths)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What determines the prompts of a task, which do not depend on the other tasks."""
-        return {name: value for name, value in asdict(self).items() if name != "tasks"}
 
     @property
     def wanted(self) -> list[PromptKey]:

@@ -137,14 +137,9 @@ class Endpoint:
             raise BenchError(f"{self.name}: level {level!r}: {error}") from None
         return endpoint
 
-    def ask(self, prompt: Sequence[int], max_tokens: int, stop_after: int | None = None, **more: Any) -> TimedAnswer:
-        """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError otherwise.
-
-        With ``stop_after``, the connection is closed after this many tokens. ``more`` has further fields of the
-        request.
-        """
-        body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1} | more
-        wanted = max_tokens if stop_after is None else min(stop_after, max_tokens)
+    def ask(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
+        """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError otherwise."""
+        body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1}
         tokens, first_s, last_s = 0, 0.0, 0.0
         with connected(self.url) as send:
             began = time.perf_counter()
@@ -153,10 +148,8 @@ class Endpoint:
                     last_s = time.perf_counter() - began
                     first_s = last_s if tokens == 0 else first_s
                     tokens += num_tokens
-                if stop_after is not None and tokens >= wanted:
-                    break
-        if tokens < wanted or (stop_after is None and tokens > wanted):
-            raise RequestError(f"the answer has {tokens} tokens, expected {wanted}")
+        if tokens != max_tokens:
+            raise RequestError(f"the answer has {tokens} tokens, expected {max_tokens}")
         return TimedAnswer(first_s, last_s, tokens)
 
     def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:

@@ -11,13 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.config.model_shape import name_of_path
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.report import BenchError, Report, read_results
 from vllm_sparse_backend.evaluation.vllm_server import (
     CPU_CACHE,
     Server,
@@ -127,33 +125,17 @@ def started(
     return contestants
 
 
-def resume(report: Report, settings: Mapping[str, Any], contestants: Sequence[Contestant]) -> None:
+def resume(report: Report, options: Mapping[str, Any], contestants: Sequence[Contestant]) -> None:
     """Add the cases of an earlier run in the report's file, except those with failed requests.
 
-    ``settings`` are those of the requests. Raises BenchError if the file has another run's settings.
+    ``options`` are those of the requests. Raises BenchError if the file has another run's options.
     """
-    about = [settings, contestants[0].model, report.device]
-    report.key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    path = report.json_path
-    if path is None or not path.exists():
-        return
-    try:
-        data = json.loads(read_text(path, MAX_DATA_BYTES))
-        key, cases = data["key"], data["cases"]
-        held = {case["label"]: case["what"] for case in cases}
-    except (ConfigurationError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a file of `{report.bench}`: {error!r}") from None
-    if key != report.key:
-        raise BenchError(
-            f"{path}: holds results of other prompts, requests or server arguments, or of another model or device; "
-            "name another file"
-        )
-    for contestant in contestants:
-        if (what := held.get(contestant.label, contestant.what)) != contestant.what:
-            raise BenchError(
-                f"{path}: holds {contestant.label} as {what}, now it is {contestant.what}; name another file"
-            )
-    report.cases.extend(case for case in cases if not (case.get("error") or case.get("failures")))
+    servers = {f"server {contestant.label}": contestant.what for contestant in contestants}
+    report.options = {**options, "model": contestants[0].model, "device": report.device, **servers}
+    if report.json_path is not None and report.json_path.exists():
+        results = read_results(report.json_path, report.options)
+        report.options = {**results["options"], **report.options}
+        report.cases.extend(case for case in results["cases"] if not case.get("error"))
 
 
 def _content_of(settings: Settings) -> str:

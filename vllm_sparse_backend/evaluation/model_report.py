@@ -5,22 +5,18 @@ Each part starts stock vLLM and then this backend. A finished part is a file, so
 next part.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
 from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, started
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError, Report, versions, write_json
+from vllm_sparse_backend.evaluation.report import BenchError, Report, options_of, read_results, versions, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
 from vllm_sparse_backend.evaluation.vllm_server import Settings
@@ -72,35 +68,19 @@ class ModelReport:
 
     def options(self, part: str) -> Mapping[str, Any]:
         """Return all that determines a part's result. A run that continues must have the same options."""
-        sha256 = hashlib.sha256(self.text.encode()).hexdigest()
         _, *ours = self.servers
-        settings = [server.what for server in ours]
-        about = {"model": ours[0].model, "settings": settings, "server_args": self.all_args, "device": self.device}
-        options = about | versions() | asdict(self.workload(part)) | {"text": sha256[:16], "seed": SEED}
-        return dict(json.loads(json.dumps(options)))
+        about = {"settings": [server.what for server in ours], "server_args": self.all_args, "device": self.device}
+        return options_of(self.workload(part), **about, **versions(), model=ours[0].model, seed=SEED)
 
-    def finished(self) -> dict[str, Mapping[str, Any]]:
+    def finished(self) -> dict[str, dict[str, Any]]:
         """Return the finished parts. Raises BenchError if one was measured with other options."""
-        return {part: result for part in PARTS if (result := self._result(part)) is not None}
+        return {part: read_results(self._path(part), self.options(part)) for part in PARTS if self._path(part).exists()}
 
-    def _result(self, part: str) -> Mapping[str, Any] | None:
-        """Return a finished part; None if it is unfinished."""
-        path = self._path(part)
-        if not path.exists():
-            return None
-        try:
-            result = dict(json.loads(read_text(path, MAX_DATA_BYTES)))
-            measured = dict(result["options"])
-        except (ConfigurationError, ValueError, KeyError, TypeError) as error:
-            raise BenchError(f"{path}: not a part of a report: {error!r}; delete it or name another --out") from None
-        changes = [
-            f"{name} {measured.get(name)!r}, now {value!r}"
-            for name, value in self.options(part).items()
-            if measured.get(name) != value
-        ]
-        if changes:
-            raise BenchError(f"{path}: measured with {'; '.join(changes)}; delete it or name another --out")
-        return result
+    def steps(self, part: str) -> int:
+        """Return the number of a part's requests to all servers."""
+        workload = self.workload(part)
+        requests = workload.steps if isinstance(workload, ServeWorkload) else len(workload.wanted)
+        return requests * len(self.servers)
 
     def measure(self, part: str, report: Report, step: Callable[[], None]) -> None:
         """Measure a part, and write its file. Raises BenchError if a request failed or nothing ran sparse."""
@@ -111,6 +91,7 @@ class ModelReport:
             rows = [{key: value for key, value in case.items() if key != "answers"} for case in report.cases]
             problems = [said for case in report.cases for said in case["said"]]
         else:
+            report.on_case = lambda case: step()
             ask_all(self.servers, workload, report)
             rows = answer_tables.summaries(report.cases, [server.label for server in self.servers])
             problems = answer_tables.failure_lines(report.cases)

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of a benchmark by case, as a file and as tables."""
 
+import hashlib
 import json
 import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
@@ -32,8 +36,8 @@ class Report:
         self.bench, self.device, self.json_path = bench, device, json_path
         self.command = command or command_of(sys.argv[1:])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
-        self.key: str | None = None
-        """Hash of all that must be equal for another run to add to the file."""
+        self.options: Mapping[str, Any] = {}
+        """All that must be equal for another run to add to the file."""
         self.cases: list[dict[str, Any]] = []
 
     def add_case(self, case: Mapping[str, Any]) -> None:
@@ -47,9 +51,32 @@ class Report:
         if self.json_path is not None:
             about = {
                 "format": FORMAT, "bench": self.bench, "device": self.device, "command": self.command,
-                "date": self.date, "key": self.key, "versions": versions(),
+                "date": self.date, "options": self.options, "versions": versions(),
             }  # fmt: skip
             write_json(self.json_path, {**about, **more, "cases": self.cases})
+
+
+def options_of(workload: Any, **more: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass with a text as JSON, which holds the text's hash."""
+    sha256 = hashlib.sha256((workload.text or "").encode()).hexdigest()
+    return dict(json.loads(json.dumps(asdict(workload) | {"text": sha256[:16]} | more)))
+
+
+def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Read an earlier run's file. Raises BenchError if it was measured with other options."""
+    try:
+        results = dict(json.loads(read_text(path, MAX_DATA_BYTES)))
+        measured = dict(results["options"])
+    except (ConfigurationError, ValueError, KeyError, TypeError) as error:
+        raise BenchError(f"{path}: not a file of earlier results: {error!r}; delete it or name another") from None
+    changes = [
+        f"{name} {measured[name]!r}, now {value!r}"
+        for name, value in options.items()
+        if measured.get(name, value) != value
+    ]
+    if changes:
+        raise BenchError(f"{path}: measured with {'; '.join(changes)}; delete it or name another")
+    return results
 
 
 OUTPUTS = ("--json", "--results", "--png", "--html", "--table")
