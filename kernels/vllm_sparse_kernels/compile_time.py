@@ -27,6 +27,10 @@ class Constant(tl.constexpr):
         """Compare the constant with another."""
         return EQUAL if other is self else super().__ne__(other)
 
+    def __rmod__(self, other: int) -> int:
+        """Divide a plain number, as which the interpreter passes ``tl.constexpr`` arguments."""
+        return other % int(self.value)
+
 
 LOG2_E = Constant(1.4426950408889634)
 """log2(e). Kernels compute exp(x) as exp2(x · LOG2_E). Host code reads ``LOG2_E.value``."""

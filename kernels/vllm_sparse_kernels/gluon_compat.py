@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
-from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import TILE_FIELDS
 
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -31,9 +30,6 @@ bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 gather_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 bulk_descriptor = tma.tensor_descriptor
-
-FIELDS = Constant(TILE_FIELDS)
-"""Columns of ``Rows.tiles``."""
 
 T = TypeVar("T")
 
@@ -71,7 +67,7 @@ def _constructor(type_name: str, fields: tuple[str, ...]) -> Any:
 class TilePointer:
     """A tile of ``Rows.tiles``, whose fields are loaded when they are read."""
 
-    fields: gl.tensor  # [FIELDS] int32 by pointer
+    fields: gl.tensor  # [TILE_FIELDS] int32 by pointer
 
     @gluon.jit
     def row(self):
@@ -96,13 +92,13 @@ class TilePointer:
     @gluon.jit
     def plus(self, num):
         """Return the tile ``num`` places further."""
-        return TilePointer(self.fields + num * FIELDS)
+        return TilePointer(self.fields + num * TILE_FIELDS)
 
 
 @gluon.jit
 def tile_of(tiles, i_tile):
     """Return a tile of ``Rows.tiles``."""
-    return TilePointer(tiles + i_tile * FIELDS)
+    return TilePointer(tiles + i_tile * TILE_FIELDS)
 
 
 @aggregate

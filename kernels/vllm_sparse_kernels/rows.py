@@ -12,16 +12,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from vllm_sparse_kernels.compile_time import Constant
+
 TILE_TOKENS = 128
 """Queries of a tile. Tiles of 64 queries are about half as fast on Hopper, because keys are read twice as often."""
 
-TILE_FIELDS = 4
+TILE_FIELDS = Constant(4)
 """Columns of ``Rows.tiles``: row, first token in q, number of queries, position of the first query."""
 
-ROW_FIELDS = 4
+ROW_FIELDS = Constant(4)
 """Columns of ``Rows.row_table``: first token in q, number of queries, number of keys, place of the first key."""
 
-KEY_ALIGN = 64
+KEY_ALIGN = Constant(64)
 """Alignment of a row's keys in ``Rows.key_starts``, in tokens."""
 
 T = TypeVar("T")
@@ -205,7 +207,7 @@ class Rows:
     def tiles(self) -> torch.Tensor:
         """[num_tiles, 4] int32 on the device: row, first token in q, number of queries, position of the first query."""
         flat = [value for tile in self.tile_list for value in (tile.row, tile.token, tile.length_tokens, tile.position)]
-        return to_device(flat, torch.int32, self.device).view(-1, TILE_FIELDS)
+        return to_device(flat, torch.int32, self.device).view(-1, TILE_FIELDS.value)
 
     @cached_property
     def tile_lengths(self) -> torch.Tensor:
@@ -237,7 +239,7 @@ class Rows:
 
         A row's length is rounded up to a multiple of 64. The last entry is the array's length.
         """
-        return (0, *accumulate(ceil_div(seq_len, KEY_ALIGN) * KEY_ALIGN for seq_len in self.seq_lens))
+        return (0, *accumulate(ceil_div(seq_len, KEY_ALIGN.value) * KEY_ALIGN.value for seq_len in self.seq_lens))
 
     @cached_property
     def row_table(self) -> torch.Tensor:
@@ -246,4 +248,4 @@ class Rows:
         The last row is 0 in all columns but the last.
         """
         lengths = zip((*self.query_starts, 0), (*self.query_lens, 0), (*self.seq_lens, 0), self.key_starts, strict=True)
-        return to_device([v for row in lengths for v in row], torch.int32, self.device).view(-1, ROW_FIELDS)
+        return to_device([v for row in lengths for v in row], torch.int32, self.device).view(-1, ROW_FIELDS.value)

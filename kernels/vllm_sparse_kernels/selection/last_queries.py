@@ -18,7 +18,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.paged import key_args, query_args
-from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection.last_query_kernels import (
     KEY_TILE,
     LastArgs,
@@ -120,7 +120,6 @@ def last_query_sums(
             BLOCK_D=triton.next_power_of_2(call.cache.head_dim),
             PAGE=call.cache.page_size,
             SELECTED=triton.next_power_of_2(num_selected),
-            FIELDS=ROW_FIELDS,
             PRECISION="ieee" if call.q.dtype == torch.float32 else "tf32",
         )
     )
@@ -143,7 +142,7 @@ def last_query_sums(
         most_blocks = ceil_div(max(rows.seq_lens[first_row:end_row]), KEY_TILE.value)
         block_diagonals_kernel[(ceil_div(most_blocks, block), num_selected, num_rows)](
             by_block, *sums.args(rows), estimate.last_queries,
-            QUERIES=stacks.num_queries, SPREAD=estimate.spread, BAND=band, FIELDS=ROW_FIELDS, BLOCK=block,
+            QUERIES=stacks.num_queries, SPREAD=estimate.spread, BAND=band, BLOCK=block,
         )  # fmt: skip
     return sums
 

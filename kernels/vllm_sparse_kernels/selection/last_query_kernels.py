@@ -23,6 +23,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_offsets
+from vllm_sparse_kernels.rows import ROW_FIELDS
 
 KEY_TILE = Constant(64)
 """Keys of a tile of Â, and maximum number of queries for diagonals of single keys."""
@@ -57,7 +58,6 @@ class StackShape(NamedTuple):
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     PAGE: Any  # tokens of a page
     SELECTED: Any  # selected heads rounded up to a power of two
-    FIELDS: Any  # columns of the rows' table
     PRECISION: Any  # of float32 products, for ``tl.dot``
 
 
@@ -65,7 +65,7 @@ class SumArgs(NamedTuple):
     """Sums of Â as arguments of kernels; see ``last_queries.Sums``."""
 
     totals: Any  # float32, ``Sums.values``; Triton's tuples already have a field ``values``
-    rows: Any  # [num_rows + 1, FIELDS] int32: ``Rows.row_table``
+    rows: Any  # [num_rows + 1, 4] int32: ``Rows.row_table``
     patterns: Any  # [n, num_rows] int32: entries other than 0 get no sums; or None
 
 
@@ -116,7 +116,7 @@ def _load_work(args, sums, num_selected, first_row, num_rows, SHAPE):
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
-    row = sums.rows + i_row * SHAPE.FIELDS
+    row = sums.rows + i_row * ROW_FIELDS
     token, query_len, seq_len = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     b_member = i_part * SHAPE.MEMBERS + tl.arange(0, SHAPE.MEMBERS)
     o_selected = tl.arange(0, SHAPE.SELECTED)
@@ -323,7 +323,7 @@ def sums_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE, 
         return
     b_q, b_query, b_position, num_common = _load_queries(args, work, SHAPE)
     b_lse = _joined_lse(args, work, b_query, num_selected, JOINED, SHAPE)
-    begin = tl.load(sums.rows + work.i_row * SHAPE.FIELDS + 3) - tl.load(sums.rows + first_row * SHAPE.FIELDS + 3)
+    begin = tl.load(sums.rows + work.i_row * ROW_FIELDS + 3) - tl.load(sums.rows + first_row * ROW_FIELDS + 3)
     b_readable = tl.maximum(work.b_selected, 0).to(tl.int64)  # addresses of heads without work must exist
     columns = sums.totals + (b_readable * capacity + begin)
     if SHAPE.BAND > 1:
@@ -422,7 +422,7 @@ def _sum_rotated(b_x, MEMBERS: tl.constexpr):
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "last_queries"])
 def block_diagonals_kernel(
     by_block, sums, num_selected, first_row, num_rows, capacity, last_queries,
-    QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum BLOCK diagonals of blocks. Diagonal d contains, for each query, the block that is d blocks before its own.
 
@@ -432,10 +432,10 @@ def block_diagonals_kernel(
         by_block: [n, capacity / 64, QUERIES] float32, weight of each block for each query.
     """
     i_selected, i_row = tl.program_id(1), first_row + tl.program_id(2)
-    place, length = sums_of(sums, 1, i_selected, num_selected, i_row, first_row, num_rows, capacity, BAND, FIELDS)
+    place, length = sums_of(sums, 1, i_selected, num_selected, i_row, first_row, num_rows, capacity, BAND)
     o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < length:
-        query_len, seq_len = tl.load(sums.rows + i_row * FIELDS + 1), tl.load(sums.rows + i_row * FIELDS + 2)
+        query_len, seq_len = tl.load(sums.rows + i_row * ROW_FIELDS + 1), tl.load(sums.rows + i_row * ROW_FIELDS + 2)
         o_r = tl.arange(0, QUERIES)
         b_query = _query_offsets(o_r, query_len, last_queries, QUERIES, SPREAD)
         b_block = ((seq_len - query_len + b_query) // BAND)[None, :] - o_d[:, None]
@@ -446,14 +446,11 @@ def block_diagonals_kernel(
 
 
 @triton.jit
-def sums_of(
-    sums, i_kind, i_selected, num_selected, i_row, first_row, num_rows, capacity,
-    BAND: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
+def sums_of(sums, i_kind, i_selected, num_selected, i_row, first_row, num_rows, capacity, BAND: tl.constexpr):
     """Return the place of the sums of one selected head and row."""
     width = tl.where(i_kind == 0, 1, BAND)
-    start = tl.load(sums.rows + i_row * FIELDS + 3) - tl.load(sums.rows + first_row * FIELDS + 3)
-    length = (tl.load(sums.rows + i_row * FIELDS + 2) + width - 1) // width
+    start = tl.load(sums.rows + i_row * ROW_FIELDS + 3) - tl.load(sums.rows + first_row * ROW_FIELDS + 3)
+    length = (tl.load(sums.rows + i_row * ROW_FIELDS + 2) + width - 1) // width
     if sums.patterns is not None:
         length = tl.where(tl.load(sums.patterns + i_selected * num_rows + i_row) == 0, length, 0)
     first = (i_kind * num_selected).to(tl.int64) * capacity  # diagonals follow the columns of all heads

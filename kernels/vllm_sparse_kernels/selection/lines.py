@@ -53,7 +53,7 @@ def write_lines(call: Call, sums: Sums, lines: Lines) -> None:
     _write_lines_kernel[(end_tile - first_tile, len(call.heads))](
         call.head_ids, lines, lines.columns.shape[2], rows.row_table, sums.first_row, rows.num_rows, sums.capacity,
         sums.patterns, first_tile, index.args, rows.num_tiles,
-        BAND=sums.band, BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ROW_FIELDS=ROW_FIELDS,
+        BAND=sums.band, BLOCK_N=index.block_tokens,
     )  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.cons
 @triton.jit(do_not_specialize=["max_columns", "first_row", "num_rows", "capacity", "first_tile", "num_tiles"])
 def _write_lines_kernel(
     heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
-    BAND: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, ROW_FIELDS: tl.constexpr,
+    BAND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the lists of one (tile, head).
 
@@ -96,8 +96,8 @@ def _write_lines_kernel(
 
     count = 0
     target = list_of(index, i_head, i_tile)
-    for start_block in range(0, num_causal, CHUNK):
-        o_n = start_block + tl.arange(0, CHUNK)
+    for start_block in range(0, num_causal, CHUNK_BLOCKS):
+        o_n = start_block + tl.arange(0, CHUNK_BLOCKS)
         causal = o_n < num_causal
         b_kept = _is_crossed(upto, o_n, first, last, BAND, BLOCK_N, causal) | (o_n >= diagonal)
         if lines.whole is not None:
@@ -111,8 +111,8 @@ def _write_lines_kernel(
     i_list = (i_row - first_row) * tl.num_programs(1) + i_selected
     columns = lines.columns + i_list * max_columns
     num_columns = tl.load(lines.num_columns + i_list)
-    for start_column in range(0, num_columns, CHUNK):
-        o_c = start_column + tl.arange(0, CHUNK)
+    for start_column in range(0, num_columns, CHUNK_BLOCKS):
+        o_c = start_column + tl.arange(0, CHUNK_BLOCKS)
         b_key = tl.load(columns + o_c, mask=o_c < num_columns, other=0)
         before = (o_c < num_columns) & (b_key < diagonal * BLOCK_N)
         b_free = before & (_is_crossed(upto, b_key // BLOCK_N, first, last, BAND, BLOCK_N, before) == 0)

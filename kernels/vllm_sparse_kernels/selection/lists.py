@@ -9,9 +9,8 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import TILE_FIELDS
 
-CHUNK_BLOCKS = 1024
-
-FIELDS = Constant(TILE_FIELDS)
+CHUNK_BLOCKS = Constant(1024)
+"""Blocks of a step."""
 
 
 @triton.jit
@@ -26,7 +25,7 @@ def append(target, count, b_values, b_kept):
 @triton.jit
 def load_tile(tiles, i_tile):
     """Load the fields of a tile."""
-    tile = tiles + i_tile * FIELDS
+    tile = tiles + i_tile * TILE_FIELDS
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
 
 
@@ -51,12 +50,12 @@ def compact_blocks(kept: torch.Tensor | None, call: Call) -> None:
     index = call.index
     _compact_blocks_kernel[(index.rows.num_tiles, len(call.heads))](
         kept, 0 if kept is None else kept.stride(0), call.head_ids, index.args,
-        BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+        BLOCK_N=index.block_tokens,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["stride_kept"])
-def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexpr):
     """Write the list of block ids of one (tile, head), in order, from its uint8 flags; see ``compact_blocks``.
 
     Grid: (tiles, n). Bound by memory: it reads a byte and writes at most 4 for each causal block.
@@ -72,8 +71,8 @@ def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexp
     start = tl.load(index.block_offsets + i_tile)
     target = list_of(index, i_head, i_tile)
     count = 0
-    for first in range(0, num_causal, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
+    for first in range(0, num_causal, CHUNK_BLOCKS):
+        o_n = first + tl.arange(0, CHUNK_BLOCKS)
         causal = o_n < num_causal
         if kept is None:
             count = append(target, count, o_n, causal)

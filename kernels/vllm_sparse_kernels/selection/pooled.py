@@ -16,17 +16,25 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.compile_time import Constant, compile_time
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_args, load_block, load_queries, query_args
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
+from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
 
-KEY_BLOCK_TOKENS = 64
+KEY_BLOCK = Constant(64)
 """Number of keys in a pooled key."""
 
-SPLIT_BLOCKS = 8
+SPLIT_BLOCKS = Constant(8)
 """Blocks that one program pools one after the other."""
+
+TILE = Constant(TILE_TOKENS)
+
+POOL_STEP = Constant(64)
+"""Queries that are loaded at a time to be averaged."""
+
+PRODUCT_M, PRODUCT_N, PRODUCT_D = Constant(64), Constant(64), Constant(32)
+"""Pooled queries and pooled keys that one program multiplies, and channels of a step."""
 
 ALIGNED = Constant(64)
 """Rows of products are padded to a multiple of this, which allows wide loads."""
@@ -74,7 +82,7 @@ def pooled_slabs(rows: Rows, num_selected: int, num_kv_heads: int, head_dim: int
 
 
 def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[PooledSlab]:
-    blocks, slabs = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens], []
+    blocks, slabs = [ceil_div(seq_len, KEY_BLOCK.value) for seq_len in rows.seq_lens], []
     for first, end in rows_within(blocks, most_blocks):
         slab = PooledSlab(first, end, most_at_once(blocks, most_blocks), max(blocks[first:end]), [])
         num_tiles, end_tile = max(most_products // slab.width, 1), rows.tile_starts[end]
@@ -88,8 +96,8 @@ def row_blocks(rows: Rows) -> torch.Tensor:
     """Return the lengths of rows as a table on the device."""
 
     def make() -> torch.Tensor:
-        blocks = [ceil_div(seq_len, KEY_BLOCK_TOKENS) for seq_len in rows.seq_lens]
-        splits = [ceil_div(n, SPLIT_BLOCKS) for n in blocks]
+        blocks = [ceil_div(seq_len, KEY_BLOCK.value) for seq_len in rows.seq_lens]
+        splits = [ceil_div(n, SPLIT_BLOCKS.value) for n in blocks]
         columns = rows.seq_lens, accumulate(blocks, initial=0), accumulate(splits, initial=0)
         return to_device([n for row in zip(*columns) for n in row], torch.int32, rows.device).view(
             -1, ROW_BLOCK_FIELDS.value
@@ -111,8 +119,7 @@ def pool_queries(call: Call, per_tile: int, with_similarity: bool) -> Pooled:
     similarity = empty(num_selected, num_pooled) if with_similarity else None
     _pool_queries_kernel[(num_selected, num_pooled)](
         query_args(call.q), rows.tiles, call.head_ids, means, similarity,
-        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PER_TILE=per_tile, POOL=TILE_TOKENS // per_tile,
-        BLOCK=64, num_warps=_num_warps(head_dim),
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PER_TILE=per_tile, num_warps=_num_warps(head_dim),
     )  # fmt: skip
     return Pooled(means, similarity)
 
@@ -122,13 +129,12 @@ def pool_keys(call: Call, slab: PooledSlab, with_similarity: bool, centered: boo
     cache, rows, empty = call.cache, call.rows, call.index.workspace.empty
     num_kv_heads, head_dim, num_selected = cache.num_kv_heads, cache.head_dim, len(call.heads)
     num_rows = slab.end_row - slab.first_row
-    splits = [ceil_div(n, KEY_BLOCK_TOKENS * SPLIT_BLOCKS) for n in rows.seq_lens[slab.first_row : slab.end_row]]
+    splits = [ceil_div(n, KEY_BLOCK.value * SPLIT_BLOCKS.value) for n in rows.seq_lens[slab.first_row : slab.end_row]]
     pooled = Pooled(
         empty(num_kv_heads, slab.num_blocks, head_dim),
         empty(num_kv_heads, slab.num_blocks) if with_similarity else None,
     )
-    block_d = triton.next_power_of_2(head_dim)
-    shape = compile_time(PoolShape(head_dim, block_d, KEY_BLOCK_TOKENS, SPLIT_BLOCKS, cache.page_size))
+    shape = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
 
     def launch(
         means: torch.Tensor | None, sums: torch.Tensor | None, similarity: torch.Tensor | None,
@@ -137,8 +143,7 @@ def pool_keys(call: Call, slab: PooledSlab, with_similarity: bool, centered: boo
         _pool_keys_kernel[(num_kv_heads, max(splits), num_rows)](
             key_args(cache, rows.block_table), row_blocks(rows), slab.first_row, slab.num_blocks, sum(splits),
             call.head_ids if num_selected < call.q.shape[1] else None, num_selected, means, sums, similarity, centers,
-            shape, GROUP=call.group,
-            STAGES=3 if similarity is None else 2, num_warps=_num_warps(head_dim),
+            **shape, PAGE=cache.page_size, GROUP=call.group, num_warps=_num_warps(head_dim),
         )  # fmt: skip
 
     if not centered:
@@ -146,9 +151,7 @@ def pool_keys(call: Call, slab: PooledSlab, with_similarity: bool, centered: boo
         return pooled
     sums, centers = empty(num_kv_heads, sum(splits), head_dim), empty(num_rows, num_kv_heads, head_dim)
     launch(pooled.means, sums, None, None)
-    _centers_kernel[(num_kv_heads, num_rows)](
-        sums, centers, row_blocks(rows), slab.first_row, sum(splits), shape, CHUNK=64
-    )
+    _centers_kernel[(num_kv_heads, num_rows)](sums, centers, row_blocks(rows), slab.first_row, sum(splits), **shape)
     launch(None, None, pooled.similarity, centers)
     return pooled
 
@@ -160,15 +163,6 @@ def pooled_products(
     cache, rows, workspace = call.cache, call.rows, call.index.workspace
     num_selected, with_similarity = len(call.heads), min_similarity is not None
     queries = pool_queries(call, per_tile, with_similarity)
-    shape = ProductShape(
-        GROUP=call.group,
-        HEAD_DIM=cache.head_dim,
-        PER_TILE=per_tile,
-        BLOCK_M=64,
-        BLOCK_N=64,
-        BLOCK_D=32,
-        BLOCK=KEY_BLOCK_TOKENS,
-    )
     for slab in pooled_slabs(rows, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
         with workspace.frame():
             keys = pool_keys(call, slab, with_similarity, centered)
@@ -179,34 +173,17 @@ def pooled_products(
                 with workspace.frame():
                     num_pooled = (end - first) * per_tile
                     products = workspace.empty(num_selected, num_pooled, slab.width * ALIGNED.value)
-                    _products_kernel[(ceil_div(slab.max_blocks, 64), ceil_div(num_pooled, 64), num_selected)](
+                    grid = (
+                        ceil_div(slab.max_blocks, PRODUCT_N.value),
+                        ceil_div(num_pooled, PRODUCT_M.value),
+                        num_selected,
+                    )
+                    _products_kernel[grid](
                         operands, row_blocks(rows), rows.tiles, call.head_ids, products, slab.width, first, end,
                         rows.num_tiles, slab.first_row, slab.num_blocks, call.scale,
-                        compile_time(shape),
+                        GROUP=call.group, HEAD_DIM=cache.head_dim, PER_TILE=per_tile,
                     )  # fmt: skip
                     yield first, products, queries.similarity
-
-
-class PoolShape(NamedTuple):
-    """Compile-time sizes of the kernels that pool keys; every field is a ``tl.constexpr``."""
-
-    HEAD_DIM: Any
-    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
-    BLOCK: Any  # keys of a block
-    SPLIT: Any  # blocks of a program
-    PAGE: Any  # tokens of a page
-
-
-class ProductShape(NamedTuple):
-    """Compile-time sizes of ``_products_kernel``; every field is a ``tl.constexpr``."""
-
-    GROUP: Any  # query heads of a kv head
-    HEAD_DIM: Any
-    PER_TILE: Any  # pooled queries of a tile
-    BLOCK_M: Any  # pooled queries of a program
-    BLOCK_N: Any  # key blocks of a program
-    BLOCK_D: Any  # channels of a step
-    BLOCK: Any  # keys of a block
 
 
 class Operands(NamedTuple):
@@ -219,14 +196,14 @@ class Operands(NamedTuple):
 
 
 @triton.jit
-def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr, HEADS: tl.constexpr):
+def is_read(i_kv, heads, num_heads, GROUP: tl.constexpr):
     """Return whether any of the query heads reads this kv head."""
     if heads is None:
         return True
     else:
         reads = 0
-        for start in range(0, num_heads, HEADS):
-            o_h = start + tl.arange(0, HEADS)
+        for start in range(0, num_heads, HEADS_AT_ONCE):
+            o_h = start + tl.arange(0, HEADS_AT_ONCE)
             b_head = tl.load(heads + o_h, mask=o_h < num_heads, other=-GROUP)
             reads = tl.maximum(reads, tl.max((b_head // GROUP == i_kv).to(tl.int32), 0))
         return reads > 0
@@ -249,9 +226,9 @@ def _mean_cosine(b_units, count):
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _pool_queries_kernel(
     queries, tiles, heads, means, similarity,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr, POOL: tl.constexpr, BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Average POOL queries of one tile and head and, on request, compute the mean cosine of all their pairs.
+    """Average the queries of a part of one tile and head and, on request, compute the mean cosine of all their pairs.
 
     means is [heads, pooled, HEAD_DIM], and similarity [heads, pooled] float32, with PER_TILE pooled queries per tile.
     The last entries of a short tile stay unchanged.
@@ -264,6 +241,7 @@ def _pool_queries_kernel(
         means: [heads, blocks, HEAD_DIM] float32; written.
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
     """
+    POOL: tl.constexpr = TILE // PER_TILE  # queries of a part
     i_selected, i_pooled = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_selected)
     _, token, length, _ = load_tile(tiles, i_pooled // PER_TILE)
@@ -273,8 +251,8 @@ def _pool_queries_kernel(
         o_d = tl.arange(0, BLOCK_D)
         b_sum = tl.zeros([BLOCK_D], tl.float32)
         b_units = tl.zeros([BLOCK_D], tl.float32)
-        for start in tl.static_range(0, POOL, BLOCK):
-            b_q = load_queries(queries, i_head, token + begin + start, length - start, BLOCK, HEAD_DIM, BLOCK_D)
+        for start in tl.static_range(0, POOL, POOL_STEP):
+            b_q = load_queries(queries, i_head, token + begin + start, length - start, POOL_STEP, HEAD_DIM, BLOCK_D)
             b_q = b_q.to(tl.float32)
             b_sum += tl.sum(b_q, 0)
             if similarity is not None:
@@ -287,10 +265,12 @@ def _pool_queries_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _pool_keys_kernel(
-    keys, row_blocks, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers, SHAPE,
-    GROUP: tl.constexpr, STAGES: tl.constexpr,
+    keys, row_blocks, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Pool SPLIT blocks of one kv head of one row: means, their sum and similarity. Tensors that are None are skipped.
+    """Pool blocks of one split of a row's keys, for one kv head: means, their sum and similarity.
+
+    Tensors that are None are skipped.
 
     With ``centers``, the row's center is subtracted from the keys before their similarity is computed.
 
@@ -304,6 +284,7 @@ def _pool_keys_kernel(
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
         centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
     """
+    STAGES: tl.constexpr = 3 if similarity is None else 2
     # Programs of neighbouring kv heads run together: in vLLM's usual layout, the kv heads of a token are neighbours.
     i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if centers is not None:
@@ -312,43 +293,40 @@ def _pool_keys_kernel(
         i_row = tl.num_programs(2) - 1 - i_row
     row = row_blocks + (first_row + i_row) * ROW_BLOCK_FIELDS
     seq_len = tl.load(row)
-    begin = i_split * SHAPE.SPLIT * SHAPE.BLOCK
-    if (begin < seq_len) & is_read(i_kv, heads, num_heads, GROUP, HEADS_AT_ONCE):
-        o_d = tl.arange(0, SHAPE.BLOCK_D)
-        in_d = o_d < SHAPE.HEAD_DIM
+    begin = i_split * SPLIT_BLOCKS * KEY_BLOCK
+    if (begin < seq_len) & is_read(i_kv, heads, num_heads, GROUP):
+        o_d = tl.arange(0, BLOCK_D)
+        in_d = o_d < HEAD_DIM
         first_block = tl.load(row + 1) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 1)
         o_block = i_kv.to(tl.int64) * num_blocks + first_block
-        b_center = tl.zeros([SHAPE.BLOCK_D], tl.float32)
+        b_center = tl.zeros([BLOCK_D], tl.float32)
         if centers is not None:
-            o_center = (i_row * tl.num_programs(0) + i_kv) * SHAPE.HEAD_DIM
+            o_center = (i_row * tl.num_programs(0) + i_kv) * HEAD_DIM
             b_center = tl.load(centers + o_center + o_d, mask=in_d, other=0.0)
-        b_sum = tl.zeros([SHAPE.BLOCK_D], tl.float32)
-        for start in tl.range(
-            begin, tl.minimum(begin + SHAPE.SPLIT * SHAPE.BLOCK, seq_len), SHAPE.BLOCK, num_stages=STAGES
-        ):
-            b_k = load_block(
-                keys, first_row + i_row, i_kv, start, seq_len, SHAPE.PAGE, SHAPE.BLOCK, SHAPE.HEAD_DIM, SHAPE.BLOCK_D
-            )
+        b_sum = tl.zeros([BLOCK_D], tl.float32)
+        end = tl.minimum(begin + SPLIT_BLOCKS * KEY_BLOCK, seq_len)
+        for start in tl.range(begin, end, KEY_BLOCK, num_stages=STAGES):
+            b_k = load_block(keys, first_row + i_row, i_kv, start, seq_len, PAGE, KEY_BLOCK, HEAD_DIM, BLOCK_D)
             b_k = b_k.to(tl.float32)
-            count = tl.minimum(seq_len - start, SHAPE.BLOCK).to(tl.float32)
-            i_out = o_block + start // SHAPE.BLOCK
+            count = tl.minimum(seq_len - start, KEY_BLOCK).to(tl.float32)
+            i_out = o_block + start // KEY_BLOCK
             if means is not None:
                 b_block = tl.sum(b_k, 0)
                 b_sum += b_block
-                tl.store(means + i_out * SHAPE.HEAD_DIM + o_d, b_block / count, mask=in_d)
+                tl.store(means + i_out * HEAD_DIM + o_d, b_block / count, mask=in_d)
             if similarity is not None:
                 if centers is not None:
-                    in_row = start + tl.arange(0, SHAPE.BLOCK) < seq_len
+                    in_row = start + tl.arange(0, KEY_BLOCK) < seq_len
                     b_k = tl.where(in_row[:, None], b_k - b_center[None, :], 0.0)
                 tl.store(similarity + i_out, _mean_cosine(_sum_of_unit_vectors(b_k), count))
         if sums is not None:
             first_split = tl.load(row + 2) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 2)
             o_split = i_kv.to(tl.int64) * num_splits + first_split + i_split
-            tl.store(sums + o_split * SHAPE.HEAD_DIM + o_d, b_sum, mask=in_d)
+            tl.store(sums + o_split * HEAD_DIM + o_d, b_sum, mask=in_d)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _centers_kernel(sums, centers, row_blocks, first_row, num_splits, SHAPE, CHUNK: tl.constexpr):
+def _centers_kernel(sums, centers, row_blocks, first_row, num_splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Compute the mean key of one row and kv head.
 
     Grid: (kv heads, rows). Bound by latency: it reads 4 bytes per channel for every 512 keys.
@@ -362,27 +340,27 @@ def _centers_kernel(sums, centers, row_blocks, first_row, num_splits, SHAPE, CHU
     row = row_blocks + (first_row + i_row) * ROW_BLOCK_FIELDS
     seq_len = tl.load(row)
     first_split = tl.load(row + 2) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 2)
-    source = sums + (i_kv.to(tl.int64) * num_splits + first_split) * SHAPE.HEAD_DIM
-    num_row_splits = tl.cdiv(seq_len, SHAPE.SPLIT * SHAPE.BLOCK)
-    o_d = tl.arange(0, SHAPE.BLOCK_D)
-    b_sum = tl.zeros([CHUNK, SHAPE.BLOCK_D], tl.float32)
-    for i in range(0, num_row_splits, CHUNK):
-        o_n = i + tl.arange(0, CHUNK)
-        mask = (o_n < num_row_splits)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
-        b_sum += tl.load(source + o_n[:, None] * SHAPE.HEAD_DIM + o_d[None, :], mask=mask, other=0.0)
-    o_out = (i_row * tl.num_programs(0) + i_kv) * SHAPE.HEAD_DIM
-    tl.store(centers + o_out + o_d, tl.sum(b_sum, 0) / seq_len, mask=o_d < SHAPE.HEAD_DIM)
+    source = sums + (i_kv.to(tl.int64) * num_splits + first_split) * HEAD_DIM
+    num_row_splits = tl.cdiv(seq_len, SPLIT_BLOCKS * KEY_BLOCK)
+    o_d = tl.arange(0, BLOCK_D)
+    b_sum = tl.zeros([64, BLOCK_D], tl.float32)
+    for i in range(0, num_row_splits, 64):
+        o_n = i + tl.arange(0, 64)
+        mask = (o_n < num_row_splits)[:, None] & (o_d < HEAD_DIM)[None, :]
+        b_sum += tl.load(source + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=mask, other=0.0)
+    o_out = (i_row * tl.num_programs(0) + i_kv) * HEAD_DIM
+    tl.store(centers + o_out + o_d, tl.sum(b_sum, 0) / seq_len, mask=o_d < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _products_kernel(
-    operands, row_blocks, tiles, heads, products, width, first_tile,
-    end_tile, num_tiles, first_row, num_blocks, scale, SHAPE,
+    operands, row_blocks, tiles, heads, products, width, first_tile, end_tile, num_tiles, first_row, num_blocks, scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PER_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply BLOCK_M pooled queries of a slab with BLOCK_N key blocks of each row to which the queries belong.
+    """Multiply PRODUCT_M pooled queries of a slab with PRODUCT_N key blocks of each row to which the queries belong.
 
-    Grid: (key blocks / BLOCK_N, pooled queries / BLOCK_M, n). Bound by the matrix units: three TF32 products of each
-    pair.
+    Grid: (key blocks / PRODUCT_N, pooled queries / PRODUCT_M, n). Bound by the matrix units: three TF32 products of
+    each pair.
 
     Args:
         row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
@@ -391,34 +369,32 @@ def _products_kernel(
         products: [n, pooled queries of the run, width · 64] float32; written.
     """
     i_n, i_m, i_selected = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    i_kv = tl.load(heads + i_selected) // SHAPE.GROUP
-    o_m = i_m * SHAPE.BLOCK_M + tl.arange(0, SHAPE.BLOCK_M)
-    o_n = i_n * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
-    o_tile = first_tile + o_m // SHAPE.PER_TILE
+    i_kv = tl.load(heads + i_selected) // GROUP
+    o_m = i_m * PRODUCT_M + tl.arange(0, PRODUCT_M)
+    o_n = i_n * PRODUCT_N + tl.arange(0, PRODUCT_N)
+    o_tile = first_tile + o_m // PER_TILE
     in_slab = o_tile < end_tile
-    b_row = tl.load(tiles + o_tile * FIELDS, mask=in_slab, other=-1)
-    b_end = tl.load(tiles + o_tile * FIELDS + 2, mask=in_slab, other=0)
-    b_end += tl.load(tiles + o_tile * FIELDS + 3, mask=in_slab, other=0)
-    o_q = (i_selected * num_tiles * SHAPE.PER_TILE + first_tile * SHAPE.PER_TILE + o_m)[:, None] * SHAPE.HEAD_DIM
+    b_row = tl.load(tiles + o_tile * TILE_FIELDS, mask=in_slab, other=-1)
+    b_end = tl.load(tiles + o_tile * TILE_FIELDS + 2, mask=in_slab, other=0)
+    b_end += tl.load(tiles + o_tile * TILE_FIELDS + 3, mask=in_slab, other=0)
+    o_q = (i_selected * num_tiles * PER_TILE + first_tile * PER_TILE + o_m)[:, None] * HEAD_DIM
     target = (
-        products
-        + (i_selected * (end_tile - first_tile) * SHAPE.PER_TILE + o_m)[:, None] * (width * ALIGNED)
-        + o_n[None, :]
+        products + (i_selected * (end_tile - first_tile) * PER_TILE + o_m)[:, None] * (width * ALIGNED) + o_n[None, :]
     )
-    first_tile_row = tl.load(tiles + (first_tile + i_m * SHAPE.BLOCK_M // SHAPE.PER_TILE) * FIELDS)
+    first_tile_row = tl.load(tiles + (first_tile + i_m * PRODUCT_M // PER_TILE) * TILE_FIELDS)
     for i_row in range(first_tile_row, tl.max(b_row, 0) + 1):
-        if i_n * SHAPE.BLOCK_N * SHAPE.BLOCK < tl.max(tl.where(b_row == i_row, b_end, 0), 0):
+        if i_n * PRODUCT_N * KEY_BLOCK < tl.max(tl.where(b_row == i_row, b_end, 0), 0):
             row = row_blocks + i_row * ROW_BLOCK_FIELDS
-            in_blocks = o_n < tl.cdiv(tl.load(row), SHAPE.BLOCK)
+            in_blocks = o_n < tl.cdiv(tl.load(row), KEY_BLOCK)
             first_block = tl.load(row + 1) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 1)
             o_block = i_kv.to(tl.int64) * num_blocks + first_block + o_n
-            b_s = tl.zeros([SHAPE.BLOCK_M, SHAPE.BLOCK_N], tl.float32)
-            for start in range(0, SHAPE.HEAD_DIM, SHAPE.BLOCK_D):
-                o_d = start + tl.arange(0, SHAPE.BLOCK_D)
-                in_d = (o_d < SHAPE.HEAD_DIM)[None, :]
+            b_s = tl.zeros([PRODUCT_M, PRODUCT_N], tl.float32)
+            for start in range(0, HEAD_DIM, PRODUCT_D):
+                o_d = start + tl.arange(0, PRODUCT_D)
+                in_d = (o_d < HEAD_DIM)[None, :]
                 b_q = tl.load(operands.query_means + o_q + o_d[None, :], mask=in_slab[:, None] & in_d, other=0.0)
                 b_k = tl.load(
-                    operands.key_means + o_block[:, None] * SHAPE.HEAD_DIM + o_d[None, :],
+                    operands.key_means + o_block[:, None] * HEAD_DIM + o_d[None, :],
                     mask=in_blocks[:, None] & in_d,
                     other=0.0,
                 )

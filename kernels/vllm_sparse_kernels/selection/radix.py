@@ -22,14 +22,16 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.last_queries import Sums
 from vllm_sparse_kernels.selection.last_query_kernels import sums_of
-from vllm_sparse_kernels.selection.topk import ALIGNED
 
-CHUNK = 4096
+CHUNK = Constant(4096)
 """Values processed at a time. Arrays of up to 16 times as many values have chunks of this size, and longer
 arrays have longer chunks."""
+
+ALIGNED = Constant(64)
+"""A row of sums has room for a multiple of this number, which allows wide loads."""
 
 MOST_CHUNKS = Constant(16)
 DIGITS = Constant(256)
@@ -61,7 +63,7 @@ class Digits(NamedTuple):
 
 def num_chunks(length: int) -> int:
     """Return the number of chunks of an array. A chunk has 4,096 values, or more to have at most 16 chunks."""
-    blocks = ceil_div(length, CHUNK)
+    blocks = ceil_div(length, CHUNK.value)
     return ceil_div(blocks, ceil_div(blocks, MOST_CHUNKS.value))
 
 
@@ -91,22 +93,18 @@ def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch
     chunks = digits.weights.shape[3]
     for i in range(PASSES):
         _digits_kernel[(chunks, 2 * sums.num_selected, sums.end_row - sums.first_row)](
-            *sums.args(index.rows), goals, forced, digits, chunks, PASS=i, BAND=sums.band, FIELDS=ROW_FIELDS,
-            CHUNK=CHUNK,
+            *sums.args(index.rows), goals, forced, digits, chunks, PASS=i, BAND=sums.band,
         )  # fmt: skip
     return digits
 
 
 @triton.jit
-def job_of(
-    sums, num_selected, first_row, num_rows, capacity,
-    BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def job_of(sums, num_selected, first_row, num_rows, capacity, BAND: tl.constexpr):
     """Return this program's job: its number is on axis 1, its row on axis 2, its chunk on axis 0."""
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     place, length = sums_of(
         sums, i_job // num_selected, i_job % num_selected, num_selected, first_row + tl.program_id(2), first_row,
-        num_rows, capacity, BAND, FIELDS,
+        num_rows, capacity, BAND,
     )  # fmt: skip
     blocks = (length + CHUNK - 1) // CHUNK
     span = (blocks + MOST_CHUNKS - 1) // MOST_CHUNKS * CHUNK
@@ -151,7 +149,7 @@ def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constex
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _digits_kernel(
     sums, num_selected, first_row, num_rows, capacity, goals, forced, digits, chunks,
-    PASS: tl.constexpr, BAND: tl.constexpr, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+    PASS: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """Run one pass over one chunk: of counts, or of masses if ``forced`` is None.
 
@@ -161,9 +159,7 @@ def _digits_kernel(
         goals: [2 n] float32, number of each job's values, or share of their sum.
         forced: [2 n] float32, number of first values that count as infinite; None to sum masses.
     """
-    place, length, first, end, used, i_row_job = job_of(
-        sums, num_selected, first_row, num_rows, capacity, BAND, FIELDS, CHUNK
-    )
+    place, length, first, end, used, i_row_job = job_of(sums, num_selected, first_row, num_rows, capacity, BAND)
     if first >= end:
         return
     i_state = PASS * (tl.num_programs(1) * tl.num_programs(2)) + i_row_job
@@ -177,23 +173,26 @@ def _digits_kernel(
         if tl.program_id(0) == 0:
             tl.store(digits.prefixes + i_state, prefix.to(tl.int32, bitcast=True))
             tl.store(digits.remaining + i_state, remaining)
-    if forced is None:
-        b_weight = masses_by_digit(sums.totals + place, first, end, prefix, PASS, CHUNK, 128)
-    else:
+    row = sums.totals + place
+    if forced is not None:
         num_forced = tl.load(forced + tl.program_id(1)).to(tl.int32)
-        b_weight, above = _counts_by_digit(sums.totals + place, first, end, num_forced, prefix, PASS, CHUNK)
+        b_weight, above = _counts_by_digit(row, first, end, num_forced, prefix, PASS)
         if PASS > 0:
             tl.store(digits.above + i_row_job * chunks + tl.program_id(0), above)
+    elif PASS == 0:
+        b_weight = masses_by_high_digit(row, first, end, 4, 128)
+    else:
+        b_weight = masses_by_low_digit(row, first, end, prefix.to(tl.int32), CHUNK)
     tl.store(digits.weights + i_weights * DIGITS + tl.arange(0, DIGITS), b_weight)
 
 
 @triton.jit
-def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr):
+def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr):
     """Count the values of row[first : end] that agree with ``prefix``, by next digit, and the values above it."""
     b_count = tl.zeros([DIGITS], tl.int32)
     above = 0
     for start in range(first, end, CHUNK):
-        b_key = load_count_keys(row, start, end, num_forced, CHUNK)
+        b_key = load_count_keys(row, start, end, num_forced)
         if PASS == 0:
             b_count += tl.histogram((b_key >> 8).to(tl.int32), DIGITS, mask=b_key != 0)
         else:
@@ -212,21 +211,12 @@ def mass_keys(b_x):
 
 
 @triton.jit
-def load_count_keys(row, start, end, forced, CHUNK: tl.constexpr):
+def load_count_keys(row, start, end, forced):
     """Load ``mass_keys`` + 1 of a chunk: the maximum for the row's first ``forced`` values, 0 from ``end``."""
     o_n = start + tl.arange(0, CHUNK)
     b_x = tl.load(row + o_n, mask=o_n < (end + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
     b_key = tl.where(o_n < forced, DIGITS * DIGITS - 1, mass_keys(b_x) + 1)
     return tl.where(o_n < end, b_key, 0).to(tl.uint32)
-
-
-@triton.jit
-def masses_by_digit(row, first, end, prefix, PASS: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Sum the masses row[first : end] whose keys agree with ``prefix``, by the next digit."""
-    if PASS == 0:
-        return masses_by_high_digit(row, first, end, 4, WIDTH)
-    else:
-        return _masses_by_low_digit(row, first, end, prefix.to(tl.int32), CHUNK)
 
 
 @triton.jit
@@ -256,8 +246,8 @@ def add_by_high_digit(b_sum, b_x):
 
 
 @triton.jit
-def _masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
-    """Sum masses by low digit.
+def masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
+    """Sum the masses row[first : end] whose keys have the upper digit ``prefix``, by the lower digit.
 
     Masses of one key agree in ten bits of the mantissa, and count as the middle of their range.
     """

@@ -17,7 +17,7 @@ from vllm_sparse_kernels.layer import attend_options, layer_plan
 from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.rows import Rows, ceil_div
-from vllm_sparse_kernels.selection.pooled import KEY_BLOCK_TOKENS
+from vllm_sparse_kernels.selection.pooled import KEY_BLOCK
 
 MARGIN = 1e-5
 """Margin of similarities: float32 sums over a tile are closer than this to float64."""
@@ -65,7 +65,7 @@ def clear_of_ties(method: SpargeAttn, batch: Batch) -> SpargeAttn:
     for row in range(batch.rows.num_rows):
         q, k = row_inputs(batch, row)
         k = k - k.mean(0) if method.smooth_keys else k
-        near += [reference.compress(x, size)[1].flatten() for x, size in ((q, 128), (k, KEY_BLOCK_TOKENS))]
+        near += [reference.compress(x, size)[1].flatten() for x, size in ((q, 128), (k, KEY_BLOCK.value))]
     values = torch.cat(near).sort().values
     values = values[(values >= near[0][0]) & (values <= near[0][1])]
     widest = int(values.diff().argmax())
@@ -91,14 +91,14 @@ def keep_top_mass(
     """
     num_heads, num_blocks = scores.shape
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    wide = ceil_div(num_blocks * KEY_BLOCK_TOKENS, block_tokens) * block_tokens
+    wide = ceil_div(num_blocks * KEY_BLOCK.value, block_tokens) * block_tokens
     rows = Rows((0,), (1,), (wide,), table)
     index = SparseIndex.allocate(rows, num_heads, block_tokens)
     similar = torch.ones(num_heads, 1, device=DEVICE) if similar is None else similar
-    padded = torch.full((num_heads, 1, ceil_div(wide // KEY_BLOCK_TOKENS + 1, 64) * 64), float("nan"), device=DEVICE)
+    padded = torch.full((num_heads, 1, ceil_div(wide // KEY_BLOCK.value + 1, 64) * 64), float("nan"), device=DEVICE)
     padded[:, 0, :num_blocks] = scores
-    padded[:, 0, num_blocks : wide // KEY_BLOCK_TOKENS] = -1e30
-    padded[:, 0, wide // KEY_BLOCK_TOKENS] = -torch.inf
+    padded[:, 0, num_blocks : wide // KEY_BLOCK.value] = -1e30
+    padded[:, 0, wide // KEY_BLOCK.value] = -torch.inf
     limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, top_share, 0.5))
     nothing: Any = torch.empty(0, device=DEVICE)  # neither queries nor keys are read
     call = Call(nothing, nothing, index, 1.0, every_head(SpargeAttn(keep_sink=sink), num_heads))

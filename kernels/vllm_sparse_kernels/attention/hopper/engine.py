@@ -19,7 +19,7 @@ from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.engine_choice import gluon_refusal
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args
-from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
+from vllm_sparse_kernels.rows import ceil_div
 
 try:
     from vllm_sparse_kernels.attention.hopper.item import COLUMNS, HALF, SIZES
@@ -129,7 +129,7 @@ def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple
     cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
     prepare_kernel[(ceil_div(num_items, RANKING["RANKED"]) + num_items,)](
         index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, places, stripe_places, order,
-        **_shape(cache, index), CHUNK=512, FIELDS=TILE_FIELDS, **RANKING,
+        **_shape(cache, index), CHUNK=512, **RANKING,
     )  # fmt: skip
     return cache_args, index_args, work
 

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.rows import TILE_FIELDS
 
 MOST_HEADS = Constant(1 << 16)
 """Upper bound of the number of kv heads of a rank."""
@@ -14,7 +15,7 @@ MOST_HEADS = Constant(1 << 16)
 def prepare_kernel(
     index, cache, num_tiles, rows_per_page, counter, places, stripe_places, order,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
-    OTHERS: tl.constexpr, FIELDS: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):  # fmt: skip
     """Order the work, and locate the listed blocks and stripes in the cache viewed as a matrix of tokens.
 
@@ -35,7 +36,7 @@ def prepare_kernel(
         return
     i_head, i_tile = _item_in_order(i_item, index, num_tiles, GROUP)
     o_count = i_head * num_tiles + i_tile
-    table = cache.block_table + tl.load(index.tiles + i_tile * FIELDS).to(tl.int64) * cache.stride_table
+    table = cache.block_table + tl.load(index.tiles + i_tile * TILE_FIELDS).to(tl.int64) * cache.stride_table
     o_blocks = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     num_blocks = tl.load(index.block_counts + o_count)
     for start in range(0, num_blocks, CHUNK):

@@ -33,7 +33,7 @@ from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import IndexArgs, SparseIndex
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS
+from vllm_sparse_kernels.rows import TILE_TOKENS
 
 STRIPE_STEP = 64
 """Stripes that are gathered per step."""
@@ -233,7 +233,7 @@ def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex, index_
     places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
     place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
         index_args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
-        BLOCK_N=index.block_tokens, CHUNK=1024, FIELDS=TILE_FIELDS,
+        BLOCK_N=index.block_tokens,
     )  # fmt: skip
     return places
 

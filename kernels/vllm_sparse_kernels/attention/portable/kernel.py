@@ -11,7 +11,8 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.paged import key_offsets, widen
-from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.rows import TILE_FIELDS
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile
 
 KEYS = Constant(0)
 VALUES = Constant(1)
@@ -76,10 +77,7 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def place_blocks_kernel(
-    index, block_table, stride_table, places, page_size, rows_per_page,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, FIELDS: tl.constexpr,
-):  # fmt: skip
+def place_blocks_kernel(index, block_table, stride_table, places, page_size, rows_per_page, BLOCK_N: tl.constexpr):
     """Write the places of the blocks of one (query head, tile) in the cache viewed as a matrix of tokens.
 
     The place of block j of a row is block_table[row, BLOCK_N j // page_size] · rows_per_page + BLOCK_N j mod page_size.
@@ -90,11 +88,11 @@ def place_blocks_kernel(
         stride_table: Elements between two rows of ``block_table``.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
-    i_row = tl.load(index.tiles + i_tile * FIELDS).to(tl.int64)
+    i_row = tl.load(index.tiles + i_tile * TILE_FIELDS).to(tl.int64)
     start = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     count = tl.load(index.block_counts + i_head * tl.num_programs(0) + i_tile)
-    for first in range(0, count, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
+    for first in range(0, count, CHUNK_BLOCKS):
+        o_n = first + tl.arange(0, CHUNK_BLOCKS)
         position = tl.load(index.block_ids + start + o_n, mask=o_n < count, other=0) * BLOCK_N
         page = tl.load(block_table + i_row * stride_table + position // page_size, mask=o_n < count, other=0)
         tl.store(places + start + o_n, page * rows_per_page + position % page_size, mask=o_n < count)

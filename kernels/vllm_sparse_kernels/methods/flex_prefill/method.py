@@ -40,14 +40,14 @@ prompt: 38, 3.418):
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.compile_time import compile_time
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
@@ -66,13 +66,15 @@ from vllm_sparse_kernels.selection.radix import (
     threshold_of,
 )
 
-BAND = 64
+BAND = Constant(64)
 """Queries and keys of the blocks whose diagonals are kept or left out."""
 
-ROW_STRIPES = 1 << 19
+ROW_STRIPES = Constant(1 << 19)
 """Room for the stripes of one row, all of its tiles together: 2 MiB per head."""
 
-FEWEST_STRIPES = 1024
+FEWEST_STRIPES = Constant(1024)
+
+TILE = Constant(TILE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class FlexVerticalSlash(Method):
     def stripes_of_row(self, rows: Rows, row: int) -> int:
         """Return the number of stripes that a tile of a row may keep. It depends only on the row's size."""
         num_tiles = rows.tile_starts[row + 1] - rows.tile_starts[row]
-        return min(self.max_stripes, max(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
+        return min(self.max_stripes, max(FEWEST_STRIPES.value, ROW_STRIPES.value // num_tiles))
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         offsets, total = [], 0
@@ -118,7 +120,7 @@ class FlexVerticalSlash(Method):
         return least_shared_bytes(self.last_queries, head_dim)
 
     def select(self, call: Call, patterns: torch.Tensor | None = None) -> None:
-        estimate = Estimate(self.last_queries, BAND, self.estimating == "spread")
+        estimate = Estimate(self.last_queries, BAND.value, self.estimating == "spread")
         select_lines(call, estimate, self.keep_lines, patterns)
 
     def keep_lines(self, call: Call, sums: Sums) -> Lines:
@@ -129,8 +131,8 @@ class FlexVerticalSlash(Method):
         lines = Lines(
             columns=empty(num_rows, num_selected, max(1, most), dtype=torch.int32),
             num_columns=empty(num_rows, num_selected, dtype=torch.int32),
-            whole=empty(num_selected, sums.capacity // KEY_ALIGN, dtype=torch.uint8),
-            bands_upto=empty(num_selected, sums.capacity // BAND, dtype=torch.int32),
+            whole=empty(num_selected, sums.capacity // KEY_ALIGN.value, dtype=torch.uint8),
+            bands_upto=empty(num_selected, sums.capacity // BAND.value, dtype=torch.int32),
         )
         shares = call.parameters("kernel_share", "kernel_share")  # of columns, and of diagonals
         digits = digits_of(index, sums, shares)
@@ -138,29 +140,9 @@ class FlexVerticalSlash(Method):
         remaining = empty(num_rows, 2 * num_selected, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_selected, num_rows)
         job_args = (*sums.args(rows), shares, digits, chunks, remaining)
-        shape = compile_time(LineShape(BAND, index.block_tokens, CHUNK, ROW_FIELDS))
-        limits = compile_time(LineLimits(ROW_STRIPES, FEWEST_STRIPES, TILE_TOKENS, KEY_ALIGN))
-        _count_lines_kernel[grid](*job_args, shape)
-        _keep_lines_kernel[grid](*job_args, self.max_stripes, lines, lines.columns.shape[2], shape, limits)
+        _count_lines_kernel[grid](*job_args, BLOCK_N=index.block_tokens)
+        _keep_lines_kernel[grid](*job_args, self.max_stripes, lines, lines.columns.shape[2], BLOCK_N=index.block_tokens)
         return lines
-
-
-class LineShape(NamedTuple):
-    """Compile-time sizes of both kernels; every field is a ``tl.constexpr``."""
-
-    BAND: Any  # queries and keys of the blocks whose diagonals are summed
-    BLOCK_N: Any  # keys of a block of the index
-    CHUNK: Any  # values of a step
-    FIELDS: Any  # columns of the rows' table
-
-
-class LineLimits(NamedTuple):
-    """Limits of the stripes of a row; every field is a ``tl.constexpr``."""
-
-    ROW_STRIPES: Any  # of all tiles together
-    FEWEST: Any  # of a tile, for any number of tiles
-    TILE: Any  # queries of a tile
-    ALIGN: Any  # a row is padded to a multiple of this many keys
 
 
 @triton.jit
@@ -172,7 +154,7 @@ def _threshold(shares, digits, i_row_job, chunks, used):
 
 
 @triton.jit
-def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr):
     """Return keys [blocks, BLOCK_N] from ``start`` on, flags of the kept keys, and their number in each block."""
     o_n = start + tl.reshape(tl.arange(0, CHUNK), [CHUNK // BLOCK_N, BLOCK_N])
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
@@ -180,7 +162,7 @@ def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr, CHUNK: tl.c
 
 
 @triton.jit
-def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
+def _kept_bands(row, start, end, threshold):
     """Return the numbers of CHUNK bands from ``start`` on, and int32 flags of the kept bands."""
     o_n = start + tl.arange(0, CHUNK)
     b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
@@ -188,7 +170,9 @@ def _kept_bands(row, start, end, threshold, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, remaining, SHAPE):
+def _count_lines_kernel(
+    sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, remaining, BLOCK_N: tl.constexpr
+):
     """Count the lines of one chunk.
 
     remaining[row, job, chunk, c - 2] becomes the number of columns that remain if blocks with c or more columns are
@@ -200,30 +184,26 @@ def _count_lines_kernel(sums, num_selected, first_row, num_rows, capacity, share
         shares: [2 n] float32, γ of each job.
         remaining: [num_rows, 2 n, chunks, BLOCK_N] int32; written.
     """
-    place, _, first, end, used, i_row_job = job_of(
-        sums, num_selected, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
-    )
+    place, _, first, end, used, i_row_job = job_of(sums, num_selected, first_row, num_rows, capacity, BAND)
     if first >= end:
         return
     threshold = _threshold(shares, digits, i_row_job, chunks, used)
-    o_c = tl.arange(0, SHAPE.BLOCK_N)
-    b_remaining = tl.zeros([SHAPE.BLOCK_N], tl.int32)
-    for start in range(first, end, SHAPE.CHUNK):
+    o_c = tl.arange(0, BLOCK_N)
+    b_remaining = tl.zeros([BLOCK_N], tl.int32)
+    for start in range(first, end, CHUNK):
         if tl.program_id(1) < num_selected:
-            _keys, _kept, b_count = _kept_columns(
-                sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK
-            )
+            _keys, _kept, b_count = _kept_columns(sums.totals + place, start, end, threshold, BLOCK_N)
             b_remaining += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
         else:
-            _bands, b_band = _kept_bands(sums.totals + place, start, end, threshold, SHAPE.CHUNK)
+            _bands, b_band = _kept_bands(sums.totals + place, start, end, threshold)
             b_remaining += tl.sum(b_band, 0)
-    tl.store(remaining + (i_row_job * chunks + tl.program_id(0)).to(tl.int64) * SHAPE.BLOCK_N + o_c, b_remaining)
+    tl.store(remaining + (i_row_job * chunks + tl.program_id(0)).to(tl.int64) * BLOCK_N + o_c, b_remaining)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_lines_kernel(
     sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, remaining, max_stripes, lines,
-    max_columns, SHAPE, LIMITS,
+    max_columns, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the kept lines of one chunk: whole blocks, the other kept columns, and running counts of kept bands.
 
@@ -235,39 +215,37 @@ def _keep_lines_kernel(
     """
     i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
     i_selected = i_job % num_selected
-    place, _, first, end, used, i_row_job = job_of(
-        sums, num_selected, first_row, num_rows, capacity, SHAPE.BAND, SHAPE.FIELDS, SHAPE.CHUNK
-    )
+    place, _, first, end, used, i_row_job = job_of(sums, num_selected, first_row, num_rows, capacity, BAND)
     if first >= end:
         return
     threshold = _threshold(shares, digits, i_row_job, chunks, used)
-    o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, SHAPE.BLOCK_N)
-    o_remaining = (i_row_job.to(tl.int64) * chunks + o_all)[:, None] * SHAPE.BLOCK_N + o_c[None, :]
+    o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
+    o_remaining = (i_row_job.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
     b_remaining = tl.load(remaining + o_remaining, mask=(o_all < used)[:, None], other=0)
     b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_remaining, 0), 0)
     if i_job < num_selected:
         # The largest count c that fits if blocks with c or more columns are kept whole; with 1, no columns remain.
-        num_tiles = (tl.load(sums.rows + i_row * SHAPE.FIELDS + 1) + LIMITS.TILE - 1) // LIMITS.TILE
-        room = tl.minimum(max_stripes, tl.maximum(LIMITS.FEWEST, LIMITS.ROW_STRIPES // num_tiles))
+        num_tiles = (tl.load(sums.rows + i_row * ROW_FIELDS + 1) + TILE - 1) // TILE
+        room = tl.minimum(max_stripes, tl.maximum(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
         most = tl.max(tl.where(tl.sum(b_remaining, 0) <= room, 2 + o_c, 1), 0)
         count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)
         if i_chunk > 0:  # the first block is always kept whole
             b_first = (mass_keys(tl.load(sums.totals + place + o_c)) >= threshold).to(tl.int32)
             count -= tl.where(tl.sum(b_first, 0) < most, tl.sum(b_first, 0), 0)
         i_list = (tl.program_id(2) * num_selected + i_selected).to(tl.int64)
-        for start in range(first, end, SHAPE.CHUNK):
-            o_n, b_kept, b_count = _kept_columns(sums.totals + place, start, end, threshold, SHAPE.BLOCK_N, SHAPE.CHUNK)
-            o_block = start // SHAPE.BLOCK_N + tl.arange(0, SHAPE.CHUNK // SHAPE.BLOCK_N)
+        for start in range(first, end, CHUNK):
+            o_n, b_kept, b_count = _kept_columns(sums.totals + place, start, end, threshold, BLOCK_N)
+            o_block = start // BLOCK_N + tl.arange(0, CHUNK // BLOCK_N)
             b_whole = (b_count >= most) | (o_block == 0)
-            tl.store(lines.whole + place // LIMITS.ALIGN + o_block, b_whole, mask=o_block * SHAPE.BLOCK_N < end)
-            b_free = tl.reshape(b_kept & (b_whole[:, None] == 0), [SHAPE.CHUNK])
-            count = append(lines.columns + i_list * max_columns, count, tl.reshape(o_n, [SHAPE.CHUNK]), b_free)
+            tl.store(lines.whole + place // KEY_ALIGN + o_block, b_whole, mask=o_block * BLOCK_N < end)
+            b_free = tl.reshape(b_kept & (b_whole[:, None] == 0), [CHUNK])
+            count = append(lines.columns + i_list * max_columns, count, tl.reshape(o_n, [CHUNK]), b_free)
         if i_chunk == used - 1:
             tl.store(lines.num_columns + i_list, count)
     else:
         count = tl.max(b_before, 0)
-        for start in range(first, end, SHAPE.CHUNK):
-            o_band, b_band = _kept_bands(sums.totals + place, start, end, threshold, SHAPE.CHUNK)
+        for start in range(first, end, CHUNK):
+            o_band, b_band = _kept_bands(sums.totals + place, start, end, threshold)
             upto = lines.bands_upto + (place - num_selected.to(tl.int64) * capacity)
             tl.store(upto + o_band, count + tl.cumsum(b_band, 0), mask=o_band < end)
             count += tl.sum(b_band, 0)

@@ -40,12 +40,12 @@ class AShape(Method):
         index = call.index
         _a_shape_kernel[(index.rows.num_tiles, len(call.heads))](
             call.head_ids, index.args, index.rows.num_tiles, call.parameters("sink_tokens", "local_tokens"),
-            BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+            BLOCK_N=index.block_tokens,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr):
+def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr):
     """Write the list of one tile and head: the blocks of the sink and of the local window.
 
     Grid: (tiles, n). Bound by the launch: it writes 4 bytes for each kept block.
@@ -65,7 +65,7 @@ def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr, CHU
     first_local = tl.maximum(oldest // BLOCK_N, num_sink)
     count = num_sink + num_causal - first_local
     target = list_of(index, i_head, i_tile)
-    for start in range(0, count, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
+    for start in range(0, count, CHUNK_BLOCKS):
+        o_n = start + tl.arange(0, CHUNK_BLOCKS)
         tl.store(target + o_n, tl.where(o_n < num_sink, o_n, o_n - num_sink + first_local), mask=o_n < count)
     tl.store(index.block_counts + i_head * num_tiles + i_tile, count)

@@ -25,16 +25,12 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.parameters import require
-from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK_TOKENS, pooled_products
-from vllm_sparse_kernels.selection.topk import kept_in_chunk, load_bits
+from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK, pooled_products
 
-POOL = Constant(KEY_BLOCK_TOKENS)
-"""Tokens of a pooled query or key: the paper's block_size."""
-
-PER_TILE = 2
+PER_TILE = Constant(2)
 """Query blocks of a tile."""
 
-HELD_BLOCKS = 2048
+HELD_BLOCKS = Constant(2048)
 """Scores that stay in registers, for each of a tile's two rows: the scores of 131,072 keys."""
 
 
@@ -50,25 +46,21 @@ class BlockSparse(Method):
         require(self.top_blocks >= 0, "top_blocks", self.top_blocks, ">= 0")
 
     def select(self, call: Call) -> None:
-        for first_tile, scores, _ in pooled_products(call, PER_TILE):
+        for first_tile, scores, _ in pooled_products(call, PER_TILE.value):
             write_top_blocks(call, scores, first_tile)
 
 
 def write_top_blocks(call: Call, scores: torch.Tensor, first_tile: int) -> None:
     """Write the lists of the tiles from ``first_tile`` on: the blocks with the largest scores, and the diagonal."""
     index, (num_selected, num_q, width) = call.index, scores.shape
-    _top_blocks_kernel[(num_q // PER_TILE, num_selected)](
+    _top_blocks_kernel[(num_q // PER_TILE.value, num_selected)](
         scores, width // ALIGNED.value, call.parameters("top_blocks"), call.head_ids, first_tile, index.args,
-        index.rows.num_tiles,
-        BLOCK_N=index.block_tokens, HELD=HELD_BLOCKS, CHUNK=CHUNK_BLOCKS,
+        index.rows.num_tiles, BLOCK_N=index.block_tokens,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "first_tile", "num_tiles"])
-def _top_blocks_kernel(
-    scores, width, counts, heads, first_tile, index, num_tiles,
-    BLOCK_N: tl.constexpr, HELD: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def _top_blocks_kernel(scores, width, counts, heads, first_tile, index, num_tiles, BLOCK_N: tl.constexpr):
     """Write the list of one tile and head.
 
     The kept blocks follow from the scores of its two query blocks (``width`` · 64 each) and from the diagonal.
@@ -85,85 +77,66 @@ def _top_blocks_kernel(
     top_blocks = tl.load(counts + i_selected).to(tl.int32)
     _, _, length, first = load_tile(index.tiles, i_tile)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    row_0 = scores + (i_selected * tl.num_programs(0) + tl.program_id(0)) * 2 * (width * ALIGNED)
-    row_1 = row_0 + width * ALIGNED
-    num_0 = (first + tl.minimum(length, POOL) - 1) // POOL + 1
-    num_1 = tl.where(length > POOL, (first + length - 1) // POOL + 1, 0)
-    rows = (row_0, num_0, row_1, num_1)
-    threshold_0, num_ties_0, threshold_1, num_ties_1 = _kth_largest_of_two(rows, top_blocks, HELD)
+    o_r = tl.arange(0, PER_TILE)
+    rows = scores + ((i_selected * tl.num_programs(0) + tl.program_id(0)) * PER_TILE + o_r) * (width * ALIGNED)
+    # [2] candidates of each query block; a short tile has only one.
+    b_num = (first + tl.minimum(length, (o_r + 1) * KEY_BLOCK) - 1) // KEY_BLOCK + 1
+    b_num = tl.where(length > o_r * KEY_BLOCK, b_num, 0)
+    b_threshold, b_num_ties = _kth_largest(rows, b_num, top_blocks)
 
-    RATIO: tl.constexpr = BLOCK_N // POOL
+    RATIO: tl.constexpr = BLOCK_N // KEY_BLOCK
     target = list_of(index, i_head, i_tile)
-    count, above_0, ties_0, above_1, ties_1 = 0, 0, 0, 0, 0
-    for start in range(0, tl.maximum(num_0, num_1), CHUNK):
-        b_0, b_1 = load_bits(row_0, start, num_0, CHUNK), load_bits(row_1, start, num_1, CHUNK)
-        b_kept_0, _places, above_0, ties_0 = kept_in_chunk(b_0, threshold_0, num_ties_0, above_0, ties_0)
-        b_kept_1, _places, above_1, ties_1 = kept_in_chunk(b_1, threshold_1, num_ties_1, above_1, ties_1)
-        b_kept = tl.max(tl.reshape((b_kept_0 | b_kept_1).to(tl.int32), [CHUNK // RATIO, RATIO]), 1)
-        o_n = start // RATIO + tl.arange(0, CHUNK // RATIO)
+    count = 0
+    b_seen = tl.zeros([PER_TILE], tl.int32)  # values equal to the threshold so far
+    for start in range(0, tl.max(b_num, 0), CHUNK_BLOCKS):
+        b_bits = _load_bits(rows, start, b_num, CHUNK_BLOCKS)  # [2, CHUNK_BLOCKS]
+        b_tie = ((b_bits == b_threshold[:, None]) & (b_bits != 0)).to(tl.int32)
+        b_is_first = b_seen[:, None] + tl.cumsum(b_tie, 1) <= b_num_ties[:, None]
+        b_seen += tl.sum(b_tie, 1)
+        b_kept = (b_bits > b_threshold[:, None]) | ((b_tie != 0) & b_is_first)
+        b_kept = tl.max(b_kept.to(tl.int32), 0)
+        b_kept = tl.max(tl.reshape(b_kept, [CHUNK_BLOCKS // RATIO, RATIO]), 1)
+        o_n = start // RATIO + tl.arange(0, CHUNK_BLOCKS // RATIO)
         count = append(target, count, o_n, (o_n < num_causal) & ((b_kept != 0) | (o_n >= diagonal)))
     tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
 
 
 @triton.jit
-def _kth_largest_of_two(rows, k, CHUNK: tl.constexpr):
-    """Return (threshold, ties) for each of two rows.
+def _kth_largest(rows, b_num, k):
+    """Return thresholds and numbers of ties, [2] each, for the first ``b_num`` values of two rows.
 
-    The k largest values are those above the threshold and the first ``ties`` equal to it.
-
-    The search goes bit by bit, from the highest down. The first CHUNK values stay in registers. The other values of
-    longer rows are read again for every bit.
+    The k largest values are those above the threshold and the first ties with it. The search goes bit by bit, from the
+    highest down. The first values stay in registers; the others of longer rows are read again for every bit.
     """
-    row_0, num_0, row_1, num_1 = rows
-    b_0, b_1 = load_bits(row_0, 0, num_0, CHUNK), load_bits(row_1, 0, num_1, CHUNK)
-    threshold_0, threshold_1 = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
-    num_reaching_0, num_reaching_1 = num_0, num_1  # values >= threshold
-    above_0, above_1 = 0, 0  # values known to be above the k-th
+    b_held = _load_bits(rows, 0, b_num, HELD_BLOCKS)
+    b_threshold = tl.zeros([PER_TILE], tl.uint32)
+    b_reaching = b_num  # number of values >= threshold
+    b_above = tl.zeros([PER_TILE], tl.int32)  # number of values known to be above the k-th
     bit = tl.full([], 1 << 31, tl.uint32)
-    while (bit > 0) & ((num_reaching_0 > k) | (num_reaching_1 > k)):
-        count_0, count_1 = _count_rows(b_0, b_1, rows, threshold_0 + bit, threshold_1 + bit, CHUNK)
-        threshold_0, num_reaching_0, above_0 = _settle_bit(threshold_0, num_reaching_0, above_0, count_0, k, bit)
-        threshold_1, num_reaching_1, above_1 = _settle_bit(threshold_1, num_reaching_1, above_1, count_1, k, bit)
+    while (bit > 0) & (tl.max(b_reaching, 0) > k):
+        b_least = b_threshold + bit
+        b_count = tl.sum((b_held >= b_least[:, None]).to(tl.int32), 1)
+        for start in range(HELD_BLOCKS, tl.max(b_num, 0), HELD_BLOCKS):
+            b_bits = _load_bits(rows, start, b_num, HELD_BLOCKS)
+            b_count += tl.sum((b_bits >= b_least[:, None]).to(tl.int32), 1)
+        is_open = b_reaching > k
+        is_set = is_open & (b_count >= k)
+        b_above = tl.where(is_open & (b_count < k), b_count, b_above)
+        b_threshold = tl.where(is_set, b_least, b_threshold)
+        b_reaching = tl.where(is_set, b_count, b_reaching)
         bit = bit >> 1
-    threshold_0, num_ties_0 = _final_threshold(threshold_0, num_reaching_0, above_0, k)
-    threshold_1, num_ties_1 = _final_threshold(threshold_1, num_reaching_1, above_1, k)
-    return threshold_0, num_ties_0, threshold_1, num_ties_1
+    # If at most k values reach the threshold, all of them are kept.
+    keeps_all = b_reaching <= k
+    b_threshold = tl.where(keeps_all, tl.maximum(b_threshold, 1) - 1, b_threshold)
+    return b_threshold, tl.where(keeps_all, 0, k - b_above)
 
 
 @triton.jit
-def _settle_bit(threshold, num_reaching, above, count, k, bit):
-    """Determine one bit of a row's threshold, unless at most k values reach the threshold already.
-
-    ``count`` values reach the threshold with this bit.
-    """
-    is_open = num_reaching > k
-    is_set = is_open & (count >= k)
-    above = tl.where(is_open & (count < k), count, above)
-    return tl.where(is_set, threshold + bit, threshold), tl.where(is_set, count, num_reaching), above
-
-
-@triton.jit
-def _final_threshold(threshold, num_reaching, above, k):
-    """Return (threshold, ties) of one row; if at most k values reach the threshold, all of them are kept."""
-    keeps_all = num_reaching <= k
-    return tl.where(keeps_all, tl.maximum(threshold, 1) - 1, threshold), tl.where(keeps_all, 0, k - above)
-
-
-@triton.jit
-def _count_rows(b_0, b_1, rows, least_0, least_1, CHUNK: tl.constexpr):
-    """Count the values of each row with at least these bits."""
-    row_0, num_0, row_1, num_1 = rows
-    count_0, count_1 = _count_chunk(b_0, b_1, least_0, least_1)
-    for start in range(CHUNK, tl.maximum(num_0, num_1), CHUNK):
-        b_0, b_1 = load_bits(row_0, start, num_0, CHUNK), load_bits(row_1, start, num_1, CHUNK)
-        more_0, more_1 = _count_chunk(b_0, b_1, least_0, least_1)
-        count_0 += more_0
-        count_1 += more_1
-    return count_0, count_1
-
-
-@triton.jit
-def _count_chunk(b_0, b_1, least_0, least_1):
-    """Compute both counts by one reduction; a chunk is shorter than 2 ** 15."""
-    b_counts = tl.sum((b_0 >= least_0).to(tl.int32) + ((b_1 >= least_1).to(tl.int32) << 16), 0)
-    return b_counts & 0xFFFF, b_counts >> 16
+def _load_bits(rows, start, b_num, CHUNK: tl.constexpr):
+    """Load values [2, CHUNK] of two rows as uint32 that sort as the values do; 0 past the first ``b_num`` values."""
+    o_n = start + tl.arange(0, CHUNK)[None, :]
+    in_row = o_n < (b_num[:, None] + ALIGNED - 1) // ALIGNED * ALIGNED
+    b_values = tl.load(rows[:, None] + o_n, mask=in_row, other=0.0) + 0.0  # adding 0 turns -0 into 0
+    b_bits = b_values.to(tl.uint32, bitcast=True)
+    b_bits = tl.where((b_bits >> 31) != 0, ~b_bits, b_bits | 0x80000000)
+    return tl.where(o_n < b_num[:, None], b_bits, 0)

@@ -34,7 +34,7 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
+from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums
 from vllm_sparse_kernels.selection.lines import Lines, select_lines
 from vllm_sparse_kernels.selection.parameters import require
@@ -49,7 +49,6 @@ from vllm_sparse_kernels.selection.radix import (
     load_count_keys,
     threshold_of,
 )
-from vllm_sparse_kernels.selection.topk import kept_in_chunk
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def keep_largest(call: Call, sums: Sums) -> Lines:
     chunks = digits.weights.shape[3]
     _keep_largest_kernel[(chunks, 2 * sums.num_selected, num_rows)](
         *sums.args(rows), counts, first, digits, chunks, columns, columns.shape[2], num_columns, upto,
-        FIELDS=ROW_FIELDS, CHUNK=CHUNK, num_warps=8, maxnreg=128,
+        num_warps=8, maxnreg=128,
     )  # fmt: skip
     return Lines(columns, num_columns, None, upto)
 
@@ -103,7 +102,7 @@ def keep_largest(call: Call, sums: Sums) -> Lines:
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_largest_kernel(
     sums, num_selected, first_row, num_rows, capacity, counts, forced,
-    digits, chunks, columns, max_columns, num_columns, upto, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+    digits, chunks, columns, max_columns, num_columns, upto,
 ):  # fmt: skip
     """Write the kept lines of one chunk and job: places of verticals, or running counts of slashes.
 
@@ -118,9 +117,7 @@ def _keep_largest_kernel(
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     is_slash, i_selected = i_job >= num_selected, i_job % num_selected
-    place, length, first, end, used, i_row_job = job_of(
-        sums, num_selected, first_row, num_rows, capacity, 1, FIELDS, CHUNK
-    )
+    place, length, first, end, used, i_row_job = job_of(sums, num_selected, first_row, num_rows, capacity, 1)
     if first >= end:
         return
     goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
@@ -136,8 +133,8 @@ def _keep_largest_kernel(
     i_list = (tl.program_id(2) * num_selected + i_selected).to(tl.int64)
     slashes = upto + (place - num_selected.to(tl.int64) * capacity)  # the counts of slashes follow those of columns
     for start in range(first, end, CHUNK):
-        b_key = load_count_keys(sums.totals + place, start, end, num_forced, CHUNK)
-        b_kept, b_upto, above, ties = kept_in_chunk(b_key, threshold, num_ties, above, ties)
+        b_key = load_count_keys(sums.totals + place, start, end, num_forced)
+        b_kept, b_upto, above, ties = _kept_in_chunk(b_key, threshold, num_ties, above, ties)
         o_n = start + tl.arange(0, CHUNK)
         if is_slash:
             tl.store(slashes + o_n, b_upto, mask=o_n < end)
@@ -145,3 +142,15 @@ def _keep_largest_kernel(
             tl.store(columns + i_list * max_columns + b_upto - 1, o_n, mask=b_kept)
     if (i_chunk == 0) & (is_slash == 0):
         tl.store(num_columns + i_list, goal)
+
+
+@triton.jit
+def _kept_in_chunk(b_bits, threshold, num_ties, above_seen, ties_seen):
+    """Flag the values of a chunk that a threshold keeps, with ties in order of index."""
+    b_above = b_bits > threshold
+    b_tie = (b_bits == threshold) & (b_bits != 0)
+    b_both = tl.cumsum(b_above.to(tl.int32) + (b_tie.to(tl.int32) << 16), 0)  # a chunk is shorter than 2 ** 15
+    b_ties = ties_seen + (b_both >> 16)
+    b_kept_upto = above_seen + (b_both & 0xFFFF) + tl.minimum(b_ties, num_ties)
+    b_kept = b_above | (b_tie & (b_ties <= num_ties))
+    return b_kept, b_kept_upto, above_seen + tl.sum(b_above.to(tl.int32), 0), ties_seen + tl.sum(b_tie.to(tl.int32), 0)

@@ -48,7 +48,7 @@ class Spans(NamedTuple):
             block_tokens,
             sum(blocks),
             max(blocks),
-            to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS),
+            to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS.value),
             to_device(block_starts, torch.int64, rows.device),
         )
 
@@ -139,7 +139,6 @@ class BlockAverages:
         _estimates_kernel[(num_heads, num_rows)](
             self.call.head_ids, self.clusters, self.scores, self.spans.block_starts, self.spans.num_blocks, out,
             sparsity,
-            CHUNK=CHUNK_BLOCKS,
         )  # fmt: skip
         return out, sparsity
 
@@ -232,7 +231,7 @@ def _sum_of(b_k):
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
-def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity, CHUNK: tl.constexpr):
+def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sparsity):
     """Compute the softmax over the blocks of one (head, row).
 
     Grid: (n, rows). Bound by latency: it reads 4 bytes per block, three times.
@@ -252,10 +251,10 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
     count = (tl.load(block_starts + i_row + 1) - start).to(tl.int32)
     scores += tl.load(heads + i) * num_blocks + start
     out += i * num_blocks + start
-    peak, total = softmax_sums(scores, count, CHUNK)
-    b_apart = tl.zeros([CHUNK], tl.float32)
-    for first in range(0, count, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
+    peak, total = softmax_sums(scores, count)
+    b_apart = tl.zeros([CHUNK_BLOCKS], tl.float32)
+    for first in range(0, count, CHUNK_BLOCKS):
+        o_n = first + tl.arange(0, CHUNK_BLOCKS)
         b_p = tl.exp(tl.load(scores + o_n, mask=o_n < count, other=float("-inf")) - peak) / total
         tl.store(out + o_n, b_p, mask=o_n < count)
         b_apart += divergence(b_p, tl.where(o_n < count, 1.0 / count, 0.0))
@@ -263,11 +262,11 @@ def _estimates_kernel(heads, clusters, scores, block_starts, num_blocks, out, sp
 
 
 @triton.jit
-def softmax_sums(scores, count, CHUNK: tl.constexpr):
+def softmax_sums(scores, count):
     """Compute the maximum and the sum of a softmax."""
     peak, total = float("-inf"), 0.0
-    for first in range(0, count, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
+    for first in range(0, count, CHUNK_BLOCKS):
+        o_n = first + tl.arange(0, CHUNK_BLOCKS)
         b_s = tl.load(scores + o_n, mask=o_n < count, other=float("-inf"))
         higher = tl.maximum(peak, tl.max(b_s, 0))
         total = total * tl.exp(peak - higher) + tl.sum(tl.exp(b_s - higher), 0)

@@ -17,14 +17,12 @@ from vllm_sparse_kernels.methods.share_prefill.block_average import (
     divergence,
     softmax_sums,
 )
+from vllm_sparse_kernels.rows import ROW_FIELDS
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
-from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_digit, masses_by_high_digit, next_digit
+from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_high_digit, masses_by_low_digit, next_digit
 
 VERTICAL_SLASH, SHARED, DENSE = Constant(0), Constant(1), Constant(2)
 """The pattern of a head in a row: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
-
-CHUNK = Constant(CHUNK_BLOCKS)
-"""Blocks of a step."""
 
 TILES_AT_ONCE = Constant(32)
 """Tiles whose weights are loaded at a time when the weights of a row are added up."""
@@ -140,9 +138,9 @@ def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds
                 mine = args.estimates + i.to(tl.int64) * stride + start
                 fresh = args.estimates + pivot.to(tl.int64) * stride + start
                 stored = args.last_rows + tl.load(args.slots + place).to(tl.int64) * stride_last + start
-                b_sum = tl.zeros([CHUNK], tl.float32)
-                for first in range(0, num_blocks, CHUNK):
-                    o_n = first + tl.arange(0, CHUNK)
+                b_sum = tl.zeros([CHUNK_BLOCKS], tl.float32)
+                for first in range(0, num_blocks, CHUNK_BLOCKS):
+                    o_n = first + tl.arange(0, CHUNK_BLOCKS)
                     b_pivot = tl.load(fresh + o_n, mask=o_n < num_fresh, other=0.0)
                     b_pivot += tl.load(stored + o_n, mask=o_n < num_stored, other=0.0)
                     b_sum += divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
@@ -170,9 +168,9 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
         tl.store(row + o_n, tl.sum(b_k * b_q[None, :], 1), mask=o_n < diagonal)
 
     tl.debug_barrier()
-    peak, total = softmax_sums(row, num_causal, CHUNK)
-    for start in range(0, num_causal, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
+    peak, total = softmax_sums(row, num_causal)
+    for start in range(0, num_causal, CHUNK_BLOCKS):
+        o_n = start + tl.arange(0, CHUNK_BLOCKS)
         b_s = tl.load(row + o_n, mask=o_n < num_causal, other=float("-inf"))
         tl.store(row + o_n, tl.exp(b_s - peak) / total, mask=o_n < num_causal)
 
@@ -226,7 +224,7 @@ def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr,
     high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
     _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     values = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
-    b_weight = masses_by_digit(values, 0, num_causal, high, 1, CHUNK, 64)
+    b_weight = masses_by_low_digit(values, 0, num_causal, high, CHUNK_BLOCKS)
     i_out = i.to(tl.int64) * num_tiles + i_tile
     tl.store(args.low_weights + i_out * DIGITS + tl.arange(0, DIGITS), b_weight)
     tl.store(args.high + i_out, high)
@@ -236,7 +234,7 @@ def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr,
 @triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "num_tiles"])
 def apply_patterns_kernel(
     args, stride_map, num_rows, stride_estimate, stride_last, rows, index, num_tiles, BLOCK_N: tl.constexpr,
-    ROW_FIELDS: tl.constexpr, HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
     """Write the list of one (tile, head) that shares or is the pivot.
 
@@ -268,8 +266,8 @@ def apply_patterns_kernel(
         low, _left = next_digit(b_weight, left)
         threshold = high * DIGITS + low
     count = 0
-    for first in range(0, num_causal, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
+    for first in range(0, num_causal, CHUNK_BLOCKS):
+        o_n = first + tl.arange(0, CHUNK_BLOCKS)
         causal = o_n < num_causal
         b_kept = mass_keys(tl.load(values + o_n, mask=causal, other=0.0)) >= threshold
         count = append(target, count, o_n, causal & (b_kept | (o_n >= diagonal) | (pattern == DENSE)))
@@ -279,8 +277,8 @@ def apply_patterns_kernel(
     # The pivot's last tile, which ends where the row does, keeps the estimate.
     if (pattern == DENSE) & (first_query + length == tl.load(rows + i_row * ROW_FIELDS + 2)):
         begin = tl.load(args.block_starts + i_row)
-        for first in range(0, num_causal, CHUNK):
-            o_n = first + tl.arange(0, CHUNK)
+        for first in range(0, num_causal, CHUNK_BLOCKS):
+            o_n = first + tl.arange(0, CHUNK_BLOCKS)
             b_a = tl.load(args.estimates + i.to(tl.int64) * stride_estimate + begin + o_n, mask=o_n < num_causal)
             tl.store(args.last_rows + slot * stride_last + begin + o_n, b_a, mask=o_n < num_causal)
         tl.store(args.exists + slot * num_rows + i_row, 1)

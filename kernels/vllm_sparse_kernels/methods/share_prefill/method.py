@@ -86,7 +86,7 @@ from vllm_sparse_kernels.methods.share_prefill.kernels import (
     decide_kernel,
     low_weights_kernel,
 )
-from vllm_sparse_kernels.rows import ROW_FIELDS, Rows
+from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.last_queries import least_shared_bytes
 from vllm_sparse_kernels.selection.parameters import on_device, require
 from vllm_sparse_kernels.selection.radix import DIGITS
@@ -267,5 +267,5 @@ def _share(
     )
     apply_patterns_kernel[(rows.num_tiles, num_heads)](
         args, stride_map, num_rows, estimates.stride(0), stride_last, rows.row_table, index.args, rows.num_tiles,
-        BLOCK_N=index.block_tokens, **heads, ROW_FIELDS=ROW_FIELDS,
+        BLOCK_N=index.block_tokens, **heads,
     )  # fmt: skip

@@ -75,13 +75,13 @@ from vllm_sparse_kernels.selection.lists import append, compact_blocks, list_of,
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import (
     ALIGNED,
-    KEY_BLOCK_TOKENS,
+    KEY_BLOCK,
     ROW_BLOCK_FIELDS,
     pooled_products,
     row_blocks,
 )
 
-HELD_BLOCKS = 2048
+HELD_BLOCKS = Constant(2048)
 """Blocks of a row of S^ that stay in registers during the search for its threshold: the blocks of 131,072 keys. The
 other blocks of longer rows are read again in each step of the search."""
 
@@ -185,14 +185,14 @@ def keep_top_blocks(
     _keep_top_blocks_kernel[(num_tiles, num_heads)](
         scores, width // ALIGNED.value, similarity, call.head_ids, index.args, row_blocks(index.rows),
         index.rows.num_tiles, first_tile, limits, int(call.method.keep_sink),
-        BLOCK=KEY_BLOCK_TOKENS, HALVES=index.block_tokens // KEY_BLOCK_TOKENS, CHUNK=HELD_BLOCKS,
+        HALVES=index.block_tokens // KEY_BLOCK.value,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "num_sink"])
 def _keep_top_blocks_kernel(
     scores, width, similarity, heads, index, row_blocks, num_tiles, first_tile, limits, num_sink,
-    BLOCK: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """Write the list of one (tile, head): the blocks of the largest scores, up to τ or up to a number.
 
@@ -201,7 +201,7 @@ def _keep_top_blocks_kernel(
     target: the share τ of all weights, or the number of blocks. The lowest kept rank is found by bisection over its
     bits.
 
-    scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of BLOCK keys; −∞ for blocks whose
+    scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of blocks; −∞ for blocks whose
     keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and
     diagonal are always kept. HALVES neighbouring blocks form one block of the index, which is kept if one of them is.
 
@@ -215,21 +215,21 @@ def _keep_top_blocks_kernel(
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
     row = scores + (i_selected * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
-    _, num_blocks = tile_blocks(index.tiles, i_tile, BLOCK)
+    _, num_blocks = tile_blocks(index.tiles, i_tile, KEY_BLOCK)
     kept_mass = tl.load(limits.kept_mass + i_selected)
     is_dissimilar = tl.load(similarity + i_selected * num_tiles + i_tile) < tl.load(limits.min_similarity + i_selected)
     all_kept = tl.where(kept_mass >= 1, 1, is_dissimilar.to(tl.int32)) != 0
     if limits.top_share is None:
         is_counted = None
-        b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
+        b_rank, total = _ranks(row, num_blocks, is_counted)
         target = total * kept_mass
     else:
         top_share = tl.load(limits.top_share + i_selected)
         all_kept = all_kept | (top_share >= 1)
         is_counted = top_share > 0
-        b_rank, total = _ranks(row, num_blocks, is_counted, CHUNK)
+        b_rank, total = _ranks(row, num_blocks, is_counted)
         i_row, _, _, _ = load_tile(index.tiles, i_tile)
-        num_row_blocks = tl.cdiv(tl.load(row_blocks + i_row * ROW_BLOCK_FIELDS), BLOCK)
+        num_row_blocks = tl.cdiv(tl.load(row_blocks + i_row * ROW_BLOCK_FIELDS), KEY_BLOCK)
         num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
         target = tl.where(is_counted, num_top, total * kept_mass)
 
@@ -238,36 +238,36 @@ def _keep_top_blocks_kernel(
     too_many = ONE_BITS + 1
     for _ in range(tl.where(all_kept, 0, 30)):
         middle = (bits + too_many) // 2
-        is_reached = _weight(b_rank, row, num_blocks, middle, is_counted, CHUNK) >= target
+        is_reached = _weight(b_rank, row, num_blocks, middle, is_counted) >= target
         bits = tl.where(is_reached, middle, bits)
         too_many = tl.where(is_reached, too_many, middle)
     # Keep the first blocks with exactly these bits, as many as needed.
-    missing = target - _weight(b_rank, row, num_blocks, bits + 1, is_counted, CHUNK)
+    missing = target - _weight(b_rank, row, num_blocks, bits + 1, is_counted)
     weight = _if_counted(is_counted, 1.0, bits.to(tl.float32, bitcast=True))
     num_equal = tl.ceil(missing / weight).to(tl.int32)
 
-    diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK * HALVES)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, KEY_BLOCK * HALVES)
     ids = list_of(index, i_head, i_tile)
     count, seen = 0, 0
-    for first in range(0, num_blocks, CHUNK):
+    for first in range(0, num_blocks, HELD_BLOCKS):
         if first > 0:
-            b_rank = _load(row, first, num_blocks, 0.0, CHUNK)
+            b_rank = _load(row, first, num_blocks, 0.0)
         b_bits = b_rank.to(tl.int32, bitcast=True)
         b_equal = (b_bits == bits).to(tl.int32)
         b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
         seen += tl.sum(b_equal, 0)
         b_kept = (b_chosen | (b_rank < 0) | all_kept).to(tl.int32)
-        b_kept = tl.max(tl.reshape(b_kept, [CHUNK // HALVES, HALVES]), 1) != 0
-        o_n = first // HALVES + tl.arange(0, CHUNK // HALVES)
+        b_kept = tl.max(tl.reshape(b_kept, [HELD_BLOCKS // HALVES, HALVES]), 1) != 0
+        o_n = first // HALVES + tl.arange(0, HELD_BLOCKS // HALVES)
         count = append(ids, count, o_n, (o_n < num_causal) & (b_kept | (o_n < num_sink) | (o_n >= diagonal)))
     tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
     tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
 
 @triton.jit
-def _load(row, first, num_blocks, other, CHUNK: tl.constexpr):
-    """Load CHUNK values of a row of scores from block ``first`` on; ``other`` past the last block."""
-    o_n = first + tl.arange(0, CHUNK)
+def _load(row, first, num_blocks, other):
+    """Load HELD_BLOCKS values of a row of scores from block ``first`` on; ``other`` past the last block."""
+    o_n = first + tl.arange(0, HELD_BLOCKS)
     return tl.load(row + o_n, mask=o_n < num_blocks, other=other)
 
 
@@ -290,36 +290,36 @@ def _rank(b_s, largest, is_counted):
 
 
 @triton.jit
-def _ranks(row, num_blocks, is_counted, CHUNK: tl.constexpr):
+def _ranks(row, num_blocks, is_counted):
     """Compute the ranks of a row of scores, the largest 1, and FORCED for scores of −∞.
 
-    Returns the ranks of the first CHUNK, and the sum of all ranks except FORCED.
+    Returns the ranks of the first HELD_BLOCKS, and the sum of all ranks except FORCED.
 
     The other ranks overwrite their scores.
     """
-    b_s = _load(row, 0, num_blocks, float("-inf"), CHUNK)
+    b_s = _load(row, 0, num_blocks, float("-inf"))
     largest = tl.maximum(tl.max(b_s, 0), LEAST)
-    for first in range(CHUNK, num_blocks, CHUNK):
-        largest = tl.maximum(largest, tl.max(_load(row, first, num_blocks, float("-inf"), CHUNK), 0))
+    for first in range(HELD_BLOCKS, num_blocks, HELD_BLOCKS):
+        largest = tl.maximum(largest, tl.max(_load(row, first, num_blocks, float("-inf")), 0))
     b_first = _rank(b_s, largest, is_counted)
     total = tl.sum(b_first, 0)
-    b_first = tl.where((b_s > float("-inf")) | (tl.arange(0, CHUNK) >= num_blocks), b_first, FORCED)
-    for first in range(CHUNK, num_blocks, CHUNK):
-        b_s = _load(row, first, num_blocks, float("-inf"), CHUNK)
+    b_first = tl.where((b_s > float("-inf")) | (tl.arange(0, HELD_BLOCKS) >= num_blocks), b_first, FORCED)
+    for first in range(HELD_BLOCKS, num_blocks, HELD_BLOCKS):
+        b_s = _load(row, first, num_blocks, float("-inf"))
         b_rank = _rank(b_s, largest, is_counted)
         total += tl.sum(b_rank, 0)
-        o_n = first + tl.arange(0, CHUNK)
+        o_n = first + tl.arange(0, HELD_BLOCKS)
         tl.store(row + o_n, tl.where(b_s > float("-inf"), b_rank, FORCED), mask=o_n < num_blocks)
     tl.debug_barrier()
     return b_first, total
 
 
 @triton.jit
-def _weight(b_first, row, num_blocks, bits, is_counted, CHUNK: tl.constexpr):
+def _weight(b_first, row, num_blocks, bits, is_counted):
     """Sum the weights of ranks of at least these bits. With more ranks it never decreases, even in floating point."""
     total = _chunk_weight(b_first, bits, is_counted)
-    for first in range(CHUNK, num_blocks, CHUNK):
-        total += _chunk_weight(_load(row, first, num_blocks, 0.0, CHUNK), bits, is_counted)
+    for first in range(HELD_BLOCKS, num_blocks, HELD_BLOCKS):
+        total += _chunk_weight(_load(row, first, num_blocks, 0.0), bits, is_counted)
     return total
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.methods.sparge_attn.method import KEY_BLOCK_TOKENS, SpargeAttn
+from vllm_sparse_kernels.methods.sparge_attn.method import KEY_BLOCK, SpargeAttn
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 
@@ -28,7 +28,7 @@ def _select_alike(call: Call) -> None:
     index.stripe_counts.index_fill_(0, chosen, 0)
     for row, queries, keys in rows_of(call):
         kept = predict(call.method, queries[:, chosen], keys[:, chosen // call.group], call.scale)
-        halves = index.block_tokens // KEY_BLOCK_TOKENS
+        halves = index.block_tokens // KEY_BLOCK.value
         kept = F.pad(kept, (0, -kept.shape[2] % halves)).unflatten(2, (-1, halves)).any(-1).cpu()
         for i_tile, of_tile in zip(rows.tiles_of(row), kept.unbind(1), strict=True):
             for head, flags in zip(chosen.tolist(), of_tile):
@@ -55,10 +55,10 @@ def compressed_scores(
     if method.smooth_keys:
         keys = keys - keys.mean(0)
     q_mean, q_similarity = compress(queries, TILE_TOKENS)
-    k_mean, k_similarity = compress(keys, KEY_BLOCK_TOKENS)
+    k_mean, k_similarity = compress(keys, KEY_BLOCK.value)
     starts = torch.arange(0, query_len, TILE_TOKENS, device=keys.device)
     last = (starts + TILE_TOKENS).clamp(max=query_len) - 1 + seq_len - query_len
-    causal = torch.arange(0, seq_len, KEY_BLOCK_TOKENS, device=keys.device) <= last[:, None]
+    causal = torch.arange(0, seq_len, KEY_BLOCK.value, device=keys.device) <= last[:, None]
     dissimilar = (k_similarity < method.min_similarity)[:, None, :]
     scores = (q_mean @ k_mean.mT * scale).masked_fill(dissimilar | ~causal, -torch.inf)
     always = dissimilar | (q_similarity < method.min_similarity)[:, :, None]

@@ -20,9 +20,9 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, num_scored, scored_offsets
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.selection import slabs
-from vllm_sparse_kernels.selection.lists import FIELDS, load_tile
+from vllm_sparse_kernels.selection.lists import load_tile
 
 PERMUTED = False
 """Whether keys are stored permuted within steps."""
@@ -125,8 +125,8 @@ def _scores_kernel(
     i_span, i_selected = tl.program_id(1), tl.program_id(2)
     tile_set, i_member = tile_sets + tl.program_id(0) // SET_TILES * SET_FIELDS, tl.program_id(0) % SET_TILES
     i_tile = tl.load(tile_set) + i_member
-    length = tl.load(tiles + i_tile * FIELDS + 2, mask=i_member < tl.load(tile_set + 1), other=0)
-    position = tl.load(tiles + i_tile * FIELDS + 3, mask=length > 0, other=0)
+    length = tl.load(tiles + i_tile * TILE_FIELDS + 2, mask=i_member < tl.load(tile_set + 1), other=0)
+    position = tl.load(tiles + i_tile * TILE_FIELDS + 3, mask=length > 0, other=0)
     begin = i_span * SPAN
     end = tl.minimum(begin + SPAN, position + length)
     if (length > 0) & (begin < end) & (tl.load(kept_mass + i_selected) < 1):
