@@ -27,7 +27,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "a_shape": [{"sink_tokens": 50, "local_tokens": 50}],
     "anchor_attention": [
         {"theta": 3.0, "step_tiles": 1},
-        {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True, "window_tokens": 128},
+        {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True},
         {"theta": 3.0, "step_tiles": 2, "first_group": True},
     ],
     "block_sparse": [{"top_blocks": 1}],
@@ -122,7 +122,7 @@ NAN = math.nan
 OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     "a_shape": {"sink_tokens": (-1,), "local_tokens": (0,)},
     "anchor_attention": {
-        "theta": (-0.5, NAN), "step_tiles": (0, -3, 2.5), "window_tokens": (64, -128), "sample_tokens": (3, 256),
+        "theta": (-0.5, NAN), "step_tiles": (0, -3, 2.5), "sample_tokens": (3, 256),
     },
     "block_sparse": {"top_blocks": (-1,)},
     "flex_vertical_slash": {

@@ -10,9 +10,10 @@ import torch
 from tests.helpers.batches import random_batch
 from tests.helpers.masks import density_of, mask_of, tile_keys
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.anchor_attention import method as module
+from vllm_sparse_kernels.methods.anchor_attention import kernels, method as module
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
 from vllm_sparse_kernels.rows import Rows, ceil_div
@@ -100,16 +101,16 @@ SETTINGS = [
     ({"theta": 3.0}, 0),
     ({"sample_tokens": 64, "whole_blocks": True}, 0),
     ({"sample_tokens": 2, "theta": 0.2}, 0),
-    ({"sample_tokens": 16, "window_tokens": 128}, 0),
+    ({"sample_tokens": 16}, 0),
     ({"whole_blocks": True, "theta": 2.0}, 0),
-    ({"sample_tokens": 128, "window_tokens": 256, "whole_blocks": True, "theta": 1.0}, 0),
+    ({"sample_tokens": 128, "whole_blocks": True, "theta": 1.0}, 0),
     ({"first_group": True, "theta": 3.0}, 0),
     ({"dense_tail": True, "theta": 2.5}, 500),
     ({"dense_tail": True, "first_group": True, "sample_tokens": 64, "theta": 0.2}, 0),
     ({"dense_tail": True, "whole_blocks": True, "sample_tokens": 128, "theta": 1.0}, 63),
-    ({"dense_tail": True, "first_group": True, "theta": 2.5, "window_tokens": 128}, 4000),
+    ({"dense_tail": True, "first_group": True, "theta": 2.5}, 4000),
 ]
-LONG = [([(3 * module.SPLIT_TOKENS // 2, 60)], 2, 1, 64, 16, 64, "NHD", 16)]  # lists are written in stretches
+LONG = [([(3 * kernels.LIST_SPLIT.value // 2, 60)], 2, 1, 64, 16, 64, "NHD", 16)]  # lists are written in stretches
 
 
 @pytest.mark.full
@@ -177,7 +178,7 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
             kept[[i for i in range(query_len) if group_of[i] is None]] = True
             continue
         initial = span if method.first_group else 128
-        anchor_region = (positions < initial) | (positions >= group * span - method.window_tokens)
+        anchor_region = (positions < initial) | (positions >= group * span)
         queries = [i for i in range(query_len) if group_of[i] == group]
         stripes = torch.zeros_like(anchor_region)
         for _, tile in groupby(queries, lambda i: i // 128):
@@ -202,10 +203,9 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
         {"theta": 3.0},
         {"theta": 0.0, "sample_tokens": 16},
         {"theta": 0.0, "sample_tokens": 64, "whole_blocks": True, "step_tiles": 1},
-        {"theta": 2.5, "window_tokens": 128, "step_tiles": 1},
         {"theta": 2.5, "first_group": True},
         {"theta": 2.5, "dense_tail": True},
-        {"theta": 2.5, "dense_tail": True, "first_group": True, "window_tokens": 128},
+        {"theta": 2.5, "dense_tail": True, "first_group": True},
     ],
     ids=str,
 )
@@ -262,9 +262,9 @@ def test_a_block_that_lacks_one_key_is_listed_as_stripes(block_tokens):
 @pytest.mark.full
 def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
     """Lists of stripes and of blocks span several stretches; a key in a block leaves no gap among the stripes."""
-    monkeypatch.setattr(module, "CHUNK_BLOCKS", 32)
-    last = 2 * module.SPLIT_TOKENS
-    holes = [200, 323, module.SPLIT_TOKENS + 7, last - 1]
+    monkeypatch.setattr(kernels, "CHUNK_BLOCKS", Constant(32))
+    last = 2 * kernels.LIST_SPLIT.value
+    holes = [200, 323, kernels.LIST_SPLIT.value + 7, last - 1]
     index = select(AnchorAttention(step_tiles=2), holed_batch([(last + 256, 20)], holes))
     holed = {position // 64 for position in holes}
     assert index.stripes_of(0, 0).tolist() == [n for n in range(last) if n // 64 in holed and n not in holes]
@@ -321,10 +321,10 @@ def test_positions_after_the_prompt_are_dense():
 
 @pytest.mark.parametrize("dense_tail", [False, True])
 @pytest.mark.parametrize("first_group", [False, True])
-@pytest.mark.parametrize(("step_tiles", "window_tokens"), [(1, 0), (2, 0), (3, 128), (2, 384)])
-def test_the_length_up_to_which_no_key_is_left_out(step_tiles, window_tokens, first_group, dense_tail):
+@pytest.mark.parametrize("step_tiles", [1, 2, 3])
+def test_the_length_up_to_which_no_key_is_left_out(step_tiles, first_group, dense_tail):
     """One in 128 keys scores high, and all others score low. Only the anchor region keeps the latter; votes do not."""
-    method = AnchorAttention(1.0, step_tiles, window_tokens, dense_tail=dense_tail, first_group=first_group)
+    method = AnchorAttention(1.0, step_tiles, dense_tail=dense_tail, first_group=first_group)
 
     def density(num_tokens: int) -> float:
         batch = make_batch([(0, num_tokens)], num_heads=1)
@@ -344,6 +344,5 @@ def test_a_prompt_length_for_each_row():
 
 def test_defaults_are_the_papers():
     assert AnchorAttention() == AnchorAttention(
-        theta=12.0, step_tiles=16, window_tokens=0, sample_tokens=0, whole_blocks=False,
-        dense_tail=False, first_group=False,
-    )  # fmt: skip
+        theta=12.0, step_tiles=16, sample_tokens=0, whole_blocks=False, dense_tail=False, first_group=False
+    )

@@ -12,8 +12,8 @@ Blocks are loaded in one of two ways. If a block lies within a page, its *place*
 is looked up only once, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
 cost a look-up in the block table for every key.
 
-Heads may request the approximations of ``AttendOptions``. One launch of another kernel (``sage.py``) then serves a
-layer of mixed heads, and each program uses its head's options.
+Heads may request the approximations of ``AttendOptions``. One launch serves a layer of mixed heads, and each program
+uses its head's options.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
-from vllm_sparse_kernels.attention.portable.sage import approximate_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
@@ -108,11 +107,8 @@ def attend(
     grid = (rows.num_tiles * num_heads * num_parts,)
     num_warps = _num_warps(num_queries, block_d)
     num_stages = _num_stages(index.block_tokens, head_dim, limit_bytes)
-    if options is None:
-        attend_kernel[grid](*args, shape, num_warps=num_warps, num_stages=num_stages)
-    else:
-        option_args = _option_args(options, cache, index, bulk)
-        approximate_kernel[grid](*args, *option_args, shape, num_warps=num_warps, num_stages=num_stages)
+    option_args = _option_args(options, cache, index, bulk)
+    attend_kernel[grid](*args, *option_args, shape, num_warps=num_warps, num_stages=num_stages)
 
 
 def refusal(spec: AttendSpec) -> str | None:
@@ -213,10 +209,12 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
 
 
 def _option_args(
-    options: AttendOptions, cache: PagedCache, index: SparseIndex, bulk: bool
+    options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
     """Return margins to skip, flags of the 8-bit heads, 8-bit keys and their descriptor, or None for each."""
     # The results are separate arguments: Triton 3.6 cannot compare a tuple that contains None with None.
+    if options is None:
+        return None, None, None, None
     options.check(index.num_heads)
     if options.int8_heads is None:
         return options.skip_margins, None, None, None

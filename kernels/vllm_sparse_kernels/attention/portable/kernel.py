@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the engine ``portable``: places of blocks in the cache, and attention of one (query head, tile).
-
-``sage.py`` has attention with the approximations of ``AttendOptions``.
-"""
+"""The kernels of the engine ``portable``: places of blocks in the cache, and attention of one (query head, tile)."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.attention.portable.sage import Int8Keys, load_int8_block, load_int8_stripes
+from vllm_sparse_kernels.attention.smooth_keys import quantize
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
-from vllm_sparse_kernels.paged import key_offsets, widen
+from vllm_sparse_kernels.paged import key_offsets, load_queries, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile
 
 KEYS = Constant(0)
 VALUES = Constant(1)
+
+UNREACHED = Constant(1e30)
+"""Running maximum of rows past the tile's last query, so high that these rows never prevent a skip."""
 
 
 class AttendShape(NamedTuple):
@@ -63,6 +65,7 @@ class KeyValueSource(NamedTuple):
     k_matrix: Any  # descriptor of the keys for bulk copies, or None
     v_matrix: Any
     matrix: Any  # MatrixArgs; None if blocks have no places
+    int8_matrix: Any  # descriptor of the 8-bit keys for bulk copies, or None
     table: Any  # pointer to the row's pages
     i_kv: Any
     tile_end: Any  # position after the tile's last query
@@ -99,14 +102,17 @@ def place_blocks_kernel(index, block_table, stride_table, places, page_size, row
 
 
 @triton.jit
-def attend_kernel(queries, cache, k_matrix, v_matrix, matrix, index, scale, value_scale, SHAPE):
+def attend_kernel(
+    queries, cache, k_matrix, v_matrix, matrix, index, scale, value_scale, skip_margins, int8_heads, smooth,
+    smooth_matrix, SHAPE,
+):  # fmt: skip
     """Compute O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's position.
 
     If the GPU cannot hold all queries of a tile in one program, each of PARTS programs processes BLOCK_M of them.
 
     Online softmax in float32 and base 2. For each step, S = scale log₂e · Q Kᵀ, m' = max(m, max S),
     l' = 2^(m − m') l + Σ 2^(S − m'), O' = 2^(m − m') O + 2^(S − m') V; at the end O / l, where a sink adds
-    2^(sink log₂e − m) to l.
+    2^(sink log₂e − m) to l. An approximation that no head requests leaves no code in the kernel.
 
     Grid: (tiles · query heads · PARTS), ordered by kv head, then by tile with the longest first, then by head of the
     group, then by part.
@@ -116,22 +122,72 @@ def attend_kernel(queries, cache, k_matrix, v_matrix, matrix, index, scale, valu
         queries: ``AttendArgs``; q and out [tokens, NUM_HEADS, HEAD_DIM] in 16 bits.
         cache: ``KeyArgs`` with values, pages of [page_size, kv heads, HEAD_DIM].
         k_matrix: Descriptor of the keys as a matrix of tokens, with boxes of [BLOCK_N, HEAD_DIM]; or None.
+        skip_margins: [NUM_HEADS] float32, SpargeAttn's λ in natural units; None to skip nothing.
+        int8_heads: [NUM_HEADS] uint8, 1 for heads with 8-bit scores. If it is None and ``smooth`` is not, all heads
+            have them.
+        smooth: ``SmoothArgs``; None if no head has 8-bit scores.
+        smooth_matrix: Descriptor of the 8-bit keys with boxes of [BLOCK_N, BLOCK_D]; or None.
     """
-    program = load_program(index, SHAPE)
-    b_q = load_program_queries(queries, program, SHAPE)  # [M, D]
-    lists = load_block_list(index, program, SHAPE)
+    program = _load_program(index, SHAPE)
+    b_q = load_queries(
+        queries, program.i_head, program.token, program.length, SHAPE.BLOCK_M, SHAPE.HEAD_DIM, SHAPE.BLOCK_D
+    )  # [M, D]
+    lists = _load_block_list(index, program, SHAPE)
     table = cache.block_table + program.i_row.to(tl.int64) * cache.stride_table
-    source = KeyValueSource(cache, k_matrix, v_matrix, matrix, table, program.i_kv, program.tile_end)
-    softmax = empty_softmax(SHAPE)
-    softmax = _full_blocks(b_q, lists, source, scale, softmax, SHAPE)
-    softmax = _diagonal_blocks(b_q, lists, program, source, scale, softmax, SHAPE)
-    if SHAPE.STRIPES > 0:
-        softmax = _single_keys(b_q, index, program, source, scale, softmax, SHAPE)
-    store_output(queries, program, softmax, value_scale, SHAPE)
+    source = KeyValueSource(
+        cache, k_matrix, v_matrix, matrix, smooth_matrix, table, program.i_kv, program.tile_end
+    )  # fmt: skip
+    margin = None
+    b_max = tl.full([SHAPE.BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)
+    if skip_margins is not None:
+        margin = tl.load(skip_margins + program.i_head) * LOG2_E
+        in_tile = tl.arange(0, SHAPE.BLOCK_M) < program.length
+        b_max, b_sum = tl.where(in_tile, b_max, UNREACHED), tl.where(in_tile, b_sum, 1.0)
+    softmax = Softmax(tl.zeros([SHAPE.BLOCK_M, SHAPE.BLOCK_D], tl.float32), b_max, b_sum)
+    if smooth is None:
+        softmax = _walk(b_q, None, lists, index, program, source, scale, margin, softmax, SHAPE)
+    else:
+        in_8_bits = True
+        if int8_heads is not None:
+            in_8_bits = tl.load(int8_heads + program.i_head) != 0
+        if in_8_bits:
+            softmax = _walk_int8(b_q, smooth, lists, index, program, source, scale, margin, softmax, SHAPE)
+        else:
+            softmax = _walk(b_q, None, lists, index, program, source, scale, margin, softmax, SHAPE)
+    _store_output(queries, program, softmax, value_scale, SHAPE)
 
 
 @triton.jit
-def load_program(index, SHAPE):
+def _walk_int8(b_q, smooth, lists, index, program, source, scale, margin, softmax, SHAPE):
+    """Run ``_walk`` with 8-bit scores. The returned maximum includes the shift that smoothing removed from scores."""
+    o_mean = program.i_row * smooth.stride_means + program.i_kv * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)
+    b_mean = tl.load(smooth.means + o_mean)
+    b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
+    b_int, query_scale = quantize(b_q.to(tl.float32))
+    first_key = program.i_kv * smooth.num_keys + tl.load(smooth.starts + program.i_row)
+    block_ids = smooth.block_ids + program.i_head.to(tl.int64) * index.stride_blocks
+    block_ids += tl.load(index.block_offsets + program.i_tile)
+    int8_keys = Int8Keys(block_ids, smooth.integers, smooth.scales, first_key, query_scale * scale)
+    softmax = _walk(b_int, int8_keys, lists, index, program, source, 1.0, margin, softmax, SHAPE)
+    return Softmax(softmax.b_acc, softmax.b_max + b_shift, softmax.b_sum)
+
+
+@triton.jit
+def _walk(b_q, int8_keys, lists, index, program, source, scale, margin, softmax, SHAPE):
+    """Process all keys that the tile keeps.
+
+    ``int8_keys`` replaces the keys if ``b_q`` is 8-bit; otherwise None. ``margin`` is λ in base 2; None without skips.
+    """
+    softmax = _full_blocks(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE)
+    softmax = _diagonal_blocks(b_q, int8_keys, lists, program, source, scale, margin, softmax, SHAPE)
+    if SHAPE.STRIPES > 0:
+        softmax = _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax, SHAPE)
+    return softmax
+
+
+@triton.jit
+def _load_program(index, SHAPE):
     """Return the queries of this program.
 
     Order of programs: kv head, then tile with the longest first, then head of the group, then part.
@@ -151,19 +207,7 @@ def load_program(index, SHAPE):
 
 
 @triton.jit
-def load_program_queries(queries, program, SHAPE):
-    """Load the program's queries [BLOCK_M, BLOCK_D]; 0 past the last."""
-    o_m = tl.arange(0, SHAPE.BLOCK_M)
-    o_d = tl.arange(0, SHAPE.BLOCK_D)
-    o_q = (program.token + o_m).to(tl.int64)
-    return tl.load(
-        queries.q + o_q[:, None] * queries.stride_token + program.i_head * queries.stride_head + o_d[None, :],
-        mask=(o_m < program.length)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0,
-    )  # fmt: skip
-
-
-@triton.jit
-def load_block_list(index, program, SHAPE):
+def _load_block_list(index, program, SHAPE):
     """Return the list of blocks of the program's head and tile. Diagonal blocks are always listed, and come last."""
     i_head, i_tile = program.i_head, program.i_tile
     blocks = index.block_ids + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
@@ -178,24 +222,7 @@ def load_block_list(index, program, SHAPE):
 
 
 @triton.jit
-def load_stripe_list(index, program):
-    """Return a pointer to the stripes of the program's head and tile, and their number."""
-    o_list = program.i_head * program.num_tiles + program.i_tile
-    return index.stripe_positions + tl.load(index.stripe_offsets + o_list), tl.load(index.stripe_counts + o_list)
-
-
-@triton.jit
-def empty_softmax(SHAPE):
-    """Return the softmax before the first step."""
-    return Softmax(
-        tl.zeros([SHAPE.BLOCK_M, SHAPE.BLOCK_D], tl.float32),
-        tl.full([SHAPE.BLOCK_M], float("-inf"), tl.float32),
-        tl.zeros([SHAPE.BLOCK_M], tl.float32),
-    )
-
-
-@triton.jit
-def store_output(queries, program, softmax, value_scale, SHAPE):
+def _store_output(queries, program, softmax, value_scale, SHAPE):
     """Store the output of the program's queries."""
     o_m = tl.arange(0, SHAPE.BLOCK_M)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
@@ -210,77 +237,84 @@ def store_output(queries, program, softmax, value_scale, SHAPE):
 
 
 @triton.jit
-def _full_blocks(b_q, lists, source, scale, softmax, SHAPE):
+def _full_blocks(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     """Process the blocks that lie before all queries of the tile.
 
     No address depends on a value that an iteration carries to the next, because Triton does not pipeline such loads.
 
     Triton pipelines the loads of products at the loop's top level, or all loads if there is no such product. The step
     is therefore in a branch whose condition is always true but unknown to the compiler, and all of its data are loaded
-    AHEAD buffers before.
+    AHEAD buffers before. Without AHEAD there is no margin: see ``engine._buffers_ahead``.
     """
     for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
         entry = tl.load(lists.blocks + i)
-        b_k = load_block(KEYS, entry, source, SHAPE)  # [N, D]
+        b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)  # [N, D]
         if SHAPE.AHEAD > 0:
-            b_v = load_block(VALUES, entry, source, SHAPE)
+            b_v = _load_block(VALUES, entry, source, SHAPE)
             if lists.num_full > 0:
-                b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)  # [M, N]
-                softmax = _softmax_step(b_s, b_v, scale, softmax, SHAPE.PRECISION)
+                b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)  # [M, N]
+                softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
         else:
-            b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
-            b_v = load_block(VALUES, entry, source, SHAPE)
-            softmax = _softmax_step(b_s, b_v, scale, softmax, SHAPE.PRECISION)
+            b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
+            b_v = _load_block(VALUES, entry, source, SHAPE)
+            softmax = _softmax_step(b_s, b_v, scale, None, softmax, SHAPE.PRECISION)
     return softmax
 
 
 @triton.jit
-def _diagonal_blocks(b_q, lists, program, source, scale, softmax, SHAPE):
+def _diagonal_blocks(b_q, int8_keys, lists, program, source, scale, margin, softmax, SHAPE):
     """Process the diagonal blocks, with the causal mask. The first one has a key for each of the program's queries."""
     first_block = program.tile_first // SHAPE.BLOCK_N
     o_m = program.first + tl.arange(0, SHAPE.BLOCK_M)
     for i in range(lists.num_full, lists.num_blocks):
         entry = tl.load(lists.blocks + i)
         o_n = (first_block + i - lists.num_full) * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
-        b_k = load_block(KEYS, entry, source, SHAPE)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
+        b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)
+        b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
-        b_v = load_block(VALUES, entry, source, SHAPE)
+        b_v = _load_block(VALUES, entry, source, SHAPE)
         b_v = tl.where((o_n < source.tile_end)[:, None], b_v, 0.0)
-        softmax = _softmax_step(b_s, b_v, scale, softmax, SHAPE.PRECISION)
+        softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
     return softmax
 
 
 @triton.jit
-def _single_keys(b_q, index, program, source, scale, softmax, SHAPE):
+def _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax, SHAPE):
     """Process the stripes, a step at a time; all lie before the tile's first query."""
-    cache = source.cache
-    stripes, num_stripes = load_stripe_list(index, program)
+    cache, o_d = source.cache, tl.arange(0, SHAPE.BLOCK_D)
+    o_list = program.i_head * program.num_tiles + program.i_tile
+    stripes = index.stripe_positions + tl.load(index.stripe_offsets + o_list)
+    num_stripes = tl.load(index.stripe_counts + o_list)
     for i in range(0, num_stripes, SHAPE.STRIPES):
         o_n = i + tl.arange(0, SHAPE.STRIPES)
         kept = o_n < num_stripes
         b_n = tl.load(stripes + o_n, mask=kept, other=0)
-        o_kv, in_kv = stripe_offsets(b_n, kept, source, SHAPE)
-        b_k = tl.load(cache.k + o_kv, mask=in_kv, other=0.0)
+        o_key = key_offsets(source.table, b_n, kept, cache.page_size, cache.stride_page, cache.stride_token)
+        o_kv = source.i_kv.to(tl.int64) * cache.stride_head + o_key[:, None] + o_d[None, :]
+        in_kv = kept[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+        if int8_keys is None:
+            b_k, b_dot_scale = tl.load(cache.k + o_kv, mask=in_kv, other=0.0), 1.0
+        else:
+            b_k, b_dot_scale = load_int8_stripes(int8_keys, b_n, SHAPE)
         b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
+        b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
         b_s = tl.where(kept[None, :], b_s, float("-inf"))
-        softmax = _softmax_step(b_s, b_v, scale, softmax, SHAPE.PRECISION)
+        softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
     return softmax
 
 
 @triton.jit
-def stripe_offsets(b_n, kept, source, SHAPE):
-    """Return the offsets [STRIPES, BLOCK_D] of keys at positions ``b_n`` in the cache, and which of them exist."""
-    cache, o_d = source.cache, tl.arange(0, SHAPE.BLOCK_D)
-    o_key = key_offsets(source.table, b_n, kept, cache.page_size, cache.stride_page, cache.stride_token)
-    o_kv = source.i_kv.to(tl.int64) * cache.stride_head + o_key[:, None] + o_d[None, :]
-    return o_kv, kept[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+def _load_keys(int8_keys, i, entry, source, SHAPE):
+    """Load the keys [BLOCK_N, BLOCK_D] of the list's i-th block and, for 8-bit keys, the scale of each product."""
+    if int8_keys is None:
+        return _load_block(KEYS, entry, source, SHAPE), 1.0
+    else:
+        return load_int8_block(int8_keys, i, source, SHAPE)
 
 
 @triton.jit
-def load_block(KIND: tl.constexpr, entry, source, SHAPE):
+def _load_block(KIND: tl.constexpr, entry, source, SHAPE):
     """Load the KEYS or VALUES [BLOCK_N, BLOCK_D] of a block; undefined past the sequence's end.
 
     ``entry`` is the block's place if the cache is a matrix, otherwise its id.
@@ -304,22 +338,34 @@ def load_block(KIND: tl.constexpr, entry, source, SHAPE):
 
 
 @triton.jit
-def exponentials(b_s, scale, softmax):
-    """Return the exponentials of a step's scores, the factor of earlier steps, the new maximum and the new sum.
-
-    ``scale`` converts scores to base 2. The maximum is stored scaled, so that each exponent takes one fused
-    multiply-add.
-    """
-    b_max = tl.maximum(softmax.b_max, tl.max(b_s, 1) * scale)
-    b_decay = tl.exp2(softmax.b_max - b_max)
-    b_p = tl.exp2(b_s * scale - b_max[:, None])
-    return b_p, b_decay, b_max, softmax.b_sum * b_decay + tl.sum(b_p, 1)
+def _score(b_q, b_k, b_dot_scale, int8_keys, PRECISION: tl.constexpr):
+    """Compute scores [BLOCK_M, BLOCK_N]: unscaled, except those of 8-bit vectors."""
+    if int8_keys is None:
+        return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    else:
+        return tl.dot(b_q, tl.trans(b_k)).to(tl.float32) * b_dot_scale[None, :]
 
 
 @triton.jit
-def _softmax_step(b_s, b_v, scale, softmax, PRECISION: tl.constexpr):
-    """Process one step of the online softmax, with unscaled scores [M, N] and values [N, D]."""
+def _softmax_step(b_s, b_v, scale, margin, softmax, PRECISION: tl.constexpr):
+    """Process one step of the online softmax, with unscaled scores [M, N] and values [N, D].
+
+    ``scale`` converts scores to base 2. The maximum is stored scaled, so that each exponent takes one fused
+    multiply-add. The exponentials of every step are added to the sum. The product is skipped if no local maximum comes
+    within ``margin`` of its query's running maximum; then no maximum has changed, and the accumulator stays as it is.
+    """
     b_v = widen(b_v)
-    b_p, b_decay, b_max, b_sum = exponentials(b_s, scale, softmax)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, softmax.b_acc * b_decay[:, None], input_precision=PRECISION)
+    b_max = tl.maximum(softmax.b_max, tl.max(b_s, 1) * scale)
+    b_decay = tl.exp2(softmax.b_max - b_max)
+    b_p = tl.exp2(b_s * scale - b_max[:, None])
+    b_sum = softmax.b_sum * b_decay + tl.sum(b_p, 1)
+    b_acc = softmax.b_acc
+    if margin is None:
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+    else:
+        # All queries of a tile are tested together, because all warps of a Triton program take the same branch. The
+        # paper tests the queries of a warp (16 or 32) and therefore skips more. Two products of 64 queries would not
+        # help: the two groups of warps would share each half, and its exponentials would cross between them.
+        if tl.max(tl.max(b_s, 1) * scale - b_max, 0) >= margin:
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
     return Softmax(b_acc, b_max, b_sum)

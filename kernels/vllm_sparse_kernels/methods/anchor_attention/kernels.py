@@ -12,11 +12,17 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import load_keys, widen
-from vllm_sparse_kernels.selection.lists import append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.pooled import is_read
 
 WORD = Constant(32)
 """Keys whose votes form one word."""
+
+VOTE_SPLIT = Constant(1024)
+"""Candidate keys on which the voters of one program of ``vote_kernel`` vote."""
+
+LIST_SPLIT, LIST_STEP = Constant(4096), Constant(1024)
+"""Candidate keys that one program turns into a stretch of a list of stripes, and those of a step."""
 
 ALL_KEPT = Constant(-1)
 """The word of 32 keys that are all kept."""
@@ -57,7 +63,6 @@ class Voting(NamedTuple):
 class VoteSplit(NamedTuple):
     """How ``vote_kernel`` divides its work; every field is a ``tl.constexpr``."""
 
-    SPLIT: Any  # keys of a program
     COLUMNS: Any  # voters at a time
     BLOCK_T: Any  # voters of one group among these
     ONE_PASS: Any  # whether BLOCK_T covers all voters of a group
@@ -193,7 +198,7 @@ def _load_block(source, position, SHAPE):
 
 @triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
 def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, SHAPE, VOTE):
-    """Let a set of (group, head) pairs of a row vote on SPLIT keys of one kv head, COLUMNS voters at a time.
+    """Let a set of (group, head) pairs of a row vote on VOTE_SPLIT keys of one kv head, COLUMNS voters at a time.
 
     ``heads`` is None if all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
 
@@ -205,15 +210,15 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
     PAIRS: tl.constexpr = VOTE.COLUMNS // VOTE.BLOCK_T
     # Programs that read the same keys are neighbours, and so are kv heads, which are adjacent in vLLM's usual layout.
     i_kv, i_row = tl.program_id(0) // num_sets, tl.program_id(2)
-    begin = tl.program_id(1) * VOTE.SPLIT
+    begin = tl.program_id(1) * VOTE_SPLIT
     first_pair = tl.program_id(0) % num_sets * PAIRS
     o_pair = first_pair + tl.arange(0, PAIRS)
     i_first = tl.load(groups.row_starts + i_row)
     num_pairs = (tl.load(groups.row_starts + i_row + 1) - i_first) * SHAPE.GROUP
     group = groups.table + (i_first + o_pair // SHAPE.GROUP) * GROUP_FIELDS
     b_end = tl.load(group, mask=o_pair < num_pairs, other=0) - SHAPE.INITIAL  # candidates of each pair's group, if any
-    end = tl.minimum(tl.max(b_end, 0), begin + VOTE.SPLIT)
-    if (begin < end) & is_read(i_kv, heads, num_heads, SHAPE.GROUP, 128):
+    end = tl.minimum(tl.max(b_end, 0), begin + VOTE_SPLIT)
+    if (begin < end) & is_read(i_kv, heads, num_heads, SHAPE.GROUP):
         b_head = i_kv * SHAPE.GROUP + o_pair % SHAPE.GROUP
         b_offset = tl.load(group + LIST_OFFSET, mask=o_pair < num_pairs, other=0)
         b_word = b_head.to(tl.int64) * groups.num_words + b_offset // WORD
@@ -275,10 +280,7 @@ def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def blocks_kernel(
-    groups, index, heads, num_tiles,
-    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, CHUNK: tl.constexpr, ANY: tl.constexpr,
-):  # fmt: skip
+def blocks_kernel(groups, index, heads, num_tiles, INITIAL: tl.constexpr, INDEX_N: tl.constexpr, ANY: tl.constexpr):
     """Write the list of blocks of a tile and head: the anchor region, and blocks of which the group keeps all keys.
 
     With ANY, a block is listed if the group keeps at least one of its keys, and the tile has no stripes.
@@ -292,12 +294,12 @@ def blocks_kernel(
     i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
     window = groups.tile_windows + i_tile * TILE_FIELDS
     words = groups.words + i_head * groups.num_words + tl.load(window + TILE_LIST_OFFSET) // WORD
-    start = tl.load(window) // INDEX_N  # may be negative
+    start = tl.load(window) // INDEX_N
     _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
     target = list_of(index, i_head, i_tile)
     count = 0
-    for i in range(0, num_causal, CHUNK):
-        o_n = i + tl.arange(0, CHUNK)
+    for i in range(0, num_causal, CHUNK_BLOCKS):
+        o_n = i + tl.arange(0, CHUNK_BLOCKS)
         o_candidate = o_n - INITIAL // INDEX_N
         b_voted = (o_candidate >= 0) & (o_n < start)
         b_words, b_whole = _block_words(words, o_candidate, b_voted, INDEX_N)
@@ -325,21 +327,13 @@ def _stripe_words(words, o_b, mask, INDEX_N: tl.constexpr):
 
 
 @triton.jit
-def _ones(b_words):
-    """Count the bits set in each word, by sums of ever wider fields."""
-    b_x = b_words.to(tl.uint32, bitcast=True)
-    b_x = b_x - ((b_x >> 1) & 0x55555555)
-    b_x = (b_x & 0x33333333) + ((b_x >> 2) & 0x33333333)
-    b_x = (b_x + (b_x >> 4)) & 0x0F0F0F0F
-    b_x += b_x >> 8
-    return ((b_x + (b_x >> 16)) & 63).to(tl.int32)
+def _bits(b_words):
+    """Return the bits of words [blocks, words of a block], the lowest first: [blocks, words of a block, 32] of 0 or 1."""
+    return (b_words[:, :, None] >> tl.arange(0, WORD)[None, None, :]) & 1
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def stripes_kernel(
-    groups, index, heads, num_tiles,
-    INITIAL: tl.constexpr, INDEX_N: tl.constexpr, SPLIT: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+def stripes_kernel(groups, index, heads, num_tiles, INITIAL: tl.constexpr, INDEX_N: tl.constexpr):
     """Write a stretch of one group's stripes for one head.
 
     The program of the last stretch also writes the counts of all tiles.
@@ -354,21 +348,20 @@ def stripes_kernel(
     group = groups.table + tl.program_id(1) * GROUP_FIELDS
     num_candidates = tl.maximum(tl.load(group) - INITIAL, 0)
     o_tile = i_head.to(tl.int64) * num_tiles + tl.load(group + FIRST_TILE)
-    begin = tl.program_id(0) * SPLIT
+    begin = tl.program_id(0) * LIST_SPLIT
     if (begin == 0) | (begin < num_candidates):
         words = groups.words + i_head.to(tl.int64) * groups.num_words + tl.load(group + LIST_OFFSET) // WORD
         count = 0
-        for i in range(0, begin // INDEX_N, SPLIT // INDEX_N):
-            o_b = i + tl.arange(0, SPLIT // INDEX_N)
-            b_ones = _ones(_stripe_words(words, o_b, o_b < begin // INDEX_N, INDEX_N))
-            count += tl.sum(tl.sum(b_ones, 1), 0)
+        for i in range(0, begin // INDEX_N, LIST_SPLIT // INDEX_N):
+            o_b = i + tl.arange(0, LIST_SPLIT // INDEX_N)
+            b_kept = _bits(_stripe_words(words, o_b, o_b < begin // INDEX_N, INDEX_N))
+            count += tl.sum(tl.reshape(b_kept, [LIST_SPLIT]), 0)
         target = index.stripe_positions + tl.load(index.stripe_offsets + o_tile)
-        for i in range(begin, tl.minimum(begin + SPLIT, num_candidates), CHUNK):
-            o_b = i // INDEX_N + tl.arange(0, CHUNK // INDEX_N)
-            b_words = _stripe_words(words, o_b, o_b < num_candidates // INDEX_N, INDEX_N)
-            b_kept = (b_words[:, :, None] >> tl.arange(0, WORD)[None, None, :]) & 1
-            count = append(target, count, INITIAL + i + tl.arange(0, CHUNK), tl.reshape(b_kept, [CHUNK]) != 0)
-        if begin + SPLIT >= num_candidates:
+        for i in range(begin, tl.minimum(begin + LIST_SPLIT, num_candidates), LIST_STEP):
+            o_b = i // INDEX_N + tl.arange(0, LIST_STEP // INDEX_N)
+            b_kept = _bits(_stripe_words(words, o_b, o_b < num_candidates // INDEX_N, INDEX_N))
+            count = append(target, count, INITIAL + i + tl.arange(0, LIST_STEP), tl.reshape(b_kept, [LIST_STEP]) != 0)
+        if begin + LIST_SPLIT >= num_candidates:
             for i in range(0, tl.load(group + NUM_TILES), 32):
                 o_t = i + tl.arange(0, 32)
                 tl.store(index.stripe_counts + o_tile + o_t, count, mask=o_t < tl.load(group + NUM_TILES))

@@ -17,8 +17,7 @@ Choices where the paper is ambiguous, and deviations from it:
 * Algorithm 2 tests "<", equation 2 "≤". This module follows the equation.
 * Algorithm 1 begins the window at 1-based block ⌊(i − 1)/step⌋·step, the last block before the group. Algorithm 2 also
   votes on that block, so its keys would count twice. Here the window begins with the group, and the block before it is
-  subject to the vote. ``window_tokens`` = 128 adds it to the window. Larger values help short groups, whose windows are
-  short.
+  subject to the vote.
 * The partial softmax of Algorithm 1 is not reused in step 3: ``attend`` is shared by all methods and computes the
   anchor region again.
 * Groups lie at absolute positions: group g covers [g · span, (g + 1) · span) with span = 128 · ``step_tiles``. Tiles
@@ -67,12 +66,9 @@ of 8 queries find 4 at a density of 0.85. Two options go beyond the paper; both 
   the keys that unsampled queries look for lie next to the keys that the sampled queries find. Keys of a block also cost
   half as much as stripes, and short groups, which would have long lists of stripes, need no room for them.
 
-With one tile in a group and ``window_tokens`` = 512, on the same prompt: sampling every 16th query with blocks of 32
-and θ = 2 finds all 8 facts at a perplexity 0.6 % above dense and a density of 0.28 (the paper's rule: none, 5.8 %,
-0.65). Sampling without blocks at θ = 3 finds none (0.21). Blocks without sampling at θ = 9 find all, at 5.3 % and 0.40.
-Without the window of 512 keys perplexity rises by 8 %. Of 19 such facts in 12,288 tokens, groups of 4 tiles find 18 at
-θ = 1 (perplexity +1.2 %, density 0.23), 18 at θ = 2 (+0.2 %, 0.31) and 19 at θ = 3 (0 %, 0.38). Single tiles find 16 at
-θ = 3 (0.31), and 17 with every 8th query sampled (0.32). Each figure is from one prompt, in float32 on a CPU.
+Of 19 such facts in 12,288 tokens, groups of 4 tiles that sample every 16th query and keep blocks of 32 find 18 at θ = 1
+(perplexity 1.2 % above dense, density 0.23), 18 at θ = 2 (0.2 %, 0.31) and 19 at θ = 3 (0 %, 0.38). Each figure is from
+one prompt, in float32 on a CPU.
 
 The vote's matrix products grow by 128 / ``sample_tokens``; the anchors' shrink, because only voters need an anchor. A
 group should have no more than ``MOST_VOTERS`` voters: ``step_tiles`` · 128 / ``sample_tokens``.
@@ -96,7 +92,9 @@ from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     GROUP_FIELDS,
+    LIST_SPLIT,
     TILE_FIELDS,
+    VOTE_SPLIT,
     WORD,
     GroupArgs,
     VoterArgs,
@@ -109,9 +107,8 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     vote_kernel,
 )
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.paged import PagedCache, key_args, query_args, wide_dtype
+from vllm_sparse_kernels.paged import PagedCache, key_args, padded_dim, query_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS
 from vllm_sparse_kernels.selection.parameters import require
 
 INITIAL_TOKENS = TILE_TOKENS
@@ -123,14 +120,6 @@ VOTE_COLUMNS = 128
 MOST_VOTERS = 128
 """Largest number of a group's voters in one product. Groups with more voters need several passes, which load the voters
 for each block of keys."""
-
-VOTE_SPLIT = 1024
-"""Candidate keys on which the voters of one program vote."""
-
-SPLIT_TOKENS = 4096
-"""Candidate keys that one program turns into a stretch of a list, ``CHUNK_TOKENS`` at a time."""
-
-CHUNK_TOKENS = 1024
 
 MOST_THETA = 1e30
 """Replaces an infinite θ: an anchor of ∞ minus infinity is not a number."""
@@ -193,7 +182,6 @@ class AnchorAttention(Method):
 
     theta: float = 12.0
     step_tiles: int = 16
-    window_tokens: int = 0
     sample_tokens: int = 0
     whole_blocks: bool = False
     dense_tail: bool = False
@@ -203,8 +191,6 @@ class AnchorAttention(Method):
         require(self.theta >= 0, "theta", self.theta, "a number >= 0, or infinity")
         is_count = isinstance(self.step_tiles, int) and self.step_tiles >= 1
         require(is_count, "step_tiles", self.step_tiles, "a whole number of tiles >= 1")
-        in_blocks = self.window_tokens >= 0 and self.window_tokens % TILE_TOKENS == 0
-        require(in_blocks, "window_tokens", self.window_tokens, "a multiple of 128 >= 0")
         sampled = isinstance(self.sample_tokens, int) and self.sample_tokens in (0, 1, 2, 4, 8, 16, 32, 64, 128)
         require(sampled, "sample_tokens", self.sample_tokens, "0, or a power of two from 1 to 128")
 
@@ -241,7 +227,7 @@ class AnchorAttention(Method):
     @property
     def least_prompt_tokens(self) -> int:
         """Start of the first group that votes, which must be complete under ``dense_tail``."""
-        first_voting_start = self.initial_tokens + self.window_tokens + TILE_TOKENS
+        first_voting_start = self.initial_tokens + TILE_TOKENS
         group_start = ceil_div(first_voting_start, self.span_tokens) * self.span_tokens
         return group_start + self.span_tokens - 1 if self.dense_tail else group_start
 
@@ -255,7 +241,7 @@ class AnchorAttention(Method):
                 tiles_until = ceil_div((i_group + 1) * self.span_tokens - context_len, TILE_TOKENS)
                 end_tile = min(rows.tile_starts[row] + tiles_until, tail_tile)
                 if first_tile < end_tile:
-                    start = i_group * self.span_tokens - self.window_tokens
+                    start = i_group * self.span_tokens
                     num_candidates = max(start - self.initial_tokens, 0)
                     groups.append(Group(start, first_tile, end_tile - first_tile, offset, num_candidates))
                     offset += num_candidates
@@ -282,17 +268,14 @@ class AnchorAttention(Method):
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        block_d = triton.next_power_of_2(head_dim)
+        block_d = padded_dim(head_dim)
         return 512 * block_d if block_d > 256 else 0
 
     def select(self, call: Call) -> None:
         index, rows, empty = call.index, call.rows, call.index.workspace.empty
-        key = Groups, self.step_tiles, self.window_tokens, self.first_group, self.dense_tail
+        key = Groups, self.step_tiles, self.first_group, self.dense_tail
         groups = rows.once(key, lambda: Groups.of(rows, self.groups_of(rows, self.dense_tail)))
-        shape, block_d = (
-            (index.num_heads, rows.num_tiles, self.tile_voters),
-            triton.next_power_of_2(call.cache.head_dim),
-        )
+        shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), padded_dim(call.cache.head_dim)
         voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(call.q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
         words = empty(index.num_heads, num_words, dtype=torch.int32)
@@ -303,7 +286,7 @@ class AnchorAttention(Method):
     def _vote(self, call: Call, voters: VoterArgs, groups: Groups, args: GroupArgs) -> None:
         """Compute the keys that each group keeps (equations 1 and 2), as the words of ``args``."""
         q, cache, rows, group, heads = call.q, call.cache, call.rows, call.group, call.head_ids
-        block_d = triton.next_power_of_2(cache.head_dim)
+        block_d = padded_dim(cache.head_dim)
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, to fit shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
         matrix, descriptor = _matrix(cache, block_n)
@@ -337,9 +320,8 @@ class AnchorAttention(Method):
         block_t = min(max(triton.next_power_of_2(group_voters), 4), MOST_VOTERS, columns)
         num_pairs = max(len(of_row) for of_row in groups.of_rows) * group
         num_sets = ceil_div(num_pairs, columns // block_t)
-        splits = max(ceil_div(groups.largest, VOTE_SPLIT), 1)
+        splits = max(ceil_div(groups.largest, VOTE_SPLIT.value), 1)
         split = VoteSplit(
-            SPLIT=VOTE_SPLIT,
             COLUMNS=columns,
             BLOCK_T=block_t,
             ONE_PASS=group_voters <= block_t,
@@ -357,13 +339,13 @@ class AnchorAttention(Method):
         index, rows, heads = call.index, call.rows, call.head_ids
         blocks_kernel[(rows.num_tiles, len(heads))](
             args, index.args, heads, rows.num_tiles,
-            INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, CHUNK=CHUNK_BLOCKS, ANY=self.whole_blocks,
+            INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, ANY=self.whole_blocks,
         )  # fmt: skip
         if self.whole_blocks:
             return
-        stripes_kernel[(max(ceil_div(groups.largest, SPLIT_TOKENS), 1), len(groups.table), len(heads))](
+        stripes_kernel[(max(ceil_div(groups.largest, LIST_SPLIT.value), 1), len(groups.table), len(heads))](
             args, index.args, heads, rows.num_tiles,
-            INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, SPLIT=SPLIT_TOKENS, CHUNK=CHUNK_TOKENS,
+            INITIAL=self.initial_tokens, INDEX_N=index.block_tokens,
         )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def select_anchor_attention(call: Call) -> None:
 
 
 def window_start(method: "AnchorAttention", rows: Rows, tile: Tile) -> int:
-    """Return where the window of a tile begins: ``window_tokens`` before its group, or at 0 in the dense tail.
+    """Return where the window of a tile begins: with its group, or at 0 in the dense tail.
 
     Groups lie at multiples of the span. A tile belongs to the group of its first query, and to the dense tail if any of
     its queries does.
@@ -51,7 +51,7 @@ def window_start(method: "AnchorAttention", rows: Rows, tile: Tile) -> int:
     tail_start = rows.prompt_ends[tile.row] // span_tokens * span_tokens
     if method.dense_tail and tile.last_position >= tail_start:
         return 0
-    return max(tile.position // span_tokens * span_tokens - method.window_tokens, 0)
+    return tile.position // span_tokens * span_tokens
 
 
 def anchor_differences(
