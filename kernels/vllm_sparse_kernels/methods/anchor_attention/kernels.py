@@ -328,7 +328,7 @@ def _stripe_words(words, o_b, mask, INDEX_N: tl.constexpr):
 
 @triton.jit
 def _bits(b_words):
-    """Return the bits of words [blocks, words of a block], the lowest first: [blocks, words of a block, 32] of 0 or 1."""
+    """Return the bits of words [blocks, words of a block], the lowest first: [blocks, words of a block, 32]."""
     return (b_words[:, :, None] >> tl.arange(0, WORD)[None, None, :]) & 1
 
 
