@@ -19,10 +19,6 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.workspace import Workspace
-
-SPLIT_TOKENS = 1024
-"""Keys per program in ``key_means``."""
 
 FP8 = torch.float8_e4m3fn
 
@@ -193,35 +189,3 @@ def load_block(
         return tl.load(base + (o_n * keys.stride_token)[:, None] + o_d[None, :], mask=mask, other=0.0)
     else:
         return load_keys(keys, i_row, i_kv, start + o_n, end, HEAD_DIM, BLOCK_D)
-
-
-def key_means(
-    cache: PagedCache, block_table: torch.Tensor, row: int, seq_len: int, means: torch.Tensor, workspace: Workspace
-) -> None:
-    """Compute the mean key of one row."""
-    num_splits = ceil_div(seq_len, SPLIT_TOKENS)
-    with workspace.frame():
-        sums = workspace.empty(num_splits, *means.shape)
-        _key_sums_kernel[(num_splits, cache.num_kv_heads)](
-            key_args(cache, block_table), sums, row, seq_len,
-            HEAD_DIM=cache.head_dim, BLOCK_D=means.shape[1], SPLIT=SPLIT_TOKENS, BLOCK_N=64,
-        )  # fmt: skip
-        torch.sum(sums, 0, out=means)
-    means /= seq_len
-
-
-@triton.jit(do_not_specialize=("i_row", "seq_len"))
-def _key_sums_kernel(
-    keys, sums, i_row, seq_len,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Sum up to SPLIT keys of one kv head per program.
-
-    Grid: (num_splits, num_kv_heads). sums is [num_splits, num_kv_heads, BLOCK_D] float32. Bound by memory bandwidth.
-    """
-    i_split, i_kv = tl.program_id(0), tl.program_id(1)
-    b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for i in range(i_split * SPLIT, tl.minimum(i_split * SPLIT + SPLIT, seq_len), BLOCK_N):
-        b_sum += load_keys(keys, i_row, i_kv, i + tl.arange(0, BLOCK_N), seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
-    o_sum = (i_split * tl.num_programs(1) + i_kv) * BLOCK_D + tl.arange(0, BLOCK_D)
-    tl.store(sums + o_sum, tl.sum(b_sum, 0))

@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import PagedCache, key_args, key_means, load_keys
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.selection.key_sums import key_sums
 from vllm_sparse_kernels.workspace import Workspace
 
 SCALE_TOKENS = Constant(64)
@@ -60,8 +61,12 @@ def smooth_keys(
     )
     keys = key_args(cache, rows.block_table)
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "GROUP": group, "HEADS": triton.next_power_of_2(group)}
+    with workspace.frame():
+        sums, splits = key_sums(cache, rows, workspace, moments=1, period=1, groups=16, num_warps=4)
+        for row, seq_len in enumerate(rows.seq_lens):
+            torch.sum(sums[splits.starts[row] : splits.starts[row + 1], :, 0], 0, out=smooth.means[row])
+            smooth.means[row].div_(seq_len)
     for row, seq_len in enumerate(rows.seq_lens):
-        key_means(cache, rows.block_table, row, seq_len, smooth.means[row], workspace)
         _round_keys_kernel[((starts[row + 1] - starts[row]) // SCALE_TOKENS.value, num_kv_heads)](
             keys, int8_heads, smooth.means[row], smooth.integers, smooth.scales, row, seq_len, starts[row], starts[-1],
             **shape,

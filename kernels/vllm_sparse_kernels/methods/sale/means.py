@@ -7,7 +7,6 @@ channels is kept. The two channels that rotary embedding rotates together are ch
 neither lost more on trained attention at every density.
 """
 
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,16 +14,14 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_TOKENS, ceil_div, to_device
+from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.paged import load_queries, query_args
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_TOKENS
 from vllm_sparse_kernels.selection.channels import keep_heaviest
+from vllm_sparse_kernels.selection.key_sums import key_sums
 from vllm_sparse_kernels.selection.lists import load_tile
 
-SPLIT_TOKENS = 512
-"""Keys that one program adds up."""
-
-KEY_SUMS = {"BLOCK_N": 64, "STAGES": 3}
-"""Keys of a step, and number of steps loaded ahead: through shared memory if more than one."""
+TILE = Constant(TILE_TOKENS)
 
 LEAST_CHANNELS = 32
 """Minimum number of channels of an 8-bit product, given by the matrix instructions."""
@@ -50,26 +47,20 @@ def row_means(call: Call, kept_d: int) -> Means:
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
     block_d = triton.next_power_of_2(head_dim)
     moments = 2 if kept_d < block_d else 1  # the second moment is needed to choose channels
-    shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d, "MOMENTS": moments}
     keys = workspace.empty(moments, rows.num_rows, num_kv_heads, block_d)
     queries = workspace.empty(moments, rows.num_rows, num_heads, block_d)
     with workspace.frame():
-        sums = workspace.empty(moments, rows.num_tiles, num_heads, block_d)
-        _query_sums_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, sums, **shape, BLOCK_M=TILE_TOKENS)
+        sums = workspace.empty(rows.num_tiles, num_heads, moments, block_d)
+        _query_sums_kernel[(rows.num_tiles, num_heads)](
+            query_args(q), rows.tiles, sums, HEAD_DIM=head_dim, BLOCK_D=block_d, MOMENTS=moments
+        )
         _means_kernel[(rows.num_rows, num_heads, moments)](
-            sums, rows.num_tiles, rows.device_tile_starts, rows.row_table, queries,
-            BLOCK_D=block_d, FIELDS=ROW_FIELDS, COUNT=1,
-        )  # fmt: skip
-    num_splits = [ceil_div(seq_len, SPLIT_TOKENS) for seq_len in rows.seq_lens]
-    starts = rows.once(row_means, lambda: to_device([*accumulate(num_splits, initial=0)], torch.int32, rows.device))
+            sums, rows.device_tile_starts, rows.row_table, queries, BLOCK_D=block_d, COUNT=1
+        )
     with workspace.frame():
-        sums = workspace.empty(moments, sum(num_splits), num_kv_heads, block_d)
-        _key_sums_kernel[(max(num_splits), num_kv_heads, rows.num_rows)](
-            key_args(cache, rows.block_table), starts, rows.device_seq_lens, sums, sum(num_splits),
-            **shape, SPLIT=SPLIT_TOKENS, **KEY_SUMS, num_warps=4 * moments,
-        )  # fmt: skip
+        sums, splits = key_sums(cache, rows, workspace, moments=moments, period=1, groups=8, num_warps=4 * moments)
         _means_kernel[(rows.num_rows, num_kv_heads, moments)](
-            sums, sum(num_splits), starts, rows.row_table, keys, BLOCK_D=block_d, FIELDS=ROW_FIELDS, COUNT=2
+            sums, splits.device_starts, rows.row_table, keys, BLOCK_D=block_d, COUNT=2
         )
     mean_keys, mean_queries = keys[0], queries[0]  # the first moments
     if kept_d == block_d:
@@ -84,73 +75,34 @@ def row_means(call: Call, kept_d: int) -> Means:
 
 
 @triton.jit
-def _query_sums_kernel(
-    queries, tiles, sums,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+def _query_sums_kernel(queries, tiles, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr):
     """Sum the queries of a tile and head, and their squares.
 
     Grid: (tiles, heads). Bound by memory: it reads each query once.
 
     Args:
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        sums: [MOMENTS, num_tiles, heads, BLOCK_D] float32; written.
+        sums: [num_tiles, heads, MOMENTS, BLOCK_D] float32; written.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
-    b_q = load_queries(queries, i_head, token, length, BLOCK_M, HEAD_DIM, BLOCK_D).to(tl.float32)
-    target = sums + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + tl.arange(0, BLOCK_D)
+    b_q = load_queries(queries, i_head, token, length, TILE, HEAD_DIM, BLOCK_D).to(tl.float32)
+    target = sums + (i_tile * tl.num_programs(1) + i_head) * (MOMENTS * BLOCK_D) + tl.arange(0, BLOCK_D)
     tl.store(target, tl.sum(b_q, 0))
     if MOMENTS == 2:
-        tl.store(target + tl.num_programs(0) * tl.num_programs(1) * BLOCK_D, tl.sum(b_q * b_q, 0))
+        tl.store(target + BLOCK_D, tl.sum(b_q * b_q, 0))
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _key_sums_kernel(
-    keys, starts, seq_lens, sums, num_splits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sum up to SPLIT keys of a kv head, and their squares.
-
-    Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key once.
-
-    Args:
-        starts: [num_rows + 1] int32, a row's first split.
-        seq_lens: [num_rows] int32, each row's keys.
-        sums: [MOMENTS, num_splits, kv heads, BLOCK_D] float32; written.
-    """
-    i_kv, i_row = tl.program_id(1), tl.program_id(2)
-    i_split = tl.load(starts + i_row) + tl.program_id(0)
-    if i_split < tl.load(starts + i_row + 1):
-        begin = tl.program_id(0) * SPLIT
-        end = tl.minimum(begin + SPLIT, tl.load(seq_lens + i_row))
-        b_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        b_square = tl.zeros([BLOCK_N if MOMENTS == 2 else 1, BLOCK_D], tl.float32)
-        for i in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-            o_n = i + tl.arange(0, BLOCK_N)
-            b_k = load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM, BLOCK_D).to(tl.float32)
-            b_sum += b_k
-            if MOMENTS == 2:
-                b_square += b_k * b_k
-        target = sums + (i_split * tl.num_programs(1) + i_kv) * BLOCK_D + tl.arange(0, BLOCK_D)
-        tl.store(target, tl.sum(b_sum, 0))
-        if MOMENTS == 2:
-            tl.store(target + num_splits * tl.num_programs(1) * BLOCK_D, tl.sum(b_square, 0))
-
-
-@triton.jit(do_not_specialize=["num_sums"])
-def _means_kernel(
-    sums, num_sums, starts, rows, means, BLOCK_D: tl.constexpr, FIELDS: tl.constexpr, COUNT: tl.constexpr
-):
+@triton.jit
+def _means_kernel(sums, starts, rows, means, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
     """Average one row, head and moment from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
 
     Grid: (rows, heads, moments). Bound by latency: a few KB per program.
 
     Args:
-        sums: [moments, num_sums, heads, BLOCK_D] float32.
+        sums: [sums of all rows, heads, moments, BLOCK_D] float32.
         starts: [num_rows + 1] int32, a row's first sum.
-        rows: [num_rows + 1, FIELDS] int32, ``Rows.row_table``.
+        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
         means: [moments, num_rows, heads, BLOCK_D] float32; written.
     """
     i_row, i_head, i_moment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -160,9 +112,9 @@ def _means_kernel(
     b_sum = tl.zeros([32, BLOCK_D], tl.float32)
     for i in range(tl.load(starts + i_row), end, 32):
         o_s = i + tl.arange(0, 32)
-        o_sum = ((i_moment * num_sums + o_s)[:, None] * num_heads + i_head) * BLOCK_D + o_d[None, :]
+        o_sum = ((o_s[:, None] * num_heads + i_head) * tl.num_programs(2) + i_moment) * BLOCK_D + o_d[None, :]
         b_sum += tl.load(sums + o_sum, mask=(o_s < end)[:, None], other=0.0)
-    b_mean = tl.sum(b_sum, 0) / tl.load(rows + i_row * FIELDS + COUNT).to(tl.float32)
+    b_mean = tl.sum(b_sum, 0) / tl.load(rows + i_row * ROW_FIELDS + COUNT).to(tl.float32)
     tl.store(means + ((i_moment * tl.num_programs(0) + i_row) * num_heads + i_head) * BLOCK_D + o_d, b_mean)
 
 

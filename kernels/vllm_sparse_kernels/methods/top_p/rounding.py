@@ -34,6 +34,7 @@ from vllm_sparse_kernels.paged import (
 )
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
+from vllm_sparse_kernels.selection.key_sums import GROUP_TOKENS, key_sums
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
 
@@ -41,16 +42,14 @@ LARGEST = Constant(15.0)
 MAGIC = Constant(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
 TINY = Constant(1e-20)  # replaces the largest magnitude of zeros
 
-GROUP_TOKENS = Constant(64)
-"""Keys in a group of the sample. The sample has half as many queries of each tile."""
-
 GROUP_PERIOD = Constant(8)
 """Out of this many consecutive groups of keys, the first belongs to the sample."""
 
 SPLIT_GROUPS = 4
 """Groups of the sample that one program adds up."""
 
-SPLIT_TOKENS = GROUP_TOKENS.value * GROUP_PERIOD.value * SPLIT_GROUPS
+SAMPLED_QUERIES = Constant(32)
+"""Queries of each tile that belong to the sample."""
 
 LEAST_CHANNELS = 64
 """Minimum number of channels. With fewer, the product no longer dominates the time, and only quality would drop."""
@@ -92,22 +91,19 @@ def row_moments(call: Call, storage: Storage) -> Moments:
     block_d, kept_d = padded_dim(head_dim), storage.kept_d
     means = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     chooses = kept_d < block_d
-    num_splits = ceil_div(max(rows.seq_lens), SPLIT_TOKENS)
     channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
     with workspace.frame():
-        sums = workspace.empty(rows.num_rows, num_kv_heads, num_splits, 2, block_d)
+        num_warps = max(block_d // 16, 4)
+        sums, splits = key_sums(
+            cache, rows, workspace, moments=2, period=GROUP_PERIOD.value, groups=SPLIT_GROUPS, num_warps=num_warps
+        )
         squares = workspace.empty(rows.num_tiles, num_heads, block_d) if chooses else None
         shape = {"HEAD_DIM": head_dim, "BLOCK_D": block_d}
-        _key_sums_kernel[(num_splits, num_kv_heads, rows.num_rows)](
-            key_args(cache, rows.block_table), rows.device_seq_lens, sums, **shape, SPLIT_GROUPS=SPLIT_GROUPS,
-            num_warps=max(block_d // 16, 4),
-        )  # fmt: skip
         if chooses:
             _query_squares_kernel[(rows.num_tiles, num_heads)](query_args(q), rows.tiles, squares, **shape)
         _moments_kernel[(rows.num_rows, num_kv_heads)](
-            sums, num_splits, squares, rows.device_tile_starts, rows.device_seq_lens, means, channels,
-            GROUP=call.group, **shape, KEPT_D=kept_d, SPLIT_GROUPS=SPLIT_GROUPS,
-            num_warps=max(block_d // 8, 4),
+            sums, splits.device_starts, squares, rows.device_tile_starts, rows.device_seq_lens, means, channels,
+            GROUP=call.group, **shape, KEPT_D=kept_d, num_warps=max(block_d // 8, 4),
         )  # fmt: skip
     return Moments(means, channels)
 
@@ -163,32 +159,6 @@ def rounding_bytes(block_d: int, kept_d: int, num_vectors: int = KEY_BLOCK.value
 
 
 @triton.jit
-def _key_sums_kernel(keys, seq_lens, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT_GROUPS: tl.constexpr):
-    """Sum the sample's keys and their squares, of one row, kv head and split.
-
-    Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key of the sample once.
-
-    Args:
-        seq_lens: [num_rows] int32, each row's keys.
-        sums: [num_rows, kv heads, splits, 2, BLOCK_D] float32; written.
-    """
-    i_split, i_kv, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    seq_len = tl.load(seq_lens + i_row)
-    if i_split * (GROUP_TOKENS * GROUP_PERIOD * SPLIT_GROUPS) < seq_len:
-        b_sum = tl.zeros([GROUP_TOKENS, BLOCK_D], tl.float32)
-        b_square = tl.zeros([GROUP_TOKENS, BLOCK_D], tl.float32)
-        for i in tl.static_range(SPLIT_GROUPS):
-            o_n = (i_split * SPLIT_GROUPS + i) * (GROUP_TOKENS * GROUP_PERIOD) + tl.arange(0, GROUP_TOKENS)
-            b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
-            b_sum += b_k
-            b_square += b_k * b_k
-        o_d = tl.arange(0, BLOCK_D)
-        target = sums + ((i_row * tl.num_programs(1) + i_kv) * tl.num_programs(0) + i_split) * (2 * BLOCK_D) + o_d
-        tl.store(target, tl.sum(b_sum, 0))
-        tl.store(target + BLOCK_D, tl.sum(b_square, 0))
-
-
-@triton.jit
 def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Compute the mean square of the first queries of one tile and head.
 
@@ -200,17 +170,16 @@ def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
-    length = tl.minimum(length, GROUP_TOKENS // 2)
-    b_q = load_queries(queries, i_head, token, length, GROUP_TOKENS // 2, HEAD_DIM, BLOCK_D).to(tl.float32)
+    length = tl.minimum(length, SAMPLED_QUERIES)
+    b_q = load_queries(queries, i_head, token, length, SAMPLED_QUERIES, HEAD_DIM, BLOCK_D).to(tl.float32)
     target = squares + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + tl.arange(0, BLOCK_D)
     tl.store(target, tl.sum(b_q * b_q, 0) / length)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
 def _moments_kernel(
-    sums, num_splits, squares, tile_starts, seq_lens, means, channels,
+    sums, starts, squares, tile_starts, seq_lens, means, channels,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr,
-    SPLIT_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Compute the mean key of one row and kv head, and its KEPT_D channels with the largest weights.
 
@@ -219,7 +188,8 @@ def _moments_kernel(
     Grid: (rows, kv heads). Bound by latency: a few KB per program.
 
     Args:
-        sums: [num_rows, kv heads, num_splits, 2, BLOCK_D] float32.
+        sums: [splits of all rows, kv heads, 2, BLOCK_D] float32.
+        starts: [num_rows + 1] int32, a row's first split.
         squares: [num_tiles, heads, BLOCK_D] float32, or None.
         tile_starts: [num_rows + 1] int32, each row's first tile.
         seq_lens: [num_rows] int32, each row's keys.
@@ -230,13 +200,13 @@ def _moments_kernel(
     i_kv = i_row * num_kv_heads + tl.program_id(1)
     seq_len = tl.load(seq_lens + i_row)
     o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, 32)
-    splits = (seq_len + GROUP_TOKENS * GROUP_PERIOD * SPLIT_GROUPS - 1) // (GROUP_TOKENS * GROUP_PERIOD * SPLIT_GROUPS)
+    end = tl.load(starts + i_row + 1)
     b_sum = tl.zeros([32, BLOCK_D], tl.float32)
     b_square = tl.zeros([32, BLOCK_D], tl.float32)
-    for i in range(0, splits, 32):
-        at = sums + (i_kv * num_splits + i + o_s)[:, None] * (2 * BLOCK_D) + o_d[None, :]
-        b_sum += tl.load(at, mask=(i + o_s < splits)[:, None], other=0.0)
-        b_square += tl.load(at + BLOCK_D, mask=(i + o_s < splits)[:, None], other=0.0)
+    for i in range(tl.load(starts + i_row), end, 32):
+        at = sums + ((i + o_s) * num_kv_heads + tl.program_id(1))[:, None] * (2 * BLOCK_D) + o_d[None, :]
+        b_sum += tl.load(at, mask=(i + o_s < end)[:, None], other=0.0)
+        b_square += tl.load(at + BLOCK_D, mask=(i + o_s < end)[:, None], other=0.0)
     whole = seq_len // (GROUP_TOKENS * GROUP_PERIOD) * GROUP_TOKENS
     count = (whole + tl.minimum(seq_len % (GROUP_TOKENS * GROUP_PERIOD), GROUP_TOKENS)).to(tl.float32)
     b_mean = tl.sum(b_sum, 0) / count

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of a row's keys, and of their squares, in splits: for mean keys, and for the variance of channels."""
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
+from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.workspace import Workspace
+
+GROUP_TOKENS = Constant(64)
+"""Consecutive keys that are loaded together."""
+
+
+class Splits(NamedTuple):
+    """Splits of the keys of all rows."""
+
+    starts: list[int]  # [num_rows + 1] first split of each row; the last entry is the number of all splits
+    device_starts: torch.Tensor  # [num_rows + 1] int32: ``starts``
+    most: int  # splits of the longest row
+
+
+def key_sums(
+    cache: PagedCache, rows: Rows, workspace: Workspace, *, moments: int, period: int, groups: int, num_warps: int
+) -> tuple[torch.Tensor, Splits]:
+    """Sum keys and, with two ``moments``, their squares: those of the first of every ``period`` groups of 64 keys.
+
+    A split has ``groups`` such groups. The sums are [splits of all rows, num_kv_heads, moments, BLOCK_D] float32.
+    """
+    block_d, split_tokens = padded_dim(cache.head_dim), GROUP_TOKENS.value * period * groups
+    splits = rows.once((Splits, split_tokens), lambda: _splits(rows, split_tokens))
+    sums = workspace.empty(splits.starts[-1], cache.num_kv_heads, moments, block_d)
+    _key_sums_kernel[(splits.most, cache.num_kv_heads, rows.num_rows)](
+        key_args(cache, rows.block_table), splits.device_starts, rows.device_seq_lens, sums,
+        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, MOMENTS=moments, PERIOD=period, GROUPS=groups, num_warps=num_warps,
+    )  # fmt: skip
+    return sums, splits
+
+
+def _splits(rows: Rows, split_tokens: int) -> Splits:
+    counts = [ceil_div(seq_len, split_tokens) for seq_len in rows.seq_lens]
+    starts = [*accumulate(counts, initial=0)]
+    return Splits(starts, to_device(starts, torch.int32, rows.device), max(counts))
+
+
+@triton.jit
+def _key_sums_kernel(
+    keys, starts, seq_lens, sums,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MOMENTS: tl.constexpr, PERIOD: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Sum the keys of one split and kv head, and their squares.
+
+    Grid: (splits of the longest row, kv heads, rows). Bound by memory: it reads each key of the sample once.
+
+    Args:
+        starts: [num_rows + 1] int32, a row's first split.
+        seq_lens: [num_rows] int32, each row's keys.
+        sums: [splits of all rows, kv heads, MOMENTS, BLOCK_D] float32; written.
+    """
+    i_kv, i_row = tl.program_id(1), tl.program_id(2)
+    i_split = tl.load(starts + i_row) + tl.program_id(0)
+    if i_split < tl.load(starts + i_row + 1):
+        seq_len = tl.load(seq_lens + i_row)
+        b_sum = tl.zeros([GROUP_TOKENS, BLOCK_D], tl.float32)
+        b_square = tl.zeros([GROUP_TOKENS if MOMENTS == 2 else 1, BLOCK_D], tl.float32)
+        for i in tl.static_range(GROUPS):
+            first = (tl.program_id(0) * GROUPS + i) * (GROUP_TOKENS * PERIOD)
+            o_n = first + tl.arange(0, GROUP_TOKENS)
+            b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
+            b_sum += b_k
+            if MOMENTS == 2:
+                b_square += b_k * b_k
+        target = sums + (i_split * tl.num_programs(1) + i_kv) * (MOMENTS * BLOCK_D) + tl.arange(0, BLOCK_D)
+        tl.store(target, tl.sum(b_sum, 0))
+        if MOMENTS == 2:
+            tl.store(target + BLOCK_D, tl.sum(b_square, 0))
