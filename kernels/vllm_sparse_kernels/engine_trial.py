@@ -18,7 +18,7 @@ import torch
 
 from vllm_sparse_kernels.attention.engine import AttendEngine
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.attention.reference import ReferenceAttend, fp8_weights
+from vllm_sparse_kernels.attention.reference import attend, exact_weights, fp8_weights
 from vllm_sparse_kernels.call import NO_HEADS, Call, HeadGroup
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer import Layer
@@ -112,13 +112,12 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
     results = []
     is_fp8 = batch.q.dtype == FP8  # products of its elements are too large for fp16
     eager = torch.float32 if is_fp8 else batch.q.dtype
-    for dtype, out_dtype, weights in (
-        (torch.float64, torch.float64, None),
-        (eager, wide_dtype(batch.q.dtype), fp8_weights if is_fp8 else None),
+    for dtype, out_dtype, round_weights in (
+        (torch.float64, torch.float64, exact_weights),
+        (eager, wide_dtype(batch.q.dtype), fp8_weights if is_fp8 else exact_weights),
     ):
         out = torch.full_like(batch.q, float("nan"), dtype=out_dtype)
-        attend = ReferenceAttend(dtype, weights)
-        attend(batch.call(index), out, options, batch.sinks)
+        attend(batch.call(index), out, options, batch.sinks, dtype, round_weights)
         results.append(out)
     out, eager_out = results
     return Expected(out, error_budget(eager_out, out))

@@ -41,7 +41,6 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
 
     from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, StripeLayout
     from vllm_sparse_kernels.attention.hopper import engine as hopper
-    from vllm_sparse_kernels.attention.portable.engine import matrix_args
     from vllm_sparse_kernels.call import Call
 
     head_dim, block, lists, name = case.split("-")
@@ -55,10 +54,8 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
     )
     cache = PagedCache(*torch.zeros(4, 128, 2, 2 * int(head_dim), dtype=dtype).split(int(head_dim), -1))
     q = torch.zeros(sum(queries), num_heads, int(head_dim), dtype=dtype)
-    matrix = matrix_args(cache)
-    assert matrix is not None
     sinks = torch.zeros(num_heads, dtype=dtype) if "sinks" in lists else None
-    hopper.run(Call(q, cache, index, 1.0), matrix, torch.empty_like(q), sinks=sinks)
+    hopper.attend(Call(q, cache, index, 1.0), torch.empty_like(q), sinks=sinks)
 
 
 def exponents(case: str) -> int:

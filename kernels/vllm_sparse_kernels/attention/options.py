@@ -51,13 +51,3 @@ class AttendOptions:
     def skips(self) -> bool:
         """Whether any head skips products."""
         return self.skip_margins is not None
-
-    def check(self, num_heads: int) -> None:
-        """Raise ValueError if a tensor does not have one value for each of the layer's query heads."""
-        for name in ("skip_margins", "int8_heads"):
-            values = getattr(self, name)
-            if values is not None and values.shape != (num_heads,):
-                raise ValueError(
-                    f"AttendOptions: {name}: given shape {tuple(values.shape)}, expected ({num_heads},), one value for "
-                    "each head"
-                )

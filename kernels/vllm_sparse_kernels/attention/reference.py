@@ -13,7 +13,6 @@ printed omits l_{i,j−1}.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -27,56 +26,54 @@ from vllm_sparse_kernels.paged import FP8
 INT8_MAX = 127
 
 
-@dataclass(frozen=True)
-class ReferenceAttend:
-    """``engine.Attend`` in plain torch, on any device."""
-
-    dtype: torch.dtype = torch.float32
-    round_weights: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def __call__(
-        self,
-        call: Call,
-        out: torch.Tensor,
-        options: AttendOptions | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Compute attention; ``engine.Attend`` describes it."""
-        q, cache, index, scale = call.q, call.cache, call.index, call.scale
-        rows, num_heads, group = call.rows, index.num_heads, call.group
-        margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
-        if options is not None:
-            options.check(num_heads)
-            margins = margins if options.skip_margins is None else options.skip_margins.tolist()
-            int8_heads = int8_heads if options.int8_heads is None else options.int8_heads.tolist()
-        for row in range(rows.num_rows):
-            keys, values = (x.to(self.dtype) for x in cache.gather(rows.block_table[row], rows.seq_lens[row]))
-            values = values * cache.value_scale
-            smooth = smooth_keys(keys) if any(int8_heads) else None
-            for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
-                tile = rows.tile_list[i_tile]
-                tokens = slice(tile.token, tile.token + tile.length_tokens)
-                positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
-                for head in range(num_heads):
-                    kept, steps = walk(index, head, i_tile)
-                    b_q, i_kv = q[tokens, head].to(self.dtype), head // group
-                    if int8_heads[head] and smooth is not None:
-                        integers, key_scales, means = (x[i_kv] for x in smooth)
-                        scores = scores_int8(b_q, integers[kept], key_scales[kept]) * scale
-                        shift = b_q @ means * scale
-                    else:
-                        scores, shift = (b_q @ keys[kept, i_kv].T) * scale, b_q.new_zeros(())
-                    scores.masked_fill_(kept[None, :] > positions[:, None], -torch.inf)
-                    sink = None if sinks is None else sinks[head].to(self.dtype) - shift
-                    p = weights(scores, sink)
-                    if margins[head] > -math.inf:
-                        p = p * (step_margins(scores, steps)[steps] >= margins[head])
-                    p = p if self.round_weights is None else self.round_weights(p)
-                    out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
+def exact_weights(p: torch.Tensor) -> torch.Tensor:
+    return p
 
 
-attend = ReferenceAttend()
-"""In float32."""
+def attend(
+    call: Call,
+    out: torch.Tensor,
+    options: AttendOptions | None = None,
+    sinks: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    round_weights: Callable[[torch.Tensor], torch.Tensor] = exact_weights,
+) -> None:
+    """Compute attention in plain torch, on any device; see ``engine.Attend``.
+
+    Args:
+        dtype: Type of all intermediate values.
+        round_weights: Rounds the weights of values, as an engine does.
+    """
+    q, cache, index, scale = call.q, call.cache, call.index, call.scale
+    rows, num_heads, group = call.rows, index.num_heads, call.group
+    margins, int8_heads = [-math.inf] * num_heads, [0] * num_heads
+    if options is not None:
+        margins = margins if options.skip_margins is None else options.skip_margins.tolist()
+        int8_heads = int8_heads if options.int8_heads is None else options.int8_heads.tolist()
+    for row in range(rows.num_rows):
+        keys, values = (x.to(dtype) for x in cache.gather(rows.block_table[row], rows.seq_lens[row]))
+        values = values * cache.value_scale
+        smooth = smooth_keys(keys) if any(int8_heads) else None
+        for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+            tile = rows.tile_list[i_tile]
+            tokens = slice(tile.token, tile.token + tile.length_tokens)
+            positions = tile.position + torch.arange(tile.length_tokens, device=q.device)
+            for head in range(num_heads):
+                kept, steps = walk(index, head, i_tile)
+                b_q, i_kv = q[tokens, head].to(dtype), head // group
+                if int8_heads[head] and smooth is not None:
+                    integers, key_scales, means = (x[i_kv] for x in smooth)
+                    scores = scores_int8(b_q, integers[kept], key_scales[kept]) * scale
+                    shift = b_q @ means * scale
+                else:
+                    scores, shift = (b_q @ keys[kept, i_kv].T) * scale, b_q.new_zeros(())
+                scores.masked_fill_(kept[None, :] > positions[:, None], -torch.inf)
+                sink = None if sinks is None else sinks[head].to(dtype) - shift
+                p = weights(scores, sink)
+                if margins[head] > -math.inf:
+                    p = p * (step_margins(scores, steps)[steps] >= margins[head])
+                p = round_weights(p)
+                out[tokens, head] = (p @ values[kept, i_kv]).to(out.dtype)
 
 
 def weights(scores: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:

@@ -35,7 +35,6 @@ from vllm_sparse_kernels.attention import HOPPER, PORTABLE, AttendEngine, Attend
 from vllm_sparse_kernels.attention.flash import engine as flash_module
 from vllm_sparse_kernels.attention.flash.engine import PART_SEQUENCES, flash_engine
 from vllm_sparse_kernels.attention.hopper import engine as hopper_module
-from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -383,12 +382,6 @@ class TestFlash:
         flash = flash_engine(FlashAttention.of_version(version, paged_varlen) if version else None)
         why = flash.refusal(dataclasses.replace(SPEC, **changes))
         assert (why is None) if says is None else (says in why)
-
-    def test_what_it_refuses_it_does_not_run(self, device):
-        batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
-        options = AttendOptions(torch.zeros(2, device=device), None)
-        with pytest.raises(ValueError, match="the engine flash cannot run this: the skip of products"):
-            ENGINES["flash"].attend(batch.call(random_index(batch, 64, 1.0)), batch.q, options=options)
 
 
 SPEC = AttendSpec(

@@ -9,6 +9,7 @@ from vllm_sparse_kernels.attention.hopper import engine as hopper
 from vllm_sparse_kernels.attention.portable.engine import matrix_args
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import key_args
 
 
 def _order(batch: Batch, index: SparseIndex) -> list[tuple[int, int]]:
@@ -16,8 +17,10 @@ def _order(batch: Batch, index: SparseIndex) -> list[tuple[int, int]]:
     matrix = matrix_args(batch.cache)
     assert matrix is not None
     with index.workspace.frame():
-        lists = hopper._prepare(batch.cache, matrix, index)[2]
-        return [(int(i) % index.num_heads, int(i) // index.num_heads) for i in lists.order]
+        shape = {"NUM_HEADS": index.num_heads, "GROUP": batch.call(index).group, "BLOCK_N": index.block_tokens}
+        keys = key_args(batch.cache, batch.rows.block_table)
+        order = hopper._prepare(index, keys, index.args, matrix, shape).order
+        return [(int(i) % index.num_heads, int(i) // index.num_heads) for i in order]
 
 
 @pytest.mark.parametrize(

@@ -174,13 +174,6 @@ def test_options_that_nobody_asks_for():
     assert AttendOptions.from_heads([-3.0], [False], device).int8_heads is None
 
 
-def test_options_that_do_not_fit(device):
-    batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
-    index = random_index(batch, 64, 1.0)
-    with pytest.raises(ValueError, match=r"skip_margins: given shape \(3,\), expected \(2,\)"):
-        run(batch, index, AttendOptions(torch.zeros(3, device=device), None))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bulk", [False, True])

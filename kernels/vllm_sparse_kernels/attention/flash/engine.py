@@ -87,32 +87,24 @@ class FlashAttention:
         return FlashAttention(partial(varlen, fa_version=version, num_splits=1), *known[version])
 
 
-@dataclass(frozen=True)
-class FlashAttend:
-    """``engine.Attend`` by FlashAttention."""
-
-    flash: FlashAttention | None
-
-    def __call__(
-        self,
-        call: Call,
-        out: torch.Tensor,
-        options: AttendOptions | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Compute attention; ``engine.Attend`` describes the arguments."""
-        check_shapes(call, out, sinks)
-        reason = refusal(self.flash, AttendSpec.of(call.cache, call.index, options))
-        if reason is not None or self.flash is None:
-            raise ValueError(f"attend: the engine flash cannot run this: {reason}")
-        queries = AttendArgs.of(call.q, out, sinks)
-        for part in _parts(call.index, call.cache):
-            with call.index.workspace.frame():
-                _attend_part(self.flash, call, queries, part)
+def attend(
+    flash: FlashAttention | None,
+    call: Call,
+    out: torch.Tensor,
+    options: AttendOptions | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Compute attention of a layer without ``refusal``; see ``engine.Attend``."""
+    assert flash is not None
+    check_shapes(call, out, sinks)
+    queries = AttendArgs.of(call.q, out, sinks)
+    for part in _parts(call.index, call.cache):
+        with call.index.workspace.frame():
+            _attend_part(flash, call, queries, part)
 
 
 def flash_engine(flash: FlashAttention | None) -> AttendEngine:
-    return AttendEngine("flash", partial(refusal, flash), FlashAttend(flash))
+    return AttendEngine("flash", partial(refusal, flash), partial(attend, flash))
 
 
 def refusal(flash: FlashAttention | None, spec: AttendSpec) -> str | None:

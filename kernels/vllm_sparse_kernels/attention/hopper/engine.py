@@ -6,7 +6,7 @@ stripe in the cache and orders the work. In the second, one program per multipro
 order. The result of an item does not depend on the program that computes it, or on the time.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +17,14 @@ from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, matrix_arg
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.engine_choice import gluon_refusal
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache, key_args
+from vllm_sparse_kernels.index import IndexArgs, SparseIndex
+from vllm_sparse_kernels.paged import KeyArgs, key_args
 from vllm_sparse_kernels.rows import ceil_div
 
 try:
     from vllm_sparse_kernels.attention.hopper.item import COLUMNS, HALF, SIZES
     from vllm_sparse_kernels.attention.hopper.kernel import hopper_kernel
-    from vllm_sparse_kernels.attention.hopper.prepare import prepare_kernel
+    from vllm_sparse_kernels.attention.hopper.prepare import RANKED, prepare_kernel
     from vllm_sparse_kernels.gluon_compat import TensorDescriptor, gl
 
     GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -32,9 +32,6 @@ except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a na
     MISSING_GLUON: str | None = str(error)
 else:
     MISSING_GLUON = None
-
-RANKING = {"RANKED": 8, "OTHERS": 1024}
-"""Number of items that a program ranks, and number of other items with which it compares them at a time."""
 
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
@@ -81,23 +78,11 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Run attention over the index's keys; see ``engine.Attend``."""
+    """Run attention over the index's keys, for a layer without ``refusal``; see ``engine.Attend``."""
     check_shapes(call, out, sinks)
-    why = refusal(AttendSpec.of(call.cache, call.index, options))
-    matrix = matrix_args(call.cache)
-    if why is not None or matrix is None or call.q.dtype != call.cache.keys.dtype:
-        raise ValueError(f"attend: the engine hopper cannot run this: {why or 'the cache is not a matrix of tokens'}")
-    run(call, matrix, out, sinks)
-
-
-def run(
-    call: Call,
-    matrix: MatrixArgs,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    """Launch both kernels without the checks of ``attend``, so that tests can compile for Hopper without a GPU."""
     q, cache, index = call.q, call.cache, call.index
+    matrix = matrix_args(cache)
+    assert matrix is not None
     if q.stride(1) * index.num_heads > q.stride(0):
         q = q.contiguous()
     num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
@@ -108,38 +93,32 @@ def run(
         for x in (cache.keys, cache.values)
     )
     head_strides = HeadStrideArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
+    shape = {"NUM_HEADS": num_heads, "GROUP": call.group, "BLOCK_N": index.block_tokens}
+    cache_args, index_args = key_args(cache, call.rows.block_table, values=True), index.args
     with index.workspace.frame():
-        cache_args, index_args, work = _prepare(cache, matrix, index)
+        work = _prepare(index, cache_args, index_args, matrix, shape)
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
             queries, keys, values, AttendArgs.of(q, out, sinks), cache_args, head_strides, index_args, work,
-            num_tiles, call.scale * LOG2_E.value, **_shape(cache, index), D=head_dim, STRIPES=index.has_stripes,
-            num_warps=4,
+            num_tiles, call.scale * LOG2_E.value, **shape, D=head_dim, STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
 
 
-def _prepare(cache: PagedCache, matrix: MatrixArgs, index: SparseIndex) -> tuple[Any, ...]:
-    """Launch ``prepare_kernel`` and return (cache_args, index_args, work)."""
-    rows, workspace = index.rows, index.workspace
-    num_items = rows.num_tiles * index.num_heads
-    order = workspace.empty(num_items, dtype=torch.int32)
-    counter = workspace.empty(1, dtype=torch.int32)
-    places = workspace.empty(*index.block_ids.shape, dtype=torch.int32)
-    stripe_places = workspace.empty(len(index.stripe_positions), dtype=torch.int32) if index.has_stripes else None
-    work = WorkArgs(places, stripe_places, order, counter)
-    cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
-    prepare_kernel[(ceil_div(num_items, RANKING["RANKED"]) + num_items,)](
-        index_args, cache_args, rows.num_tiles, matrix.rows_per_page, counter, places, stripe_places, order,
-        **_shape(cache, index), CHUNK=512, **RANKING,
-    )  # fmt: skip
-    return cache_args, index_args, work
-
-
-def _shape(cache: PagedCache, index: SparseIndex) -> dict[str, int]:
-    return {
-        "NUM_HEADS": index.num_heads,
-        "GROUP": index.num_heads // cache.num_kv_heads,
-        "BLOCK_N": index.block_tokens,
-    }
+def _prepare(
+    index: SparseIndex, cache_args: KeyArgs, index_args: IndexArgs, matrix: MatrixArgs, shape: dict[str, int]
+) -> WorkArgs:
+    """Launch ``prepare_kernel``, and return what it writes."""
+    num_tiles, empty = index.rows.num_tiles, partial(index.workspace.empty, dtype=torch.int32)
+    num_items = num_tiles * index.num_heads
+    work = WorkArgs(
+        places=empty(*index.block_ids.shape),
+        stripe_places=empty(len(index.stripe_positions)) if index.has_stripes else None,
+        order=empty(num_items),
+        counter=empty(1),
+    )
+    prepare_kernel[(ceil_div(num_items, RANKED.value) + num_items,)](
+        index_args, cache_args, num_tiles, matrix.rows_per_page, work, **shape
+    )
+    return work
 
 
 def _descriptor(base: torch.Tensor, num_rows: int, num_columns: int, stride_row: int, box_rows: int) -> Any:

@@ -7,32 +7,35 @@ import triton.language as tl
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import TILE_FIELDS
 
+RANKED, OTHERS = Constant(8), Constant(1024)
+"""Items that a program ranks, and other items with which it compares them at a time."""
+
+CHUNK = Constant(512)
+"""Blocks or stripes of a step."""
+
 MOST_HEADS = Constant(1 << 16)
 """Upper bound of the number of kv heads of a rank."""
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def prepare_kernel(
-    index, cache, num_tiles, rows_per_page, counter, places, stripe_places, order,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, RANKED: tl.constexpr,
-    OTHERS: tl.constexpr,
-):  # fmt: skip
+    index, cache, num_tiles, rows_per_page, work, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Order the work, and locate the listed blocks and stripes in the cache viewed as a matrix of tokens.
 
     Grid: one program for every RANKED items, which ranks them, followed by one for each item, which locates its lists.
     Bound by latency: a few dependent loads.
 
     Args:
-        counter: [1] int32, set to 0.
-        order: [num_tiles · NUM_HEADS] int32: tile · NUM_HEADS + head, in the order in which the items are taken.
+        work: ``WorkArgs``; written. The counter becomes 0.
     """
     num_rankers = (num_tiles * NUM_HEADS + RANKED - 1) // RANKED
     i_item = tl.program_id(0) - num_rankers
     if i_item < 0:
         begin = tl.program_id(0) * RANKED
-        _rank_items(index, begin, num_tiles, order, NUM_HEADS, GROUP, BLOCK_N, RANKED, OTHERS)
+        _rank_items(index, begin, num_tiles, work.order, NUM_HEADS, GROUP, BLOCK_N)
         if begin == 0:
-            tl.store(counter, 0)
+            tl.store(work.counter, 0)
         return
     i_head, i_tile = _item_in_order(i_item, index, num_tiles, GROUP)
     o_count = i_head * num_tiles + i_tile
@@ -42,8 +45,8 @@ def prepare_kernel(
     for start in range(0, num_blocks, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
         b_position = tl.load(index.block_ids + o_blocks + o_n, mask=o_n < num_blocks, other=0) * BLOCK_N
-        _store_places(places + o_blocks + o_n, b_position, o_n < num_blocks, table, cache.page_size, rows_per_page)
-    if stripe_places is not None:
+        _store_places(work.places + o_blocks + o_n, b_position, o_n < num_blocks, table, cache.page_size, rows_per_page)
+    if work.stripe_places is not None:
         o_stripes = tl.load(index.stripe_offsets + o_count)
         num_stripes = tl.load(index.stripe_counts + o_count)
         # The tiles of a group share a list. The first tile locates it.
@@ -54,15 +57,12 @@ def prepare_kernel(
         for start in range(0, tl.where(is_first, num_stripes, 0), CHUNK):
             o_n = start + tl.arange(0, CHUNK)
             b_position = tl.load(index.stripe_positions + o_stripes + o_n, mask=o_n < num_stripes, other=0)
-            target = stripe_places + o_stripes + o_n
+            target = work.stripe_places + o_stripes + o_n
             _store_places(target, b_position, o_n < num_stripes, table, cache.page_size, rows_per_page)
 
 
 @triton.jit
-def _rank_items(
-    index, begin, num_tiles, order,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, RANKED: tl.constexpr, OTHERS: tl.constexpr,
-):  # fmt: skip
+def _rank_items(index, begin, num_tiles, order, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr):
     """Rank RANKED items: store each at its place in ``order``.
 
     Items are ordered by kv head, so that the keys of a kv head stay in the L2 cache while their readers run, and within

@@ -215,7 +215,6 @@ def _option_args(
     # The results are separate arguments: Triton 3.6 cannot compare a tuple that contains None with None.
     if options is None:
         return None, None, None, None
-    options.check(index.num_heads)
     if options.int8_heads is None:
         return options.skip_margins, None, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
