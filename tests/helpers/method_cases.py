@@ -28,7 +28,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0}],
-    "top_p": [{}, {"channels": "all"}],
+    "top_p": [{}],
 }
 """Settings of a method that use other kernels, or another amount of memory, than its defaults."""
 

@@ -87,7 +87,6 @@ def test_layers_that_do_not_fit_are_refused_with_the_reason(
         (make_method("anchor_attention"), 256, 99, True),
         (make_method("anchor_attention"), 512, 227, False),
         (make_method("top_p"), 512, 227, False),
-        (make_method("top_p", channels="all"), 512, 227, True),
         (make_method("sale"), 128, 99, True),
         (make_method("sale"), 256, 99, True),
         (make_method("sale"), 512, 227, False),

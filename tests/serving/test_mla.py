@@ -111,8 +111,8 @@ PLACE = "--additional-config sparse_prefill"
         ),
         (mla_config({"profile": "streaming"}), f"{PLACE}.profile: given 'streaming', which multi-head latent"),
         (
-            mla_config({"params": {"queries": "half"}}),
-            f"{PLACE}.params.queries: given 'half', but top_p has only the parameters kept_mass, most_tokens",
+            mla_config({"params": {"peak_share": 0.5}}),
+            f"{PLACE}.params.peak_share: given 0.5, but top_p has only the parameters kept_mass, most_tokens",
         ),
         (mla_config({"params": {"kept_mass": 2}}), r"params: kept_mass: .*2"),
         (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', which multi-head"),

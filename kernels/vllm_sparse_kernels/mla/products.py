@@ -16,10 +16,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.engine_choice import capability_of
-from vllm_sparse_kernels.methods.top_p.scored import num_scored, scored_offsets
+from vllm_sparse_kernels.methods.top_p.scored import SCORED, num_scored, scored_offsets
 from vllm_sparse_kernels.mla.attention import has_bulk_copies
 from vllm_sparse_kernels.mla.calls import BLOCK, SET_FIELDS, TILE_FIELDS, MlaCall, Part
-from vllm_sparse_kernels.mla.rounding import KEPT_D, SCORED, Rounded
+from vllm_sparse_kernels.mla.rounding import KEPT_D, Rounded
 from vllm_sparse_kernels.rows import ceil_div
 
 STEP = Constant(128)
@@ -101,8 +101,8 @@ def _products_kernel(
         b_tile = i_tile + tl.minimum(o_r // SCORED, count - 1)
         b_fields = tiles + b_tile * TILE_FIELDS
         b_length = tl.load(b_fields + 1)
-        is_scored = ((o_r // SCORED < count) & (o_s < num_scored(b_length, SCORED)))[:, None]
-        b_place = scored_offsets(o_s, b_length, SCORED)
+        is_scored = ((o_r // SCORED < count) & (o_s < num_scored(b_length)))[:, None]
+        b_place = scored_offsets(o_s, b_length)
         i_query = i_head * rounded.num_queries + tl.load(b_fields) + b_place
         b_q = tl.load(rounded.queries + i_query[:, None] * KEPT_D + o_c[None, :], mask=is_scored, other=0.0)
         b_last = tl.load(b_fields + 2) + b_place  # each query's last key, if the keys are new tokens

@@ -13,13 +13,10 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
-from vllm_sparse_kernels.methods.top_p.scored import HALF_SCORED, TILE, num_scored, scored_offsets
+from vllm_sparse_kernels.methods.top_p.scored import SCORED, TILE, num_scored, scored_offsets
 from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, ROW_FIELDS, Part, Tensors
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest
-
-SCORED = Constant(HALF_SCORED)
-"""Queries of a whole tile that are scored: the second of each two neighbours. The kept blocks are for all queries."""
 
 KEPT_D = Constant(128)
 """Channels that estimates multiply."""
@@ -123,10 +120,10 @@ def _round_queries_kernel(tensors, rows, first_head, num_heads, softmax_scale, m
     fields = rows + tl.program_id(1) * ROW_FIELDS
     start, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
     o_s = tl.program_id(0) * SCORED + tl.arange(0, SCORED)
-    is_scored = o_s < num_scored(count, SCORED)  # tiles are whole, except for the last: rows have the rule of tiles
+    is_scored = o_s < num_scored(count)  # tiles are whole, except for the last: rows have the rule of tiles
     i_head = tl.program_id(2).to(tl.int64)
     i_moments = tl.program_id(1) * num_heads + first_head + i_head
-    o_q = start + scored_offsets(o_s, count, SCORED)
+    o_q = start + scored_offsets(o_s, count)
     q = tensors.q + o_q[:, None] * tensors.stride_q_token + (first_head + i_head) * tensors.stride_q_head
     o_c, o_d = tl.arange(0, KEPT_D), tl.arange(0, BLOCK_D)
     b_channels = tl.load(moments.channels + i_moments * KEPT_D + o_c)

@@ -33,12 +33,12 @@ from vllm_sparse_kernels.methods.top_p.choice import (
     sum_and_count,
 )
 from vllm_sparse_kernels.methods.top_p.method import stored_dtype
-from vllm_sparse_kernels.methods.top_p.scored import num_scored, scored_offsets
+from vllm_sparse_kernels.methods.top_p.scored import SCORED, num_scored, scored_offsets
 from vllm_sparse_kernels.mla.attention import BlockLists
 from vllm_sparse_kernels.mla.calls import BLOCK, MOST_ROWS, SINK, TILE_FIELDS, MlaCall, Part, Tensors
 from vllm_sparse_kernels.mla.products import load_reach, run_products
 from vllm_sparse_kernels.mla.reference import RunningSums
-from vllm_sparse_kernels.mla.rounding import BLOCK_D, KEPT_D, SCORED, Moments, Rounded, fill_moments, round_vectors
+from vllm_sparse_kernels.mla.rounding import BLOCK_D, KEPT_D, Moments, Rounded, fill_moments, round_vectors
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import append
 
@@ -142,8 +142,8 @@ def _load_tile(rounded, scratch, tiles, stride_sums, width, CAUSAL: tl.constexpr
     fields = tiles + tl.program_id(0) * TILE_FIELDS
     length = tl.load(fields + 1)
     o_s = tl.arange(0, SCORED)
-    number = num_scored(length, SCORED)
-    b_place = scored_offsets(o_s, length, SCORED)
+    number = num_scored(length)
+    b_place = scored_offsets(o_s, length)
     o_query = i_head * rounded.num_queries + tl.load(fields) + b_place
     return ScoredTile(
         scratch.products + i_list * width * SCORED,

@@ -40,7 +40,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
         {"top_share": 0.3, "min_similarity": -0.1},
     ],
     "top_p": [
-        {"kept_mass": 0.9, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64, "channels": "all"},
+        {"kept_mass": 0.9, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64},
         {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
     ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
@@ -140,9 +140,8 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
         "top_share": (0.0, -0.5, 1.01, NAN),
     },
     "top_p": {
-        "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most",),
+        "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130),
         "most_tokens": (0, -32, 33), "peak_share": (0.0, 1.01, NAN),
-        "queries": ("most", 2),
     },
     "vertical_slash": {
         "vertical_tokens": (-1,), "slash_tokens": (-1,), "forced_verticals": (-1,), "forced_slashes": (-1,),

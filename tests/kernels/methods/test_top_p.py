@@ -22,12 +22,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
-METHOD = TopP(
-    kept_mass=0.7, sink_tokens=32, local_tokens=128, most_tokens=None, channels="all", queries="all", peak_share=1.0
-)  # fmt: skip
-HALF = replace(METHOD, channels="half")
-FEW_QUERIES = replace(METHOD, queries="half")
-FEWEST = replace(HALF, queries="half")
+METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_tokens=None, peak_share=1.0)
 MASS_ERROR = 5e-3
 """Total error of a tile's masses: half precision rounds scores up to 32 by up to 2^-7; exponentials err by as much."""
 
@@ -69,12 +64,13 @@ def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> to
 
 
 def exact_masses(batch: Batch, head: int, i_tile: int) -> torch.Tensor:
-    """Return the masses by the equations in float64, from scores that were never rounded."""
+    """Return the masses by the equations in float64, from scores of all channels that were never rounded."""
     tile = batch.rows.tile_list[i_tile]
     queries, keys = row_parts(batch, tile.row, head)
     first = tile.position - batch.rows.context_lens[tile.row]
     scores = queries[first : first + tile.length_tokens] @ keys[: tile.last_position + 1].T * batch.scale
     scores = scores.masked_fill(torch.ones_like(scores).triu(tile.position + 1).bool(), -torch.inf)
+    scores = scores[scored_queries(tile.length_tokens)]
     top = pad(scores, (0, -scores.shape[1] % 32), value=-torch.inf).unflatten(1, (-1, 32)).amax(2).exp()
     return (top / top.sum(1, keepdim=True)).mean(0)
 
@@ -92,59 +88,53 @@ LONG = [(8100, 150), (0, 2049), (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("method", "heads", "dtype", "page_size", "lengths"),
+    ("heads", "dtype", "page_size", "lengths"),
     [
-        *by_turns([METHOD, HALF] * 2, SHAPES, DTYPES, [16, 48, 128], [LENGTHS]),
-        (FEWEST, (3, 3, 128), torch.float16, 128, LENGTHS),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in by_turns([FEW_QUERIES, FEWEST] * 2, SHAPES, DTYPES, [48, 128, 16], [LENGTHS])
-        ),
-        pytest.param(METHOD, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
-        pytest.param(FEW_QUERIES, (2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
+        *by_turns(SHAPES, DTYPES, [16, 48, 128], [LENGTHS]),
+        pytest.param((2, 1, 32), torch.float16, 16, LONG, marks=pytest.mark.full),
     ],
 )
-def test_masses_are_those_of_the_reference(method, heads, dtype, page_size, lengths, monkeypatch) -> None:
+def test_masses_are_those_of_the_reference(heads, dtype, page_size, lengths, monkeypatch) -> None:
     batch = make_batch(lengths, heads, page_size, dtype)
-    check_masses(method, batch, masses_of(method, batch, monkeypatch))
+    check_masses(METHOD, batch, masses_of(METHOD, batch, monkeypatch))
 
 
 def test_eight_bits_are_close_to_exact_scores() -> None:
     """In tiles with several queries, errors average out. Half of the masses' difference is the mass that may be
     misplaced."""
-    batch = make_batch([(1500, 300)], (2, 1, 128), dtype=torch.float32)
+    batch = make_batch([(1500, 300)], (2, 1, 64), dtype=torch.float32)  # all of 64 channels are multiplied
     for head, i_tile, shares in tile_shares(call_of(METHOD, batch)):
         assert float((shares.mean(0) - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
 
 
-def rounded_by(batch: Batch, method: TopP, permuted: bool) -> list[torch.Tensor]:
+def rounded_by(batch: Batch, permuted: bool) -> list[torch.Tensor]:
     """Return rounded queries, factors, keys and steps of all rows, with 7 wherever nothing is written."""
-    call, storage = call_of(method, batch), method.storage(batch.cache.head_dim, torch.float16)
+    call = call_of(METHOD, batch)
+    storage = rounding.Storage(module.estimate_channels(batch.cache.head_dim), torch.float16)
     moments = rounding.row_moments(call, storage)
     room: Any = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
     filled = replace(call, index=replace(call.index, workspace=room))
-    (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes(storage.num_scored))
+    (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes)
     queries = rounding.round_queries(filled, moments, storage)
     return [*queries, *rounding.round_keys(filled, slab, moments, storage, permuted)]
 
 
-@pytest.mark.parametrize(("method", "permuted"), [(METHOD, False), (HALF, True), (FEW_QUERIES, True)])
-def test_smaller_programs_round_to_the_same(method, permuted, monkeypatch) -> None:
+@pytest.mark.parametrize(("head_dim", "permuted"), [(64, False), (128, True)])
+def test_smaller_programs_round_to_the_same(head_dim, permuted, monkeypatch) -> None:
     """GPUs without shared memory for 128 float32 vectors round 64 or 32 at a time."""
-    batch = make_batch(heads=(2, 1, 64))
-    whole = rounded_by(batch, method, permuted)
+    batch = make_batch(heads=(2, 1, head_dim))
+    whole = rounded_by(batch, permuted)
     assert all(bool((part != 7).any()) for part in whole)
     for num_vectors in (64, 32):
         monkeypatch.setattr(rounding, "vectors_at_once", lambda block_d, kept_d, limit_bytes, n=num_vectors: n)
-        assert all(torch.equal(a, b) for a, b in zip(whole, rounded_by(batch, method, permuted), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(whole, rounded_by(batch, permuted), strict=True))
 
 
-@pytest.mark.parametrize("queries", ["all", "half"])
 @pytest.mark.parametrize("lengths", [[(900, 130), (0, 63), (500, 1)], [(2000, 49)]])
-def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, queries: str, monkeypatch: Any) -> None:
+def test_blocks_are_kept_for_what_some_query_looks_for(lengths: Any, monkeypatch: Any) -> None:
     """All other kept blocks are the same as without peaks: a block kept for a peak does not count towards p."""
     batch = make_batch(lengths)
-    method = replace(METHOD, kept_mass=0.3, peak_share=0.1, queries=queries)
+    method = replace(METHOD, kept_mass=0.3, peak_share=0.1)
     monkeypatch.setattr("vllm_sparse_kernels.methods.top_p.choice.HELD_BLOCKS", 32)
     index, without = select(method, batch, 32), select(replace(method, peak_share=1.0), batch, 32)
     several = 0
@@ -176,21 +166,20 @@ def test_scores_beyond_half_precision_give_numbers(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("num_queries", [1, 2, 3, 63, 64, 127, 128])
 def test_every_second_query_is_scored_and_always_the_last(num_queries: int) -> None:
-    places = scored_queries(FEW_QUERIES, num_queries).tolist()
+    places = scored_queries(num_queries).tolist()
     assert places == [*range(1, num_queries, 2), *([num_queries - 1] if num_queries % 2 else [])]
-    assert scored_queries(METHOD, num_queries).tolist() == list(range(num_queries))
 
 
 def test_queries_that_are_not_scored_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if they are NaN. The mean key and the channels come from keys, since all channels are multiplied."""
     batch = make_batch([(700, 255), (0, 63), (500, 1)], (2, 1, 64))
-    expected = masses_of(FEW_QUERIES, batch, monkeypatch)
+    expected = masses_of(METHOD, batch, monkeypatch)
     for tile in batch.rows.tile_list:
-        scored = set(scored_queries(FEW_QUERIES, tile.length_tokens).tolist())
+        scored = set(scored_queries(tile.length_tokens).tolist())
         first = batch.rows.query_starts[tile.row] + tile.position - batch.rows.context_lens[tile.row]
         for place in set(range(tile.length_tokens)) - scored:
             batch.q[first + place] = torch.nan
-    assert torch.equal(masses_of(FEW_QUERIES, batch, monkeypatch), expected)
+    assert torch.equal(masses_of(METHOD, batch, monkeypatch), expected)
 
 
 def fails(error: Exception) -> Any:
@@ -199,9 +188,7 @@ def fails(error: Exception) -> Any:
     def compute_masses(*arguments: Any) -> None:
         raise error
 
-    names = ("tile_bytes", "set_tiles")
-    working = {name: getattr(portable, name) for name in names}
-    return SimpleNamespace(PERMUTED=False, compute_masses=compute_masses, **working)
+    return SimpleNamespace(PERMUTED=False, compute_masses=compute_masses, tile_bytes=portable.tile_bytes)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no such instruction")])
@@ -227,7 +214,6 @@ def test_why_hopper_kernels_are_refused(monkeypatch) -> None:
     assert module.hopper_refusal(spec) == "it is for GPUs of compute capability 9.0 (H100, H200)"
     monkeypatch.setattr(SelectSpec, "capability", (9, 0))
     assert module.hopper_refusal(spec) is None
-    assert module.hopper_refusal(replace(spec, head_dim=512)) == "it multiplies at most 256 channels, not 512"
     assert choose_select_engine(spec).engine.name == "hopper"
     monkeypatch.setattr(module, "hopper", None)
     monkeypatch.setattr(module, "MISSING_GLUON", "cannot import name 'tma'")
@@ -265,22 +251,18 @@ def test_the_reference_rounds_by_block() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("method", "head_dim"),
-    [(METHOD, 64), (METHOD, 128), (HALF, 128), (METHOD, 256), (METHOD, 32)],
-    ids=str,
-)
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_hopper_and_portable_masses_agree(method, head_dim, dtype, monkeypatch) -> None:
+def test_hopper_and_portable_masses_agree(head_dim, dtype, monkeypatch) -> None:
     """With two bits of mantissa, values are off by up to a ninth in random directions, so peaks may differ."""
-    if (reason := module.hopper_refusal(SelectSpec(method, torch.device(DEVICE), head_dim))) is not None:
+    if (reason := module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), head_dim))) is not None:
         pytest.skip(f"no Hopper kernels here: {reason}")
     batch = make_batch([(20_000, 700), (0, 2049), (5000, 1)], (8, 2, head_dim), 16, dtype)
-    ours = masses_of(method, batch, monkeypatch)
-    few, many = (masses_of(replace(method, peak_share=0.2 * by), batch, monkeypatch) < 0 for by in (1.2, 1 / 1.2))
+    ours = masses_of(METHOD, batch, monkeypatch)
+    few, many = (masses_of(replace(METHOD, peak_share=0.2 * by), batch, monkeypatch) < 0 for by in (1.2, 1 / 1.2))
     monkeypatch.setattr(module, "hopper_refusal", lambda spec: "not in this half of the test")
-    theirs = masses_of(method, batch, monkeypatch)
-    peaks = masses_of(replace(method, peak_share=0.2), batch, monkeypatch) < 0
+    theirs = masses_of(METHOD, batch, monkeypatch)
+    peaks = masses_of(replace(METHOD, peak_share=0.2), batch, monkeypatch) < 0
     assert bool(peaks.any())
     for i_tile, tile in enumerate(batch.rows.tile_list):
         diagonal = tile.position // 128 * 4  # only the sum of the diagonal blocks is comparable

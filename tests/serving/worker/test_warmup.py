@@ -46,7 +46,7 @@ PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
-    "top_p": [{}, {"channels": "all"}],
+    "top_p": [{}],
     "vertical_slash": [{}],
 }
 CASES = [(name, params) for name in METHODS for params in PARAMS.get(name, [{}])]

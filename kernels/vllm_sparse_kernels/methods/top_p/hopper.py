@@ -4,9 +4,9 @@
 1. ``_diagonal_kernel`` handles each tile's diagonal keys, the only keys that need a mask. For each query it computes
    the reference of all its scores (``tops``), and the sum of exponentials over the blocks of these keys.
 2. ``_scores_kernel``, in Gluon, handles all earlier keys: one maximum per query and block, one exponential, one byte. A
-   producer loads keys. Each of two consumer groups holds the scores of 128 queries: of one tile, or of two neighbouring
-   tiles if half of their queries are scored. The groups do not wait for each other. Two such programs fit a
-   multiprocessor, so that the products of one group run while another processes its scores.
+   producer loads keys. Each of two consumer groups holds the scores of 128 queries, those of two neighbouring tiles.
+   The groups do not wait for each other. Two such programs fit a multiprocessor, so that the products of one group run
+   while another processes its scores.
 3. ``_masses_kernel`` converts bytes to numbers, divides them by each query's sum, averages them over the tile's
    queries, and tests whether one of them reaches the peak.
 
@@ -23,7 +23,6 @@ by query. The 16 bytes of a query are in four words, by the block's place in its
 has one of them.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +50,7 @@ from vllm_sparse_kernels.gluon_compat import (
 )
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
-from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, scored_offsets
+from vllm_sparse_kernels.methods.top_p.scored import GROUP_TILES, SCORED, SET_TILES, TILE, scored_offsets
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -74,10 +73,9 @@ DIAGONAL_QUERIES = Constant(64)
 ROUND = Constant(512)
 """Keys of a round of four steps: the 16 blocks whose bytes are stored together."""
 
-SPAN_TOKENS = 8192
+SPAN = Constant(8192)
 """Keys of a program: enough to hide its start, and few enough to fill a card."""
 
-SPAN = Constant(SPAN_TOKENS)
 SET_FIELDS = Constant(slabs.SET_FIELDS)
 
 PERMUTED = True
@@ -95,7 +93,7 @@ BYTE_BITS = Constant(0x1FE00000)
 """The bits of that float32 that hold the byte: 21 to 28. Byte ``slot`` of a word of four moves there by a shift of
 21 - 8 slot bits to the left, which is 3 bits to the right for the last byte."""
 
-MASS_ROUNDS = 32
+MASS_ROUNDS = Constant(32)
 """Rounds of one program of ``_masses_kernel``."""
 
 
@@ -108,57 +106,42 @@ class Scratch(NamedTuple):
     bytes: Any  # [num_selected, num_tiles, num_rounds, SCORED, 4] int32
 
 
-@cache
-def tile_bytes(num_scored: int) -> slabs.TileBytes:
-    """Return the function that computes the memory of one tile's scratch and masses, always the same object."""
-
-    def bytes_of_tile(num_selected: int, reach: int) -> int:
-        rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN_TOKENS)
-        return num_selected * num_scored * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
-
-    return bytes_of_tile
-
-
-def set_tiles(num_scored: int) -> int:
-    """Return the maximum number of tiles of a tile set, which one program scores."""
-    return 2 * TILES_OF_GROUP[num_scored]
+def tile_bytes(num_selected: int, reach: int) -> int:
+    """Return the memory of one tile's scratch and masses."""
+    rounds, spans = ceil_div(reach, ROUND.value), ceil_div(reach, SPAN.value)
+    return num_selected * SCORED.value * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
 
 
 def compute_masses(call: Call, rounded: Rounded, run: slabs.Run, masses: torch.Tensor) -> None:
     """Do as ``portable.compute_masses``; the first of a tile's own blocks gets all of their mass, the others 0."""
     empty, tiles, method = call.index.workspace.empty, call.rows.tiles, call.method
     heads, kept_mass, group, first_tile = call.head_ids, call.parameters("kept_mass"), call.group, run.first_tile
-    num_selected, num_sets, num_tiles, num_scored = (
-        len(call.heads),
-        len(run.tile_sets),
-        run.num_tiles,
-        method.num_scored,
-    )
-    num_rounds, num_spans = ceil_div(run.reach, ROUND.value), ceil_div(run.reach, SPAN_TOKENS)
+    num_selected, num_sets, num_tiles, scored = len(call.heads), len(run.tile_sets), run.num_tiles, SCORED.value
+    num_rounds, num_spans = ceil_div(run.reach, ROUND.value), ceil_div(run.reach, SPAN.value)
     scratch = Scratch(
-        empty(num_selected, num_tiles, num_scored),
-        empty(num_selected, num_tiles, num_scored),
-        empty(num_selected, num_tiles, num_spans, num_scored),
-        empty(num_selected, num_tiles, num_rounds, num_scored, 4, dtype=torch.int32),
+        empty(num_selected, num_tiles, scored),
+        empty(num_selected, num_tiles, scored),
+        empty(num_selected, num_tiles, num_spans, scored),
+        empty(num_selected, num_tiles, num_rounds, scored, 4, dtype=torch.int32),
     )
-    _diagonal_kernel[(num_sets, set_tiles(num_scored) * num_scored // DIAGONAL_QUERIES.value, num_selected)](
+    _diagonal_kernel[(num_sets, SET_TILES.value * scored // DIAGONAL_QUERIES.value, num_selected)](
         rounded, heads, kept_mass, tiles, first_tile, run.tile_sets, scratch, num_tiles,
-        SCORED=num_scored, GROUP=group, KEPT_D=rounded.keys.shape[2], num_warps=4,
+        GROUP=group, KEPT_D=rounded.keys.shape[2], num_warps=4,
     )  # fmt: skip
     _scores_kernel[(num_sets, num_spans, num_selected)](
         rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept_mass, tiles, first_tile,
         run.tile_sets, scratch, num_tiles, num_spans, num_rounds,
-        SCORED=num_scored, GROUP=group, num_warps=4, maxnreg=MAX_REGISTERS,
+        GROUP=group, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
-    _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS), num_tiles, num_selected)](
+    _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS.value), num_tiles, num_selected)](
         kept_mass, method.least_peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, masses,
-        *masses.stride()[:2], SCORED=num_scored, ROUNDS=MASS_ROUNDS, num_warps=4,
+        *masses.stride()[:2], num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles"])
 def _diagonal_kernel(
-    rounded, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, SCORED: tl.constexpr,
+    rounded, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles,
     GROUP: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
     """Score queries of a tile of one head with the keys of the step that contains its first query, and of later steps.
@@ -174,7 +157,7 @@ def _diagonal_kernel(
     if (tl.program_id(1) // TILE_PROGRAMS < tl.load(tile_set + 1)) & (tl.load(kept_mass + i_selected) < 1):
         _, _, length, position = load_tile(tiles, i_tile)
         o_m = tl.program_id(1) % TILE_PROGRAMS * DIAGONAL_QUERIES + tl.arange(0, DIAGONAL_QUERIES)
-        o_query = position + scored_offsets(o_m, length, SCORED)
+        o_query = position + scored_offsets(o_m, length)
         o_d = tl.arange(0, KEPT_D)
         o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
@@ -292,11 +275,11 @@ class ScoreTensors:
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds"])
 def _scores_kernel(
     rounded, bulk_queries, bulk_keys, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans,
-    num_rounds, SCORED: gl.constexpr, GROUP: gl.constexpr,
+    num_rounds, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Score a set of tiles of one head with one span of keys: 128 queries per consumer group.
 
-    A group has one tile, or two neighbouring tiles if half of their queries are scored. The keys are in the causal
+    A group has the scored queries of two neighbouring tiles. The keys are in the causal
     reach of all queries of a tile; the second tile of a group has one more step than the first.
 
     Grid: (tile sets, spans, selected heads), with 4 warps in each of the two consumer groups and one producer warp.
@@ -315,7 +298,6 @@ def _scores_kernel(
     num_set_tiles = gl.load(tile_set + 1)
     first_step = i_span * (SPAN // STEP)
     max_steps = gl.where(gl.load(kept_mass + i_selected) < 1, SPAN // STEP, 0)
-    GROUP_TILES: gl.constexpr = TILE // SCORED
     # A group that has no tile takes the set's last one, and stores nothing.
     steps_a = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set_tiles) - 1, first_step, max_steps)
     steps_b = _steps_of(tiles, i_tile, num_set_tiles - 1, first_step, max_steps)
@@ -338,8 +320,8 @@ def _scores_kernel(
     work = TileSet(first_query, first_key, i_head_tile, i_span, num_set_tiles)
     gl.warp_specialize(
         [
-            (_consume, (shared, tensors, work, first_steps_a, steps_a, SCORED, 0)),
-            (_consume, (shared, tensors, work, first_steps_b, steps_b, SCORED, 1)),
+            (_consume, (shared, tensors, work, first_steps_a, steps_a, 0)),
+            (_consume, (shared, tensors, work, first_steps_b, steps_b, 1)),
             (_produce, (shared, bulk_queries, bulk_keys, first_query, first_key, steps_b)),
         ],
         [4, 1],
@@ -370,13 +352,12 @@ def _produce(shared, bulk_queries, bulk_keys, first_query, first_key, num_steps)
 
 
 @gluon.jit
-def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr, CONSUMER: gl.constexpr):
+def _consume(shared, tensors, work, first_steps, num_steps, CONSUMER: gl.constexpr):
     """Score the tiles of consumer group CONSUMER, 0 or 1. If they do not exist, keys are scored and nothing is stored.
 
     ``first_steps`` are the steps of the group's first tile, and ``num_steps`` those of its last tile, at most one more.
     The first tile's bytes of that additional step are never read.
     """
-    GROUP_TILES: gl.constexpr = TILE // SCORED
     keys = shared.keys
     rounded, scratch = tensors.rounded, tensors.scratch
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 32])
@@ -413,15 +394,13 @@ def _consume(shared, tensors, work, first_steps, num_steps, SCORED: gl.constexpr
         # Saturating between 0 and 1 clamps the exponent, also for a product that is not finite.
         b_share = _saturated(_block_maxima(b_s), b_query_scale[:, None] * b_key_scale[None, :], b_shift[:, None])
         b_x = gl.exp2(b_share * EXPONENT_RANGE + LEAST_EXPONENT)
-        if GROUP_TILES > 1:
-            b_previous = b_sum
+        b_previous = b_sum
         b_sum += b_x
         b_word = _append_byte(b_word, b_x)
         if (i % 4 == 3) | (i + 1 == num_steps):
             gl.store(words + i // 4 * (SCORED * 4), b_word >> (24 - i % 4 * 8), mask=valid[:, None])
         b_key_scale = b_next_scale
-    if GROUP_TILES > 1:
-        b_sum = gl.where((o_tile == 0)[:, None] & (first_steps < num_steps), b_previous, b_sum)
+    b_sum = gl.where((o_tile == 0)[:, None] & (first_steps < num_steps), b_previous, b_sum)
     part = scratch.parts + (i_head_tile * tensors.num_spans + work.i_span) * SCORED
     part += o_tile * (tensors.num_spans * SCORED) + o_query
     gl.store(part, gl.sum(b_sum, 1), mask=valid & (o_m < num_steps * STEP))
@@ -452,14 +431,13 @@ def _append_byte(b_word, b_x):
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds", "stride_head", "stride_tile"])
 def _masses_kernel(
     kept_mass, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
-    SCORED: gl.constexpr, ROUNDS: gl.constexpr,
 ):  # fmt: skip
-    """Convert up to ROUNDS rounds of one tile and head to masses.
+    """Convert up to MASS_ROUNDS rounds of one tile and head to masses.
 
     A warp handles one round, and a thread an eighth of its queries.
 
-    Grid: (parts of ROUNDS rounds, tiles, selected heads), 4 warps. Bound by reading ``scratch.bytes``, a byte for each
-    query and block. The previous launch has left a part of it in the L2 cache.
+    Grid: (parts of MASS_ROUNDS rounds, tiles, selected heads), 4 warps. Bound by reading ``scratch.bytes``, a byte for
+    each query and block. The previous launch has left a part of it in the L2 cache.
 
     Args:
         kept_mass: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not written.
@@ -471,10 +449,10 @@ def _masses_kernel(
     i_selected = gl.num_programs(2) - 1 - gl.program_id(2)  # the bytes that were written last are still in the cache
     tile = tile_of(tiles, first_tile + i_run_tile)
     length, position = tile.length(), tile.position()
-    scored = (length + TILE // SCORED - 1) // (TILE // SCORED)
+    scored = (length + 1) // 2
     num_blocks = position // STEP * STEP_BLOCKS  # before the tile's own keys
-    begin = gl.program_id(0) * ROUNDS
-    end = gl.minimum(begin + ROUNDS, (num_blocks + 15) // 16)
+    begin = gl.program_id(0) * MASS_ROUNDS
+    end = gl.minimum(begin + MASS_ROUNDS, (num_blocks + 15) // 16)
     if ((begin == 0) | (begin < end)) & (gl.load(kept_mass + i_selected) < 1):
         WARPS: gl.constexpr = gl.num_warps()
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
@@ -485,7 +463,7 @@ def _masses_kernel(
         o_m = gl.arange(0, SCORED, line)
         b_diagonal = gl.load(scratch.diagonal + i_head_tile * SCORED + o_m)
         spans = (position // STEP * STEP + SPAN - 1) // SPAN
-        b_weight = _weights(scratch, num_spans, i_head_tile, b_diagonal, spans, scored, o_m, SCORED)
+        b_weight = _weights(scratch, num_spans, i_head_tile, b_diagonal, spans, scored, o_m)
         tile_masses = target + i_selected.to(gl.int64) * stride_head + i_run_tile * stride_tile
         if begin == 0:  # this program also stores the mass of the tile's own keys
             mass = gl.sum(gl.where(o_m < scored, b_diagonal, 0.0) * b_weight, 0)
@@ -515,7 +493,7 @@ def _masses_kernel(
 
 
 @gluon.jit
-def _weights(scratch, num_spans, i_head_tile, b_diagonal, spans, scored, o_m, SCORED: gl.constexpr):
+def _weights(scratch, num_spans, i_head_tile, b_diagonal, spans, scored, o_m):
     """Return the factor of a query's exponentials in the tile's mean: 1 / (its sum · number of scored queries)."""
     b_sum = b_diagonal
     parts = scratch.parts + i_head_tile * num_spans * SCORED + o_m

@@ -22,12 +22,12 @@ scale s:
 
 docs/research/quality.md has densities and losses on trained models, also for other rules.
 
-* ``queries`` "half" scores the second of each two neighbouring queries (``scored.py``). That halves the product, and
-  the work on its scores. Neighbours look at similar blocks, so the means hardly change. Step 4 then applies to
-  scored queries only. A quarter of the queries is too few: answers are lost.
-* ``channels`` "half" multiplies only the half of each kv head's channels that affects scores most in this step, by
-  variance of keys times mean square of queries, over all heads that share the keys. This halves the product, which
-  takes most of the method's time.
+* The second of each two neighbouring queries is scored (``scored.py``), which halves the product, and the work on its
+  scores. Neighbours look at similar blocks, so the means hardly change. Step 4 applies to scored queries only. A
+  quarter of the queries is too few: answers are lost.
+* Only the half of each kv head's channels is multiplied that affects scores most in this step, by variance of keys
+  times mean square of queries, over all heads that share the keys, but at least 64 channels. This halves the product,
+  which takes most of the method's time.
 * Mean key and channel weights come from samples of keys and queries by position. They depend on the tokens of this
   step, so selection depends on the chunking and on later queries of the same chunk, but never on other rows.
 * An index with wider blocks keeps the union of their 32-key blocks (``block_width.py``).
@@ -38,7 +38,7 @@ docs/research/quality.md has densities and losses on trained models, also for ot
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -60,7 +60,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
     rounding_bytes,
     row_moments,
 )
-from vllm_sparse_kernels.methods.top_p.scored import ALL_SCORED, HALF_SCORED
+from vllm_sparse_kernels.methods.top_p.scored import SET_TILES
 from vllm_sparse_kernels.paged import padded_dim
 from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import (
@@ -72,7 +72,7 @@ from vllm_sparse_kernels.selection.engine import (
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require
-from vllm_sparse_kernels.selection.slabs import Run, TileBytes, slabs_of
+from vllm_sparse_kernels.selection.slabs import Run, slabs_of
 
 
 class _MassKernels(Protocol):
@@ -80,8 +80,7 @@ class _MassKernels(Protocol):
 
     PERMUTED: bool  # whether keys are stored permuted within steps
 
-    def tile_bytes(self, num_scored: int) -> TileBytes: ...
-    def set_tiles(self, num_scored: int) -> int: ...
+    def tile_bytes(self, num_selected: int, reach: int) -> int: ...
     def compute_masses(self, call: Call, rounded: Rounded, run: Run, masses: torch.Tensor) -> None: ...
 
 
@@ -94,19 +93,17 @@ except (ImportError, AttributeError) as error:  # this release of Triton lacks a
 else:
     MISSING_GLUON = None
 
-HOPPER_CHANNELS = 256
-"""Maximum number of channels for which the queries and keys of a program fit into Hopper's shared memory."""
-
-CHANNELS = Literal["half", "all"]
-QUERIES = Literal["half", "all"]
-
 
 @dataclass(frozen=True)
 class TopP(Method):
     """Parameters of ``top_p``; the module's docstring describes the algorithm."""
 
     differing = ("kept_mass", "most_tokens")
-    former: ClassVar[Mapping[str, str]] = {"most_share": "most_tokens, a number of keys, or null for no limit"}
+    former: ClassVar[Mapping[str, str]] = {
+        "most_share": "set most_tokens, a number of keys, or null for no limit",
+        "queries": "leave it out: every second query is scored",
+        "channels": "leave it out: half of the channels are multiplied",
+    }
     finest_block_tokens = KEY_BLOCK.value
 
     kept_mass: float = 0.9
@@ -122,14 +119,6 @@ class TopP(Method):
     """Maximum number of a tile's keys that are kept for their mass, in whole blocks. With ``null``, only p limits their
     number."""
 
-    channels: CHANNELS = "half"
-    """Channels that are multiplied. ``half`` halves the product; ``all`` keeps slightly fewer blocks for the same loss.
-    The minimum is 64 channels, so both are the same for a head_dim of 64."""
-
-    queries: QUERIES = "half"
-    """Queries of a tile that are scored: ``all``, or with ``half`` the second of each two neighbours, which nearly
-    halves the time of scoring. The kept blocks are for all queries of the tile."""
-
     peak_share: float = 0.2
     """Blocks with at least this share, in (0, 1], of a single scored query's attention are kept. 1 turns this off."""
 
@@ -141,8 +130,6 @@ class TopP(Method):
         has_most = self.most_tokens is None or (self.most_tokens > 0 and self.most_tokens % KEY_BLOCK.value == 0)
         require(has_most, "most_tokens", self.most_tokens, f"null or a multiple of {KEY_BLOCK.value} > 0")
         require(0 < self.peak_share <= 1, "peak_share", self.peak_share, "a number in (0, 1]")
-        require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
-        require(self.queries in get_args(QUERIES), "queries", self.queries, f"one of {get_args(QUERIES)}")
 
     @property
     def share_kept(self) -> float:
@@ -159,19 +146,6 @@ class TopP(Method):
         return replace(self, kept_mass=share, most_tokens=None)
 
     @property
-    def num_scored(self) -> int:
-        """Queries of a whole tile that are scored, 128 or 64."""
-        return ALL_SCORED if self.queries == "all" else HALF_SCORED
-
-    def kept_channels(self, head_dim: int) -> int:
-        """Return the number of channels that the estimate multiplies."""
-        return kept_channels(head_dim, self.channels == "half", LEAST_CHANNELS)
-
-    def storage(self, head_dim: int, dtype: torch.dtype) -> Storage:
-        """Return sizes and format of the rounded queries and keys; ``dtype`` stores e4m3 numbers."""
-        return Storage(self.kept_channels(head_dim), self.num_scored, dtype)
-
-    @property
     def least_peak(self) -> float:
         """Minimum share of a peak; 2 if ``peak_share`` is 1, because an 8-bit share may slightly exceed 1."""
         return self.peak_share if self.peak_share < 1 else 2.0
@@ -185,7 +159,7 @@ class TopP(Method):
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        return rounding_bytes(padded_dim(head_dim), self.kept_channels(head_dim))
+        return rounding_bytes(padded_dim(head_dim), estimate_channels(head_dim))
 
     def select(self, call: Call) -> None:
         """Fill the lists of the call's heads on the first engine that does not refuse; see ``Method.select``."""
@@ -194,14 +168,7 @@ class TopP(Method):
 
 def hopper_refusal(spec: SelectSpec) -> str | None:
     """Check whether the Hopper kernels can select for a layer."""
-    reason = gluon_refusal(spec.capability, MISSING_GLUON)
-    if reason is not None:
-        return reason
-    assert isinstance(spec.method, TopP)
-    channels = spec.method.kept_channels(spec.head_dim)
-    if channels > HOPPER_CHANNELS:
-        return f"it multiplies at most {HOPPER_CHANNELS} channels, not {channels}"
-    return None
+    return gluon_refusal(spec.capability, MISSING_GLUON)
 
 
 def select_on_hopper(call: Call) -> None:
@@ -221,13 +188,12 @@ def _select(kernels: _MassKernels, call: Call) -> None:
     if all(method.kept_mass == 1 for method in call.heads.methods):
         compact_blocks(None, call)
         return
-    method: TopP = call.method
-    workspace, storage = call.index.workspace, method.storage(call.cache.head_dim, stored_dtype(call.q.device))
-    tile_bytes, set_tiles = kernels.tile_bytes(storage.num_scored), kernels.set_tiles(storage.num_scored)
+    workspace = call.index.workspace
+    storage = Storage(estimate_channels(call.cache.head_dim), stored_dtype(call.q.device))
     with workspace.frame():
         moments = row_moments(call, storage)
         queries, query_scales = round_queries(call, moments, storage)
-        for slab in slabs_of(call.rows, len(call.heads), tile_bytes, set_tiles):
+        for slab in slabs_of(call.rows, len(call.heads), kernels.tile_bytes, SET_TILES.value):
             with workspace.frame():
                 keys, key_scales = round_keys(call, slab, moments, storage, kernels.PERMUTED)
                 workspace.expect(slab.run_bytes)
@@ -237,6 +203,11 @@ def _select(kernels: _MassKernels, call: Call) -> None:
                         masses = workspace.empty(len(call.heads), run.num_tiles, mass_width(run.reach))
                         kernels.compute_masses(call, rounded, run, masses)
                         write_block_lists(call, masses, run.first_tile)
+
+
+def estimate_channels(head_dim: int) -> int:
+    """Return the number of channels that the estimate multiplies."""
+    return kept_channels(head_dim, half=True, least=LEAST_CHANNELS)
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:

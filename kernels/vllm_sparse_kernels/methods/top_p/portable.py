@@ -7,7 +7,6 @@
    whether one of them reaches the peak.
 """
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
-from vllm_sparse_kernels.methods.top_p.scored import TILE, TILES_OF_GROUP, num_scored, scored_offsets
+from vllm_sparse_kernels.methods.top_p.scored import SCORED, SET_TILES, num_scored, scored_offsets
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -34,12 +33,10 @@ STEP = Constant(128)
 
 STEP_BLOCKS = Constant(STEP.value // KEY_BLOCK.value)
 
-SPAN_TOKENS = 8192
+SPAN = Constant(8192)
 """Keys of one program."""
 
-SPAN = Constant(SPAN_TOKENS)
-
-MASS_BLOCKS = 64
+MASS_BLOCKS = Constant(64)
 """Blocks of one program of ``_masses_kernel``."""
 
 MAX_SCORE = Constant(60000.0)
@@ -53,20 +50,10 @@ class Scratch(NamedTuple):
     parts: Any  # [num_selected, num_tiles, num_spans, 2, SCORED] float32: largest score, sum; undefined past its spans
 
 
-@cache
-def tile_bytes(num_scored: int) -> slabs.TileBytes:
-    """Return the function that computes the memory of one tile's scratch and masses, always the same object."""
-
-    def bytes_of_tile(num_selected: int, reach: int) -> int:
-        scores, parts = 2 * blocks_of(reach), 2 * 4 * ceil_div(reach, SPAN_TOKENS)
-        return num_selected * num_scored * (scores + parts) + mass_bytes(num_selected, reach)
-
-    return bytes_of_tile
-
-
-def set_tiles(num_scored: int) -> int:
-    """Return the maximum number of tiles of a tile set; each program scores one of them."""
-    return 2 * TILES_OF_GROUP[num_scored]
+def tile_bytes(num_selected: int, reach: int) -> int:
+    """Return the memory of one tile's scratch and masses."""
+    scores, parts = 2 * blocks_of(reach), 2 * 4 * ceil_div(reach, SPAN.value)
+    return num_selected * SCORED.value * (scores + parts) + mass_bytes(num_selected, reach)
 
 
 def blocks_of(reach: int) -> int:
@@ -77,22 +64,21 @@ def blocks_of(reach: int) -> int:
 def compute_masses(call: Call, rounded: Rounded, run: slabs.Run, masses: torch.Tensor) -> None:
     """Compute, for each tile and block, the mean share of the tile's scored queries in the block."""
     empty, tiles, method, num_selected = call.index.workspace.empty, call.rows.tiles, call.method, len(call.heads)
-    num_blocks, num_spans, scored = blocks_of(run.reach), ceil_div(run.reach, SPAN_TOKENS), method.num_scored
+    num_blocks, num_spans, scored = blocks_of(run.reach), ceil_div(run.reach, SPAN.value), SCORED.value
     scratch = Scratch(
         empty(num_selected, run.num_tiles, num_blocks, scored, dtype=torch.float16),
         empty(num_selected, run.num_tiles, num_spans, 2, scored),
     )
     kept_d, kept_mass = rounded.keys.shape[2], call.parameters("kept_mass")
     key_bytes = kept_d * rounded.keys.element_size()
-    _scores_kernel[(len(run.tile_sets) * set_tiles(scored), num_spans, num_selected)](
+    _scores_kernel[(len(run.tile_sets) * SET_TILES.value, num_spans, num_selected)](
         rounded, call.head_ids, kept_mass, tiles, run.first_tile, run.tile_sets, scratch, run.num_tiles, num_spans,
-        num_blocks, SCORED=scored, GROUP=call.group, KEPT_D=kept_d, BLOCK=KEY_BLOCK.value,
-        WIDEN=_must_widen(rounded.keys), num_warps=8,
-        num_stages=_num_stages(scored, key_bytes, shared_bytes(rounded.keys.device)),
+        num_blocks, GROUP=call.group, KEPT_D=kept_d, WIDEN=_must_widen(rounded.keys), num_warps=8,
+        num_stages=_num_stages(key_bytes, shared_bytes(rounded.keys.device)),
     )  # fmt: skip
-    _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS), run.num_tiles, num_selected)](
+    _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS.value), run.num_tiles, num_selected)](
         kept_mass, method.least_peak, tiles, run.first_tile, scratch, num_spans, num_blocks, masses,
-        *masses.stride()[:2], SCORED=scored, BLOCKS=MASS_BLOCKS, num_warps=8,
+        *masses.stride()[:2], num_warps=8,
     )  # fmt: skip
 
 
@@ -101,19 +87,19 @@ def _must_widen(keys: torch.Tensor) -> bool:
     return not keys.is_cuda
 
 
-def _num_stages(num_scored: int, key_bytes: int, limit_bytes: int) -> int:
+def _num_stages(key_bytes: int, limit_bytes: int) -> int:
     """Return the pipeline stages of the loop over keys in ``_scores_kernel``."""
-    return 3 if (num_scored + 2 * STEP.value) * key_bytes <= limit_bytes else 2
+    return 3 if (SCORED.value + 2 * STEP.value) * key_bytes <= limit_bytes else 2
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_blocks"])
 def _scores_kernel(
     rounded, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans, num_blocks,
-    SCORED: tl.constexpr, GROUP: tl.constexpr, KEPT_D: tl.constexpr, BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+    GROUP: tl.constexpr, KEPT_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
 
-    Grid: (tile sets · ``set_tiles``, spans, n). Bound by the matrix units, and by the maxima of the products.
+    Grid: (tile sets · SET_TILES, spans, n). Bound by the matrix units, and by the maxima of the products.
 
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
@@ -121,7 +107,6 @@ def _scores_kernel(
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, where the row's keys begin in the slab.
     """
-    SET_TILES: tl.constexpr = 2 * (TILE // SCORED)
     i_span, i_selected = tl.program_id(1), tl.program_id(2)
     tile_set, i_member = tile_sets + tl.program_id(0) // SET_TILES * SET_FIELDS, tl.program_id(0) % SET_TILES
     i_tile = tl.load(tile_set) + i_member
@@ -131,7 +116,7 @@ def _scores_kernel(
     end = tl.minimum(begin + SPAN, position + length)
     if (length > 0) & (begin < end) & (tl.load(kept_mass + i_selected) < 1):
         o_m, o_n, o_d = tl.arange(0, SCORED), tl.arange(0, STEP), tl.arange(0, KEPT_D)
-        o_query = position + scored_offsets(o_m, length, SCORED)
+        o_query = position + scored_offsets(o_m, length)
         o_block = tl.arange(0, STEP_BLOCKS)
         o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
         b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
@@ -143,17 +128,17 @@ def _scores_kernel(
         b_sum = tl.zeros([SCORED], tl.float32)
         for i in range(begin, end, STEP):
             b_k = tl.load(rounded.keys + (first_key + i + o_n)[:, None] * KEPT_D + o_d[None, :])
-            b_key_scale = tl.load(rounded.key_scales + (first_key + i) // BLOCK + o_block)
+            b_key_scale = tl.load(rounded.key_scales + (first_key + i) // KEY_BLOCK + o_block)
             if WIDEN:
                 b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
             else:
                 b_s = tl.dot(b_q, tl.trans(b_k)).to(tl.float32)
             b_s = tl.where((i + o_n)[None, :] <= o_query[:, None], b_s, float("-inf"))
-            b_s = tl.max(tl.reshape(b_s, [SCORED, STEP_BLOCKS, BLOCK]), 2)
+            b_s = tl.max(tl.reshape(b_s, [SCORED, STEP_BLOCKS, KEY_BLOCK]), 2)
             # The lowest finite half stands in for minus infinity: scales past the row's end are 0, and 0 · ∞ is NaN.
             b_u = tl.maximum(b_s, -65504.0) * (b_query_scale[:, None] * b_key_scale[None, :])
             b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MAX_SCORE), MAX_SCORE)).to(tl.float16)
-            tl.store(tile_scores + (i // BLOCK + o_block)[None, :] * SCORED, b_u)
+            tl.store(tile_scores + (o_block + i // KEY_BLOCK)[None, :] * SCORED, b_u)
             # Maximum and sum of exponentials of the stored scores, as in the online softmax.
             b_u = b_u.to(tl.float32)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
@@ -168,11 +153,10 @@ def _scores_kernel(
 @triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
 def _masses_kernel(
     kept_mass, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
-    SCORED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Average the queries' shares in some blocks of one tile and head.
 
-    Grid: (blocks / BLOCKS, tiles of the run, n). Bound by memory: it reads 2 bytes for each query and block.
+    Grid: (blocks / MASS_BLOCKS, tiles of the run, n). Bound by memory: it reads 2 bytes for each query and block.
 
     Args:
         kept_mass: [n] float32, p; heads with 1 or more are left out.
@@ -185,8 +169,8 @@ def _masses_kernel(
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     reach = position + length
     num_causal = (reach + KEY_BLOCK - 1) // KEY_BLOCK
-    o_b = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    if (tl.program_id(0) * BLOCKS < num_causal) & (tl.load(kept_mass + i_selected) < 1):
+    o_b = tl.program_id(0) * MASS_BLOCKS + tl.arange(0, MASS_BLOCKS)
+    if (tl.program_id(0) * MASS_BLOCKS < num_causal) & (tl.load(kept_mass + i_selected) < 1):
         o_m = tl.arange(0, SCORED)
         i_head_tile = i_selected * tl.num_programs(1) + i_tile
         parts = scratch.parts + i_head_tile * num_spans * (2 * SCORED) + o_m
@@ -200,7 +184,7 @@ def _masses_kernel(
             b_part_sum = tl.load(parts + i * (2 * SCORED) + SCORED) * tl.exp2(b_part_top - b_finite)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + b_part_sum
             b_top = b_new
-        scored = num_scored(length, SCORED)
+        scored = num_scored(length)
         in_row = o_m < scored
         b_weight = tl.where(in_row, 1 / (b_sum * scored), 0.0)
         scores = scratch.scores + (i_head_tile * num_blocks + o_b)[:, None] * SCORED + o_m[None, :]

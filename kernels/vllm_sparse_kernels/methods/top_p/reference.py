@@ -61,28 +61,27 @@ def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
 
 def tile_shares(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Compute the share of each scored query in each causal block of 32 keys."""
-    method, rows = call.method, call.rows
+    rows = call.rows
     for row, queries, keys in rows_of(call):
-        estimated_queries, estimated_keys = estimated_vectors(method, queries, keys)
+        estimated_queries, estimated_keys = estimated_vectors(queries, keys)
         rounded = round_to_e4m3(estimated_keys, KEY_BLOCK)
         for head in call.heads.heads:
             head_queries = round_to_e4m3(estimated_queries[:, head, None], 1)[:, 0]
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 first = tile.position - rows.context_lens[row]
-                places = scored_queries(method, tile.length_tokens).to(call.q.device)
+                places = scored_queries(tile.length_tokens).to(call.q.device)
                 b_k = rounded[: tile.last_position + 1, head // call.group]
                 scores = causal_scores(head_queries[first + places] @ b_k.T, tile.position + places, call.scale)
                 yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1)
 
 
-def scored_queries(method: "TopP", num_queries: int) -> torch.Tensor:
-    """Return the places in their tile of the queries that are scored: all, or the second of each two neighbours.
+def scored_queries(num_queries: int) -> torch.Tensor:
+    """Return the places in their tile of the queries that are scored: the second of each two neighbours.
 
     The last query of a tile with an odd number of queries has no second neighbour, and is scored itself.
     """
-    period = 1 if method.queries == "all" else 2
-    return torch.arange(period - 1, num_queries + period - 1, period).clamp_max(num_queries - 1)
+    return torch.arange(1, num_queries + 1, 2).clamp_max(num_queries - 1)
 
 
 def causal_scores(products: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
@@ -93,18 +92,18 @@ def causal_scores(products: torch.Tensor, positions: torch.Tensor, scale: float)
     return pad(scores, (0, -num_keys % KEY_BLOCK), value=-torch.inf)
 
 
-def estimated_vectors(method: "TopP", queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def estimated_vectors(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the vectors of one row whose products estimate scores, up to a constant of each query."""
     sample = keys[torch.arange(len(keys), device=keys.device) // GROUP_TOKENS % GROUP_PERIOD == 0]
-    kept = kept_channels(method, sample, queries)
+    kept = kept_channels(sample, queries)
     kept_queries = queries * kept.repeat_interleave(queries.shape[1] // keys.shape[1], 0)
     return kept_queries, (keys - sample.mean(0)) * kept
 
 
-def kept_channels(method: "TopP", sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Flag the channels of the estimate: all, or those that affect scores most."""
+def kept_channels(sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Flag the channels of the estimate: those that affect scores most."""
     num_kv_heads, head_dim = sample.shape[1:]
-    count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS) if method.channels == "half" else head_dim
+    count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS)  # half of head_dim as a power of two
     squares = sum(part[: GROUP_TOKENS // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
     weights = sample.var(0, correction=0) * squares.view(num_kv_heads, -1, head_dim).sum(1)
     order = weights.argsort(dim=1, descending=True, stable=True)

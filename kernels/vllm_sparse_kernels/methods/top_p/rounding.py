@@ -22,7 +22,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK
-from vllm_sparse_kernels.methods.top_p.scored import num_scored, scored_offsets
+from vllm_sparse_kernels.methods.top_p.scored import SCORED, num_scored, scored_offsets
 from vllm_sparse_kernels.paged import (
     key_args,
     load_keys,
@@ -66,7 +66,6 @@ class Storage(NamedTuple):
     """Sizes and format of rounded queries and keys."""
 
     kept_d: int  # channels that are multiplied
-    num_scored: int  # queries of a whole tile that are scored (``scored.py``)
     dtype: torch.dtype  # e4m3, or fp16 on devices without instructions for e4m3
 
 
@@ -111,17 +110,16 @@ def row_moments(call: Call, storage: Storage) -> Moments:
 def round_queries(call: Call, moments: Moments, storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
     """Round the scored queries of all rows."""
     q, rows, workspace = call.q, call.rows, call.index.workspace
-    num_scored = storage.num_scored
-    num_queries = rows.num_tiles * num_scored
+    num_queries = rows.num_tiles * SCORED.value
     num_selected = len(call.heads)
     values = workspace.empty(num_selected, num_queries, storage.kept_d, dtype=storage.dtype)
     scales = workspace.empty(num_selected, num_queries)
     block_d = padded_dim(q.shape[2])
-    num_rounded = min(vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device)), num_scored)
-    _round_queries_kernel[(rows.num_tiles * (num_scored // num_rounded), num_selected)](
+    num_rounded = min(vectors_at_once(block_d, storage.kept_d, shared_bytes(q.device)), SCORED.value)
+    _round_queries_kernel[(rows.num_tiles * (SCORED.value // num_rounded), num_selected)](
         query_args(q), rows.tiles, moments, call.head_ids, call.scale * LOG2_E.value, values, scales, num_queries,
         HEAD_DIM=q.shape[2], BLOCK_D=block_d, KEPT_D=storage.kept_d, GROUP=call.group,
-        KV_HEADS=moments.means.shape[1], SCORED=num_scored, ROUNDED=num_rounded, num_warps=8,
+        KV_HEADS=moments.means.shape[1], ROUNDED=num_rounded, num_warps=8,
     )  # fmt: skip
     return values, scales
 
@@ -250,7 +248,7 @@ def in_e4m3(b_x, dtype: tl.constexpr):
 def _round_queries_kernel(
     queries, tiles, row_moments, heads, softmax_scale, values, scales, num_queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
-    SCORED: tl.constexpr, ROUNDED: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Round ROUNDED of the scored queries of one tile and head to e4m3.
 
@@ -267,10 +265,8 @@ def _round_queries_kernel(
     i_row, token, length, _ = load_tile(tiles, tl.program_id(0) // (SCORED // ROUNDED))
     o_m, o_c = tl.arange(0, ROUNDED), tl.arange(0, KEPT_D)
     o_s = tl.program_id(0) % (SCORED // ROUNDED) * ROUNDED + o_m
-    in_row = o_s < num_scored(length, SCORED)
-    b_q = widen(
-        load_queries_at(queries, i_head, token + scored_offsets(o_s, length, SCORED), in_row, HEAD_DIM, BLOCK_D)
-    )
+    in_row = o_s < num_scored(length)
+    b_q = widen(load_queries_at(queries, i_head, token + scored_offsets(o_s, length), in_row, HEAD_DIM, BLOCK_D))
     i_moments = i_row * KV_HEADS + i_head // GROUP
     b_q = kept_of(b_q, row_moments.channels + i_moments * KEPT_D, KEPT_D)
     b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The queries of a tile that ``top_p`` scores: all of them, or the second of each two neighbours.
+"""The queries of a tile that ``top_p`` scores: the second of each two neighbours.
 
-Scored query j of a tile with n queries is its query min(2 j + 1, n - 1), for j < ⌈n / 2⌉, or its query j if all are
-scored. The last query of a tile is therefore always scored, and a tile of one query is scored by it.
+Scored query j of a tile with n queries is its query min(2 j + 1, n - 1), for j < ⌈n / 2⌉. The last query of a tile is
+therefore always scored, and a tile of one query is scored by it.
 """
 
 import triton
@@ -13,22 +13,23 @@ from vllm_sparse_kernels.rows import TILE_TOKENS
 
 TILE = Constant(TILE_TOKENS)
 
-ALL_SCORED, HALF_SCORED = TILE_TOKENS, TILE_TOKENS // 2
-"""Queries that are scored in a whole tile. Kernels get one of these numbers as SCORED."""
+SCORED = Constant(TILE_TOKENS // 2)
+"""Queries that are scored in a whole tile."""
 
-TILES_OF_GROUP = {ALL_SCORED: 1, HALF_SCORED: 2}
-"""Tiles whose scored queries make up 128 rows of a matrix product, by SCORED."""
+GROUP_TILES = Constant(2)
+"""Neighbouring tiles whose scored queries make up 128 rows of a matrix product."""
+
+SET_TILES = Constant(4)
+"""Maximum number of tiles of a tile set: two groups."""
 
 
 @triton.jit
-def num_scored(length, SCORED: tl.constexpr):
+def num_scored(length):
     """Return the number of scored queries of a tile."""
-    PERIOD: tl.constexpr = TILE // SCORED
-    return (length + PERIOD - 1) // PERIOD
+    return (length + 1) // 2
 
 
 @triton.jit
-def scored_offsets(o_s, length, SCORED: tl.constexpr):
+def scored_offsets(o_s, length):
     """Return the places in their tile of scored queries; queries past the last one get the last one's place."""
-    PERIOD: tl.constexpr = TILE // SCORED
-    return tl.minimum(o_s * PERIOD + PERIOD - 1, length - 1)
+    return tl.minimum(o_s * 2 + 1, length - 1)
