@@ -115,7 +115,7 @@ def test_a_cap_in_tokens() -> None:
 
 def test_settings_of_top_p_with_streaming_heads() -> None:
     rows = table(QUALITY, "setting, with streaming heads", "answers ÷ stock's")
-    assert len(rows) == 3
+    assert len(rows) == 2
     for setting, *cells in rows:
         name = "SmolLM2, " + ("default" if setting == "default" else re.sub(r"[`{}\":]", "", setting))
         name += "" if setting in ("default", "`engine: portable`") else ", streaming heads"
@@ -136,13 +136,12 @@ def test_speed_of_the_default_and_of_profiles() -> None:
 
 def paper_setting(cell: str) -> str:
     """Return a setting as figures name it."""
-    name = cell.replace("`", "").replace("queries: all", "queries all")
-    return "papers on SmolLM2, " + name.replace("both options", "dense_tail and first_group")
+    return "papers on SmolLM2, " + cell.replace("`", "").replace("both options", "dense_tail and first_group")
 
 
 def test_the_papers_settings() -> None:
     rows = table(PAPERS, "setting", "answers, 16,384")
-    assert len(rows) == 13
+    assert len(rows) == 12
     for setting, short, long, perplexity, density, speed_up, seconds in rows:
         name = paper_setting(setting)
         assert shows(short, VALUES[f"{name}, 16,384 tokens: answers"]), name
@@ -209,9 +208,8 @@ def test_methods() -> None:
 
 
 def test_selection_of_the_default() -> None:
-    for tokens, queries, share in table(PERFORMANCE, "tokens before the chunk", "`queries`"):
-        method = {"`half`": "top_p", "`all`": 'top_p queries="all"'}[queries]
-        name = f"selection, {method}, after {tokens}, structured data: share of FlashAttention-3 of the same run"
+    for tokens, share in table(PERFORMANCE, "tokens before the chunk", "selection ÷ dense attention"):
+        name = f"selection, top_p, after {tokens}, structured data: share of FlashAttention-3 of the same run"
         assert shows(share, VALUES[name]), name
 
 

@@ -36,14 +36,14 @@ class Strided(Method):
         _strided_kernel[(index.rows.num_tiles, len(call.heads))](
             call.head_ids, call.parameters(*self.differing), index.rows.tiles, index.rows.num_tiles,
             index.block_offsets, index.block_counts, index.block_ids, index.block_ids.stride(0),
-            BLOCK_N=index.block_tokens, CHUNK=CHUNK_BLOCKS,
+            BLOCK_N=index.block_tokens,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles", "stride_ids"])
 def _strided_kernel(
     heads, numbers, tiles, num_tiles, block_offsets, block_counts, block_ids, stride_ids,
-    BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the list of a tile and head. ``numbers`` [3, n] has the sink, window and stride of each head."""
     i_tile, i_selected, num_selected = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -55,8 +55,8 @@ def _strided_kernel(
     _, num_causal = tile_blocks(tiles, i_tile, BLOCK_N)
     target = block_ids + i_head * stride_ids + tl.load(block_offsets + i_tile)
     count = 0
-    for start in range(0, num_causal, CHUNK):
-        o_n = start + tl.arange(0, CHUNK)
+    for start in range(0, num_causal, CHUNK_BLOCKS):
+        o_n = start + tl.arange(0, CHUNK_BLOCKS)
         b_first, b_last = o_n * BLOCK_N, o_n * BLOCK_N + BLOCK_N - 1
         b_kept = (b_first < sink_tokens) | (b_last > position - local_tokens)
         b_kept |= b_last // stride_tokens * stride_tokens >= b_first
