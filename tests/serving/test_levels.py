@@ -37,7 +37,7 @@ from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.request_levels import FIELD, RequestLevel, level_in, with_level
 from vllm_sparse_backend.serving import hooks, level_policy as policies
 from vllm_sparse_backend.serving.frontend import middleware
-from vllm_sparse_backend.serving.frontend.middleware import LevelsEndpoint
+from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
 from vllm_sparse_backend.serving.level_policy import level_policy
 
 LEVELS: dict[str, Any] = {
@@ -355,7 +355,7 @@ class TestMiddleware:
 
     def served(self, config: Any) -> TestClient:
         """Return a client of an app that answers with the number of bytes that it read, or reads nothing."""
-        app, endpoint = FastAPI(), LevelsEndpoint()
+        app, endpoint = FastAPI(), SparsePrefillEndpoint()
 
         @app.post("/unread")
         async def unread() -> int:

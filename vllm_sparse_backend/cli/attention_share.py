@@ -17,9 +17,8 @@ ratios of the rates differ.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.layer_weights import layer_sizes
 from vllm_sparse_backend.config.model_check import layer_reasons
@@ -40,6 +39,28 @@ USUAL_TOKENS = 131_072
 
 HARDLY_PAYS = 1.2
 """Largest possible speed-up below which sparse prefill is hardly worth its errors."""
+
+
+class Reach(NamedTuple):
+    """Attention reach of a layer: all earlier tokens, a sliding window, or the query's own chunk of positions."""
+
+    window: int = 0
+    chunk: int = 0
+
+    def pairs(self, first: int, end: int) -> int:
+        """Count the causal (query, key) pairs of a range of queries."""
+        return self._pairs_up_to(end) - self._pairs_up_to(first)
+
+    def _pairs_up_to(self, end: int) -> int:
+        if self.chunk:
+            full_chunks, remainder = divmod(end, self.chunk)
+            return full_chunks * _triangle(self.chunk) + _triangle(remainder)
+        within = min(self.window or end, end)
+        return _triangle(within) + (end - within) * within
+
+
+def _triangle(length: int) -> int:
+    return length * (length + 1) // 2
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema, model_validator
 
-from vllm_sparse_backend.config.attention_reach import Reach
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.input_files import existing_path, read_text
@@ -102,7 +101,8 @@ class Lengths:
 
     def pairs(self, query_len: int, seq_len: int) -> int:
         """Return the pairs of a row's last tokens that count towards ``min_pairs``."""
-        return Reach().pairs(seq_len - query_len, seq_len) + self.pairs_per_token * query_len
+        context_len = seq_len - query_len
+        return query_len * context_len + query_len * (query_len + 1) // 2 + self.pairs_per_token * query_len
 
     def __str__(self) -> str:
         """Format the lengths for the log."""

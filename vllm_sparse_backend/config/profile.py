@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -144,24 +145,23 @@ class Level(Section):
 
     @classmethod
     def of_heads(cls, methods: Sequence[Sequence[Method]], provenance: Provenance, **fields: Any) -> Self:
-        """Build the level or profile that gives each head its method, in its shortest form.
+        """Build the level or profile that gives each head its method. Its default is the most common method.
 
         Layers whose heads are all dense go into ``dense_layers``, unless all layers are dense.
         """
-        by_layer = [tuple(heads) for heads in methods]
-        dense_layers = [i for i, heads in enumerate(by_layer) if set(heads) == {make_method("dense", {})}]
-        if len(dense_layers) == len(by_layer):
+        dense_layers = [i for i, heads in enumerate(methods) if set(heads) == {make_method("dense", {})}]
+        if len(dense_layers) == len(methods):
             dense_layers = []
-        sparse = {i: heads for i, heads in enumerate(by_layer) if i not in dense_layers}
-        default = _most_common([method for heads in sparse.values() for method in heads])
-        equal_layers: dict[tuple[Method, ...], list[int]] = defaultdict(list)
-        for i, heads in sparse.items():
-            equal_layers[heads].append(i)
-        layers = {
-            tuple(numbers): _layer_profile(heads, default)
-            for heads, numbers in equal_layers.items()
-            if set(heads) != {default}
-        }
+        sparse = {i: heads for i, heads in enumerate(methods) if i not in dense_layers}
+        ((default, _),) = Counter(chain.from_iterable(sparse.values())).most_common(1)
+        layers: dict[tuple[int, ...], LayerProfile] = {}
+        for i, layer_methods in sparse.items():
+            heads: dict[Method, list[int]] = defaultdict(list)
+            for head, method in enumerate(layer_methods):
+                if method != default:
+                    heads[method].append(head)
+            if heads:
+                layers[i,] = LayerProfile(heads={tuple(ids): method for method, ids in heads.items()})
         return cls(dense_layers=tuple(dense_layers), default=default, layers=layers, provenance=provenance, **fields)
 
     def methods_of(self, layer: int, num_heads: int) -> tuple[Method, ...]:
@@ -308,17 +308,3 @@ def bundled_profiles() -> dict[str, Path]:
 def name_of_profile(name_or_path: str) -> str:
     """Return the name of a profile for tables of results."""
     return Path(name_or_path).name.removesuffix(".yaml")
-
-
-def _most_common(methods: Sequence[Method]) -> Method:
-    """Return the most common method; the first of several that are equally common."""
-    return Counter(methods).most_common(1)[0][0]
-
-
-def _layer_profile(methods: Sequence[Method], default: Method) -> LayerProfile:
-    layer_default = None if default in methods else _most_common(methods)
-    heads: dict[Method, list[int]] = defaultdict(list)
-    for head, method in enumerate(methods):
-        if method != (layer_default or default):
-            heads[method].append(head)
-    return LayerProfile(default=layer_default, heads={tuple(ids): method for method, ids in heads.items()})

@@ -153,17 +153,16 @@ def _imported(path: str) -> Any:
 
 
 def add_endpoints(original: Function) -> Function:
-    """Add our endpoint plugins, which get a server's app and its engine client.
+    """Add our endpoint plugin, which gets a server's app and its engine client.
 
     vLLM loads endpoint plugins of an entry point only if VLLM_PLUGINS names them, because they may open routes. Our
-    plugins belong to the backend, and need no variable.
+    plugin belongs to the backend, and needs no variable.
     """
 
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
-        from vllm_sparse_backend.serving.frontend.metrics_endpoint import MetricsEndpoint
-        from vllm_sparse_backend.serving.frontend.middleware import LevelsEndpoint
+        from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
 
-        return [*original(*args, **kwargs), MetricsEndpoint(), LevelsEndpoint()]
+        return [*original(*args, **kwargs), SparsePrefillEndpoint()]
 
     return load_endpoint_plugins
 

@@ -9,6 +9,7 @@ ours are then exact, whichever server wrote them, and only servers with the same
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -51,19 +52,19 @@ BY_REQUEST = {
 def level_policy(vllm_config: VllmConfig, resolved: Resolved | None = None) -> LevelPolicy:
     """Return the levels that requests of this server may choose."""
     resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
-    plan, requests = resolved.plan, resolved.config.requests
-    default = LevelPolicy(plan.level_names, plan.level).under(requests).default
+    plan = resolved.plan
+    policy = LevelPolicy(plan.level_names, plan.level, has_shares=plan.has_shares).under(resolved.config.requests)
     if connectors & SALTED_STORES:
         fingerprints = {
             level: fingerprint(plan, resolved.lengths_by_engine(level), resolved.streaming_heads)
             for level, plan in resolved.plans.items()
         }
     else:
-        fingerprints = {level: "" for level in (EXACT, *resolved.plans) if level != default}
+        fingerprints = {level: "" for level in (EXACT, *resolved.plans) if level != policy.default}
     refusal = _refusal(vllm_config, connectors)
-    if vllm_config.parallel_config.use_ubatching and default != ON:
-        raise ConfigurationError(f"{OPTION} {KEY}.requests.default: given {default!r}, but {refusal}")
-    return LevelPolicy(plan.level_names, plan.level, fingerprints, refusal, plan.has_shares).under(requests)
+    if vllm_config.parallel_config.use_ubatching and policy.default != ON:
+        raise ConfigurationError(f"{OPTION} {KEY}.requests.default: given {policy.default!r}, but {refusal}")
+    return replace(policy, fingerprints=fingerprints, refusal=refusal)
 
 
 def level_of(policy: LevelPolicy, params: Any, resumable: bool) -> RequestLevel:

@@ -19,10 +19,10 @@ from tests.helpers.virtual_time import VirtualTime
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.serving.frontend import metrics_endpoint
+from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
 from vllm_sparse_backend.serving.frontend.metrics_endpoint import (
     WAIT_S,
     EnginePolls,
-    MetricsEndpoint,
     MetricsMiddleware,
     exported_metrics,
 )
@@ -341,7 +341,7 @@ class TestMiddleware:
         async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
             seen.append(page())
 
-        endpoint = MetricsEndpoint()
+        endpoint = SparsePrefillEndpoint()
         endpoint.polls = polls
         CLOCK.run(MetricsMiddleware(app, endpoint)({"type": "http", "path": path, **scope}, None, None))
         (shown,) = seen

@@ -17,7 +17,6 @@ import functools
 import logging
 import math
 import time
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,8 +27,6 @@ import prometheus_client
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend.engine_rpc import Call, engine_calls, path_of
-from vllm_sparse_backend.serving.registration import is_selected
-from vllm_sparse_backend.serving.resolution import settings_of
 
 logger = logging.getLogger(LOGGER)
 
@@ -160,7 +157,7 @@ class EnginePolls:
 class MetricsMiddleware:
     """ASGI middleware that polls the engines before a GET /metrics."""
 
-    def __init__(self, app: Any, endpoint: "MetricsEndpoint") -> None:
+    def __init__(self, app: Any, endpoint: Any) -> None:
         self.app = app
         self.endpoint = endpoint
 
@@ -178,22 +175,3 @@ def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
     """Return whether a request's query asks for fresh counts."""
     query = scope.get("query_string", b"").decode("latin-1")
     return FRESH_QUERY in (f"{name}={value}" for name, value in parse_qsl(query))
-
-
-class MetricsEndpoint:
-    """vLLM endpoint plugin that adds our counts to /metrics; each app of a server process has an instance."""
-
-    name = "sparse_prefill"
-    required_tasks = None
-    polls: EnginePolls | None = None
-    """None if the server does not run this backend."""
-
-    def attach_router(self, app: Any) -> None:
-        app.add_middleware(MetricsMiddleware, endpoint=self)
-
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Begin to poll the engines if the server runs this backend."""
-        config = getattr(engine_client, "vllm_config", None)
-        if config is not None and is_selected(config.attention_config):
-            interval_s = settings_of(config).metrics_interval_s
-            self.polls = EnginePolls(engine_client, config.model_config.served_model_name, interval_s)

@@ -10,15 +10,12 @@ path, no authorisation) costs nothing. It is parsed only if it contains the key 
 import asyncio
 import json
 import re
-from argparse import Namespace
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import HTTPException
 
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.serving.frontend.engine_rpc import path_of
-from vllm_sparse_backend.serving.registration import is_selected
 
 NO_FIELD = "vLLM has no field for it on this path"
 DROPS_LEVEL = {
@@ -50,13 +47,13 @@ SMALL_BYTES = 1 << 16
 class LevelsMiddleware:
     """Refuses levels. It runs inside vLLM's own middleware, which has already checked the API key."""
 
-    def __init__(self, app: Any, endpoint: "LevelsEndpoint") -> None:
+    def __init__(self, app: Any, endpoint: Any) -> None:
         self.app = app
         self.endpoint = endpoint
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            receive = self.endpoint.inspect(scope, receive)
+        if self.endpoint.polls is not None and scope["type"] == "http" and scope["method"] == "POST":
+            receive = inspect(scope, receive)
         await self.app(scope, receive, send)
 
 
@@ -127,29 +124,12 @@ def refusal(reason: str) -> HTTPException:
     return HTTPException(400, f"{where}: {reason}, so this request runs at the server's default level; remove the key")
 
 
-class LevelsEndpoint:
-    """vLLM endpoint plugin that adds the middleware; each app of a server process has an instance."""
-
-    name = "sparse_prefill_levels"
-    required_tasks: Sequence[str] | None = None
-    is_active = False
-    """Whether the server runs this backend. Bodies of other servers are not inspected."""
-
-    def attach_router(self, app: Any) -> None:
-        app.add_middleware(LevelsMiddleware, endpoint=self)
-
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Turn the middleware on if the server runs this backend."""
-        config = getattr(engine_client, "vllm_config", None)
-        if config is not None and is_selected(config.attention_config):
-            self.is_active = True
-
-    def inspect(self, scope: dict[str, Any], receive: Any) -> Any:
-        """Return the ``receive`` with which an app reads the body of a request."""
-        path = path_of(scope)
-        reason = DROPS_LEVEL.get(path)
-        if not self.is_active or (reason is None and path not in HAS_BEAMS):
-            return receive
-        content_type = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
-        is_form = content_type.strip().lower().startswith(b"multipart/form-data")
-        return FormBody(receive) if is_form else JsonBody(receive, reason)
+def inspect(scope: dict[str, Any], receive: Any) -> Any:
+    """Return the ``receive`` with which an app reads the body of a request."""
+    path = path_of(scope)
+    reason = DROPS_LEVEL.get(path)
+    if reason is None and path not in HAS_BEAMS:
+        return receive
+    content_type = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
+    is_form = content_type.strip().lower().startswith(b"multipart/form-data")
+    return FormBody(receive) if is_form else JsonBody(receive, reason)

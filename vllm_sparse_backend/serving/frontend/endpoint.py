@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The endpoint plugin of vLLM that adds our middleware to an API server's app."""
+
+from argparse import Namespace
+from typing import Any
+
+from vllm_sparse_backend.serving.frontend.metrics_endpoint import EnginePolls, MetricsMiddleware
+from vllm_sparse_backend.serving.frontend.middleware import LevelsMiddleware
+from vllm_sparse_backend.serving.registration import is_selected
+from vllm_sparse_backend.serving.resolution import settings_of
+
+
+class SparsePrefillEndpoint:
+    """Each app of a server process has an instance."""
+
+    name = "sparse_prefill"
+    required_tasks = None
+    polls: EnginePolls | None = None
+    """None if the server does not run this backend: its requests and pages then pass unchanged."""
+
+    def attach_router(self, app: Any) -> None:
+        app.add_middleware(MetricsMiddleware, endpoint=self)
+        app.add_middleware(LevelsMiddleware, endpoint=self)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Turn the middleware on if the server runs this backend."""
+        config = getattr(engine_client, "vllm_config", None)
+        if config is not None and is_selected(config.attention_config):
+            interval_s = settings_of(config).metrics_interval_s
+            self.polls = EnginePolls(engine_client, config.model_config.served_model_name, interval_s)
