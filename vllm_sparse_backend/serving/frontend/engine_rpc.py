@@ -4,7 +4,7 @@
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-Call = Callable[..., Awaitable[Any]]
+Call = Callable[[], Awaitable[Any]]
 """Calls a method of all workers of an engine."""
 
 
