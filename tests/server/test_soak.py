@@ -39,12 +39,12 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
     settings = server_levels.write(tmp_path, "high", "fast")
     # A cache of about 12,000 tokens for eight requests of up to 3,000: it has no room for all at once.
     args = (*scenario.SERVER_ARGS, "--kv-cache-memory-bytes", str(48 << 20), "--api-server-count", "2")
-    prompts = mixed_prompts(250)
+    prompts = mixed_prompts(150)
     with Server(small_model, (*sparse_args(settings), *args), env=SERVER_ENV) as server:
         endpoint = Endpoint.connect("sparse", server.url)
-        loads = [ask_mixed(server, servers.stock, endpoint, prompts[:100])]
+        loads = [ask_mixed(server, servers.stock, endpoint, prompts[:60])]
         before = resident_bytes_of(server.pid)
-        loads.append(ask_mixed(server, servers.stock, endpoint, prompts[100:]))
+        loads.append(ask_mixed(server, servers.stock, endpoint, prompts[60:]))
         after = resident_bytes_of(server.pid)
         wait_until_idle(server)  # of aborted requests
         report = scenario.counted(server)
