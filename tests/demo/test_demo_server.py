@@ -2,6 +2,7 @@
 """Errors of a server that does not start: the end of its log, and the engine's error from further up."""
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -98,7 +99,7 @@ def test_a_cache_that_is_asked_for_is_not_overruled(
     monkeypatch.setenv(CPU_CACHE, "3")
     monkeypatch.setattr(server_module, "has_cuda", lambda: False)
     server = Server(tmp_path, args)
-    assert server._env.get(CPU_CACHE) == (None if args else "1")
+    assert server._env.get(CPU_CACHE) == (None if args else "3")
     server.stop()
 
 
@@ -116,7 +117,6 @@ def test_a_server_that_is_killed_does_not_delay_its_stop(tmp_path: Path, monkeyp
     while "deaf" not in server.tail():
         assert process.poll() is None
         time.sleep(0.05)
-    server.kill()
+    os.killpg(server.pid, signal.SIGKILL)
     server.stop()
     assert process.returncode == -signal.SIGKILL
-    server.kill()  # a stopped server has no processes left

@@ -31,7 +31,7 @@ def test_an_interrupted_report_continues_and_refuses_other_options(
     class OneServer:
         """Its fourth start, that of the second part's second server, is interrupted."""
 
-        def __init__(self, model: Path, args: tuple[str, ...], env: dict[str, str]) -> None:
+        def __init__(self, model: Path, args: tuple[str, ...]) -> None:
             self.name = "ours" if "sparse-prefill" in args else "stock"
 
         def __enter__(self) -> Self:

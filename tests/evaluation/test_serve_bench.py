@@ -99,7 +99,7 @@ def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, 
     up = []
 
     class OneServer:
-        def __init__(self, model, args, env):
+        def __init__(self, model, args):
             self.is_ours = "sparse-prefill" in args
 
         def __enter__(self):

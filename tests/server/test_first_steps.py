@@ -68,7 +68,7 @@ def test_every_command_runs(tmp_path: Path) -> None:
         for line in of_method.splitlines()
         if line.startswith("| mine") and " of " in line
     ]
-    assert [row[3:6:2] for row in rows] == [["24of24", "1"]] * 2, of_method
+    assert [row[3:6:2] for row in rows] == [["24of24", "1.000"]] * 2, of_method
     for said in (of_method, of_profile):
         for way in ('path="sparse"', 'reason="requested"'):
             counts = [line for line in said.splitlines() if "rows_total{" in line and way in line]

@@ -193,8 +193,6 @@ def standard_error(answers: Sequence[Sequence[bool]]) -> float:
     because a block of keys that is left out may lose several of them.
     """
     total, count = sum(map(len, answers)), len(answers)
-    if not total:
-        return math.nan
     share = sum(map(sum, answers)) / total
     binomial = math.sqrt(share * (1 - share) / total)
     if count < 2:

@@ -3,7 +3,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.report import BenchError, Report, read_results
 from vllm_sparse_backend.evaluation.vllm_server import (
-    CPU_CACHE,
     Server,
     Settings,
     max_positions,
@@ -69,9 +67,7 @@ class Contestant:
     def served(label: str, model: Path, args: Sequence[str], what: str) -> "Contestant":
         @contextmanager
         def start() -> Iterator[Endpoint]:
-            # A long prompt needs a larger cache than a CPU server has by default.
-            env = {name: os.environ[name] for name in (CPU_CACHE,) if name in os.environ}
-            with Server(model, args, env=env) as server:
+            with Server(model, args) as server:
                 yield Endpoint.connect(label, server.url)
 
         return Contestant(label, name_of_path(str(model)), what, start)

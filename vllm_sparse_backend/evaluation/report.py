@@ -79,7 +79,7 @@ def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return results
 
 
-OUTPUTS = ("--json", "--results", "--png", "--html", "--table")
+OUTPUTS = ("--json", "--results")
 
 
 def command_of(arguments: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -159,7 +160,7 @@ class Server:
         self.command = [*vllm_command(), "serve", self.model, *address, *args, *device_args]
         self._folder = tempfile.TemporaryDirectory(prefix="sparse-prefill-")
         self.log_path = log_path or Path(self._folder.name) / "server.log"
-        self._env = {**environment(), **(CPU_ENV if on_cpu else {}), **(env or {})}
+        self._env = {**(CPU_ENV if on_cpu else {}), **environment(), **(env or {})}
         if any(arg.partition("=")[0] == "--kv-cache-memory-bytes" for arg in args):
             self._env.pop(CPU_CACHE, None)
         self._process: subprocess.Popen[bytes] | None = None
@@ -242,11 +243,6 @@ class Server:
             log = "" if error.status and error.status < 500 else f"\n{self._end_of_log()}"
             raise ServerError(f"POST {path}: {error}{log}") from error
 
-    def kill(self) -> None:
-        """Kill the server's processes immediately. ``stop`` must still be called."""
-        if self._process is not None:
-            _kill_group(self._process.pid)
-
     def stop(self) -> None:
         """Ask the server to end, then kill the rest of its process group."""
         process, self._process = self._process, None
@@ -257,17 +253,11 @@ class Server:
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                _kill_group(process.pid)
+                with suppress(ProcessLookupError):  # all of its processes may have ended
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self._port.close()
         self._folder.cleanup()
-
-
-def _kill_group(group: int) -> None:
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # all of its processes have already ended
 
 
 def reserve_port() -> socket.socket:
