@@ -85,16 +85,16 @@ def clusters_of(plan: Plan, layer: int) -> tuple[int, ...]:
 
 
 def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) -> None:
-    spread = {"estimating": "spread"}
+    more = {"last_queries": 30}
     layers = {
-        (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, **spread), (5,): share(2)}),
-        (2,): LayerProfile(heads={(3,): share(2, gamma=0.8), (6,): share(7, **spread)}),
+        (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, **more), (5,): share(2)}),
+        (2,): LayerProfile(heads={(3,): share(2, gamma=0.8), (6,): share(7, **more)}),
     }
     plan = Plan.build(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)
     assert plan.layer(0).groups == (
         HeadGroup((0, 3, 4, 5, 6, 7), tuple(share(c) for c in (7, 7, -1, 2, -1, -1))),
         every((1,), DENSE),
-        every((2,), share(7, **spread)),
+        every((2,), share(7, **more)),
     )
     assert clusters_of(plan, 1) == (-1,) * 8
     assert plan.layer(2).groups[0].methods == (*[share()] * 3, share(2, gamma=0.8), *[share()] * 3)

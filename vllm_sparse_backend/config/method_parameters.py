@@ -48,7 +48,7 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
     for field, value in {**preset, **params}.items():
         if field in parameters.former:
             remedy = parameters.former[field]
-            problems.append(f"{field}: given {format_value(value)}, but {method} no longer has it; {remedy}")
+            problems.append(f"{field}: given {format_value(value)}, but {method} no longer has it; set {remedy}")
             continue
         if field not in adapters:
             fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"

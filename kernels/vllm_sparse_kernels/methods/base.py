@@ -28,7 +28,7 @@ class Method(ABC):
         block_tokens: Widest index block, in keys, that does not make the method's selection coarser. Blocks of 128 keys
             are faster on Hopper than blocks of 64.
         differing: Names of the fields that may differ between heads that are selected together.
-        former: Names of parameters that no longer exist, and what to do instead.
+        former: Names of parameters that no longer exist, and what to set instead.
     """
 
     block_tokens: ClassVar[int] = 64

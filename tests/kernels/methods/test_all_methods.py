@@ -133,7 +133,6 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "share_prefill": {
         "max_sparsity": (-0.1,), "max_distance": (-0.1,), "gamma": (0.0, 1.1), "cluster": (-2,), "last_queries": (0,),
-        "estimating": ("first",),
     },
     "sparge_attn": {
         "kept_mass": (0.0, 1.01, NAN), "min_similarity": (-1.5, 2.0), "skip_margin": (0.0, 1.0, -math.inf, NAN),

@@ -99,7 +99,7 @@ def test_kernels_keep_what_the_reference_keeps(case, dtype, gammas):
     batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=2)
     batch.q.mul_(0.5)
     batches = [batch, next_layer(batch)][: len(clusters)]
-    more = {"estimating": "spread", "last_queries": 30} if gammas == "differing" else {}
+    more = {"last_queries": 30} if gammas == "differing" else {}
     heads = [[SharePrefill(0.25, 0.1, g, c, **more) for g, c in zip(cycle(GAMMAS[gammas]), cs)] for cs in clusters]
     check_layers(batches, heads, block_tokens)
 

@@ -35,9 +35,6 @@ The choice of pivots depends on the data and differs between rows. The device ch
   is too sparse to share.
 * *Same layer.* Heads of the pivot's own layer may share its pattern, because the map does not wait for the attention.
   The released code builds patterns after the layer, so only later layers share them.
-* *Lines from spread queries.* ``estimating="spread"`` (off by default, beyond the paper) estimates vertical-slash's
-  lines from queries spread over the chunk, as in ``FlexVerticalSlash``. The last queries still decide which heads
-  share.
 
 **Released code.** The authors' repository (opas-lab/SharePrefill at f42a531) differs from the paper as follows; none of
 these differences is implemented here:
@@ -69,7 +66,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import triton
@@ -118,15 +115,12 @@ class SharePrefill(Method):
     last_queries: int = 64
     """Number of queries from which vertical-slash's lines are estimated."""
 
-    estimating: Literal["last", "spread"] = "last"
-    """Which queries these are: the ``last`` of the chunk, or queries ``spread`` evenly over it (not in the paper)."""
-
     def __post_init__(self) -> None:
         require(self.max_sparsity >= 0, "max_sparsity", self.max_sparsity, "a number >= 0 (δ)")
         require(self.max_distance >= 0, "max_distance", self.max_distance, "a number >= 0 (τ)")
         require(0 < self.gamma <= 1, "gamma", self.gamma, "a share in (0, 1] (γ)")
         require(self.cluster >= NOISE, "cluster", self.cluster, f"a cluster's number >= 0, or {NOISE} for noise")
-        FlexVerticalSlash(last_queries=self.last_queries, estimating=self.estimating)  # which refuses invalid values
+        FlexVerticalSlash(last_queries=self.last_queries)  # which refuses invalid values
 
     @property
     def sharing(self) -> "SharePrefill":
@@ -159,7 +153,7 @@ class SharePrefill(Method):
     @cached_property
     def fallback(self) -> FlexVerticalSlash:
         """The vertical-slash method of the same head."""
-        return FlexVerticalSlash(self.gamma, last_queries=self.last_queries, estimating=self.estimating)
+        return FlexVerticalSlash(self.gamma, last_queries=self.last_queries)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         return self.fallback.stripe_layout(rows)

@@ -99,11 +99,7 @@ class TopP(Method):
     """Parameters of ``top_p``; the module's docstring describes the algorithm."""
 
     differing = ("kept_mass", "most_tokens")
-    former: ClassVar[Mapping[str, str]] = {
-        "most_share": "set most_tokens, a number of keys, or null for no limit",
-        "queries": "leave it out: every second query is scored",
-        "channels": "leave it out: half of the channels are multiplied",
-    }
+    former: ClassVar[Mapping[str, str]] = {"most_share": "most_tokens, a number of keys, or null for no limit"}
     finest_block_tokens = KEY_BLOCK.value
 
     kept_mass: float = 0.9
