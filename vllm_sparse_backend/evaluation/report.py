@@ -7,7 +7,6 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -103,12 +102,10 @@ def write_json(path: Path, data: object) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that affect speed."""
-    versions_by_name = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
-    with suppress(ImportError):
-        import torch
+    import torch
 
-        versions_by_name |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return versions_by_name
+    versions_by_name = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
+    return versions_by_name | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 def table_of(
