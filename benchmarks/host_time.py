@@ -2,7 +2,7 @@
 """Measures host time that this backend adds to a step of decodes, and the host time of sparse layers. Needs no GPU.
 
     python -m benchmarks.host_time decodes [--rows 64]
-    python -m benchmarks.host_time prefill [--heads 9,3,64] [--method NAME:FIELD=VALUE] [--profile]
+    python -m benchmarks.host_time prefill [--heads 9,3,64] [--method NAME:FIELD=VALUE]
 
 A GPU waits for the host if a layer's kernels take less time than the host needs to launch them, as in small models.
 
@@ -15,9 +15,7 @@ nothing. Under full CUDA graphs a layer's ``forward`` does not run.
 Times are CPU times of one thread, and the minimum over repetitions, because other programs may share the machine.
 """
 
-import cProfile
 import json
-import pstats
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -266,7 +264,6 @@ def prefill(
     method: Annotated[str, typer.Option(help="NAME or NAME:FIELD=VALUE,…. Default: the server's default.")] = "",
     context: Annotated[int, typer.Option(min=0, help="Cached tokens before the chunk.")] = 24_576,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of the chunk.")] = 8192,
-    profile: Annotated[bool, typer.Option(help="Print the functions that take the most time.")] = False,
 ) -> None:
     """Time the host's part of a sparse layer, and count its launches and operations of torch."""
     torch.set_num_threads(1)
@@ -287,12 +284,6 @@ def prefill(
         ]
         title = f"a sparse layer with {heads} heads, {tokens:,} tokens after {context:,}"
         Console().print(table_of(title, {"what": "per layer", "value": ""}, rows))
-        if profile:
-            profiler = cProfile.Profile()
-            with profiler:
-                for _ in range(REPETITIONS):
-                    step()
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.method_parameters import changed_fields, make_method, method_label
+from vllm_sparse_backend.config.method_parameters import changed_fields, make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan, layer_plans
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
@@ -24,7 +24,8 @@ class MethodSpec:
     params: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        return method_label(make_method(self.method, dict(self.params)))
+        values = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in self.params}
+        return " ".join([self.method, *(f"{name}={value}" for name, value in values.items())])
 
     @staticmethod
     def parse(text: str) -> "MethodSpec":

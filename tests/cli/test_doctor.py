@@ -180,7 +180,6 @@ def test_models_with_latent_attention_have_a_flag_of_their_own(
     if changes:
         assert code == 1
     else:
-        assert any("speed-up of TTFT: 1.38 with top_p" in line for line in lines)
         assert lines[-1] == f"Works here: vllm serve {tmp_path} {MLA_FLAG}"
 
 

@@ -3,6 +3,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.helpers.folders import model_folder
@@ -26,12 +27,12 @@ CONFIG = {
 
 
 class StructuredCapturer:
-    """A ``Capturer`` whose layers are made from the prompt's tokens."""
+    """Captures layers that are made from the prompt's tokens."""
 
     def __init__(self, left_out: Sequence[int] = ()) -> None:
         self.left_out = left_out
 
-    def __call__(self, model: Path, prompts: Sequence[Sequence[int]], folder: Path, *_: object) -> list[Capture]:
+    def __call__(self, prompts: Sequence[Sequence[int]], folder: Path) -> list[Capture]:
         return [self.capture(ids, folder / f"prompt-{i}") for i, ids in enumerate(prompts)]
 
     def capture(self, ids: Sequence[int], folder: Path) -> Capture:
@@ -47,17 +48,24 @@ class StructuredCapturer:
         return LayerTensors(tensors.q, tensors.k, tensors.v), tensors.scale
 
 
+@dataclass(frozen=True)
+class StructuredJob(Job):
+    capturer: StructuredCapturer = field(default_factory=StructuredCapturer)
+
+    def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
+        return self.capturer(prompts, self.folder)
+
+
 def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
     rng = random.Random(seed)
     return PromptSet(tuple(tuple(rng.randrange(1000) for _ in range(num_tokens)) for _ in range(count)))
 
 
-def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> Job:
+def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> StructuredJob:
     """Return a job with chunks of 128 tokens, 100 dense positions, a prompt by default and another held-out prompt."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {
         "model": model_folder(folder.parent / "model", CONFIG), "prompts": random_prompts(num_prompts, num_tokens, 1),
         "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,
-        "capturer": StructuredCapturer(),
     } | changes  # fmt: skip
-    return Job(**fields)
+    return StructuredJob(**fields)

@@ -46,9 +46,6 @@ from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
-Capturer = Callable[[Path, Sequence[Sequence[int]], Path, torch.device, torch.dtype], list[Capture]]
-"""Captures the prompts of a model into a folder, as ``capture_prompts`` does."""
-
 MARGIN = 0.1
 """Share of an error bound that is kept as a margin for unseen prompts."""
 
@@ -89,7 +86,6 @@ class Job:
     """Seed of generated prompts; None for the operator's own prompts."""
     sets_min_tokens: bool = False
     """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
-    capturer: Capturer = capture_prompts
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -139,7 +135,7 @@ class Job:
         """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
         self._check_disk(prompts)
         self.progress.say(f"capturing {len(prompts)} prompts")
-        return self.capturer(self.model, prompts, self.folder, self.device, self.dtype)
+        return capture_prompts(self.model, prompts, self.folder, self.device, self.dtype)
 
     def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:
         shape = self.shape

@@ -264,7 +264,7 @@ def sparse_lengths(model: CheckedModel, shape: ModelShape, device: str, engine: 
 def layer_findings(model: CheckedModel) -> Iterator[Finding]:
     reasons = model.reasons
     if model.has_mla:
-        yield from mla_findings(model.config, len(reasons))
+        yield mla_finding(model.config, len(reasons))
         return
     layers: dict[Fallback | None, list[int]] = defaultdict(list)
     for layer, reason in enumerate(reasons):
@@ -278,18 +278,13 @@ def layer_findings(model: CheckedModel) -> Iterator[Finding]:
         yield best_speedup(model)
 
 
-def mla_findings(config: dict[str, Any], num_layers: int) -> Iterator[Finding]:
+def mla_finding(config: dict[str, Any], num_layers: int) -> Finding:
     problem = next(model_check.mla_problems(config), None)
     if problem is not None:
-        yield bad("model", f"{MLA_FLAG} would refuse it: {problem}")
-        return
-    yield ok(
-        "can run sparse", f"{num_layers} of {num_layers} layers, with {MLA_FLAG}: they have multi-head latent attention"
-    )
-    yield ok(
-        "speed-up of TTFT",
-        "1.38 with top_p and 2.28 with a_shape, measured on four layers of DeepSeek-R1's shape at 131,072 tokens on an "
-        "H100; other shapes were not measured",
+        return bad("model", f"{MLA_FLAG} would refuse it: {problem}")
+    layers = f"{num_layers} of {num_layers} layers"
+    return ok(
+        "can run sparse", f"{layers}, with {MLA_FLAG}: they have multi-head latent attention (docs/research/mla.md)"
     )
 
 

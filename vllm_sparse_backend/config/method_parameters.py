@@ -91,13 +91,6 @@ def changed_fields(method: Method) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-def method_label(method: Method) -> str:
-    """Return the method's name and the parameters that differ from its defaults, such as ``sale tau=0.03``."""
-    changed = changed_fields(method).items()
-    values = {name: f"{value:g}" if isinstance(value, float) else json.dumps(value) for name, value in changed}
-    return " ".join([name_of(method), *(f"{name}={value}" for name, value in values.items())])
-
-
 def _call(name: str, values: Mapping[str, object]) -> str:
     return f"{name}({', '.join(f'{field}={format_value(value)}' for field, value in values.items())})"
 
