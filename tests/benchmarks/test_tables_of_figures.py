@@ -20,6 +20,7 @@ LENGTHS = ("16,384", "32,768", "65,536")
 
 FIGURES = [figure for path in sorted((ROOT / "docs/results").glob("*.jsonl")) for figure in read_figures(path)]
 VALUES = {figure.name: Decimal(str(figure.value)) for figure in FIGURES}
+UNITS = {figure.name: figure.unit for figure in FIGURES}
 QUALITY, PERFORMANCE, PAPERS = (f"docs/research/{page}.md" for page in ("quality", "performance", "papers"))
 
 
@@ -111,6 +112,19 @@ def test_a_cap_in_tokens() -> None:
         assert shows(error, 100 * VALUES[f"{name}perplexity with most_tokens, {stretches}"]), name
         for cell, quantity in zip(cells, densities, strict=True):
             assert shows(cell, VALUES[name + quantity]), (name, quantity)
+
+
+def test_rules_of_other_projects() -> None:
+    for model, rule, *cells in table("docs/compared_with.md", "model", "rule"):
+        measured = [(tokens, row) for tokens, row in (("16,384", cells[:4]), ("32,768", cells[4:])) if any(row)]
+        for tokens, (answers, perplexity, error, density) in measured:
+            name = f"{model}, emulated rule {rule}, {tokens} tokens: "
+            right = f"{name}right answers"
+            assert answers == f"{VALUES[right]} {UNITS[right]}", name
+            assert shows(perplexity, percent(VALUES[f"{name}perplexity"])), name
+            stretches = "standard error over stretches of 4,096 tokens"
+            assert shows(error, 100 * VALUES[f"{name}perplexity, {stretches}"]), name
+            assert shows(density, VALUES[f"{name}density"]), name
 
 
 def test_settings_of_top_p_with_streaming_heads() -> None:
