@@ -65,7 +65,13 @@ def test_any_other_value_is_refused_with_the_list_of_levels(value: object) -> No
             level(policy, value)
 
 
-@pytest.mark.parametrize("key", ["sparse-prefill", "sparse_prefil", "Sparse_Prefill", "sparsePrefill", "spase_prefill"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("sparse-prefill", "sparse_prefil", "Sparse_Prefill", "sparsePrefill", "spase_prefill"),
+        *("sparse_prefill_level", "vllm_sparse_prefill", "sparse_prefill.level"),
+    ],
+)
 def test_a_misspelt_key_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match=f"vllm_xargs: given '{key}', expected the key 'sparse_prefill'"):
         POLICY.level_of({key: 0})

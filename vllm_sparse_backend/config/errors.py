@@ -62,7 +62,8 @@ def not_one_of(value: object, allowed: Iterable[str]) -> str:
 
 def looks_like(key: str, known_key: str) -> bool:
     """Return whether a key may be a typo of a known key. Keys over 40 characters are none, and slow to compare."""
-    return len(key) <= 40 and bool(difflib.get_close_matches(key.lower(), [known_key], cutoff=0.85))
+    written, known = ("".join(filter(str.isalnum, text.lower())) for text in (key[:41], known_key))
+    return len(key) <= 40 and (known in written or bool(difflib.get_close_matches(written, [known], cutoff=0.85)))
 
 
 MAPPINGS = ("dict_type", "model_type", "dataclass_type")
