@@ -68,7 +68,9 @@ class MlaStep(NamedTuple):
 class MlaLayers:
     """Layers that share a builder, as vLLM's runner makes them."""
 
-    def __init__(self, config: VllmConfig, numbers: Sequence[int] = (0, 1)) -> None:
+    def __init__(
+        self, config: VllmConfig, numbers: Sequence[int] = (0, 1), scales: Sequence[float] = (SCALE, SCALE, SCALE)
+    ) -> None:
         self.config, self.names = config, [layer_name(number) for number in numbers]
         generator = torch.Generator().manual_seed(0)
         self.up_projection = UpProjection(generator)
@@ -77,13 +79,13 @@ class MlaLayers:
         self.worker = Worker(config)
         hooks._install(hooks.MLA_WORKER)
         with set_current_vllm_config(config):
-            for name in self.names:
+            for name, scale in zip(self.names, scales, strict=False):
                 impl = CPUMLAImpl(
-                    HEADS, LATENT + ROPE, SCALE, 1, None, None, "auto", None, "decoder", None, q_lora_rank=None,
+                    HEADS, LATENT + ROPE, scale, 1, None, None, "auto", None, "decoder", None, q_lora_rank=None,
                     qk_head_dim=NOPE + ROPE, kv_b_proj=self.up_projection, **DIMS,
                 )  # fmt: skip
                 context[name] = SimpleNamespace(impl=impl, num_heads=HEADS, q_lora_rank=None, **DIMS)
-                context[name].prefill_backend = SparseMlaPrefillBackend(HEADS, SCALE, **DIMS, vllm_config=config)
+                context[name].prefill_backend = SparseMlaPrefillBackend(HEADS, scale, **DIMS, vllm_config=config)
             spec = MLAAttentionSpec(
                 block_size=PAGE_TOKENS, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.float32
             )

@@ -24,6 +24,7 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "lengths": ({}, {"min_tokens": 4096}),
     "method": ({"streaming_heads": None}, {"method": "a_shape", "streaming_heads": None}),
     "version": ({}, {}),
+    "error": ({}, {}),
     "absent": ({}, {}),
 }
 """By case, the settings of both ranks."""
@@ -33,6 +34,8 @@ def break_second(case: str, agreement: Any) -> None:
     """Change the second process as the case says."""
     if case == "version":
         agreement.package_version = lambda package: "9.9.9"
+    elif case == "error":
+        agreement.resolve = lambda *arguments: 1 / 0
 
 
 def run_rank(rank: int, folder: Path, name: str) -> None:
@@ -100,6 +103,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[st
         ("lengths", ("level on with engine any other: rows of more than 4096 tokens", "rows of more than 100 tokens")),
         ("method", ("method: method a_shape", "method: method default")),
         ("version", ("version of this package: 9.9.9",)),
+        ("error", ("rank 1 cannot resolve its settings: ZeroDivisionError",)),
     ],
 )
 def test_nodes_that_disagree_stop_and_name_both_sides(results: Any, case: str, parts: tuple[str, ...]) -> None:

@@ -155,6 +155,12 @@ def test_listed_layers_and_draft_layers_run_dense(make_layers: Any) -> None:
         torch.testing.assert_close(output, layers.expected(step, expected), atol=2e-5, rtol=1e-4)
 
 
+def test_layers_with_another_scale_than_the_first_run_dense(make_layers: Any) -> None:
+    layers = make_layers(scales=(mla_layers.SCALE, 2 * mla_layers.SCALE))
+    assert [*layers.worker.mla.numbers.values()] == [0]
+    assert layers.worker.attention_names == {0: "mla", 1: "dense"}
+
+
 def test_a_draft_model_s_step_stays_dense_and_is_not_counted(make_layers: Any) -> None:
     layers = make_layers()
     build, step = layers.builder.build, layers.make_step(MIXED)

@@ -2,7 +2,8 @@
 """Compares the settings of all workers before the model loads.
 
 A node started with ``--headless`` builds its own configuration. Workers that disagree would write keys and values that
-the front process does not expect, or wait for each other in a collective that only some of them enter.
+the front process does not expect, or wait for each other in a collective that only some of them enter. All workers
+therefore enter a single exchange first, whatever they decided.
 """
 
 import hashlib
@@ -18,20 +19,27 @@ from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
-from vllm_sparse_backend.serving.streaming_startup import warn_of_weights
+from vllm_sparse_backend.serving.streaming_startup import describe, warn_of_weights
 
 TIMEOUT_S = 60.0
 """Seconds to wait for the other workers. vLLM has just connected them, so they arrive together."""
+
+ERROR = "error"
+"""Name under which a worker that cannot resolve its settings sends the reason instead of them."""
 
 
 def agree(vllm_config: VllmConfig) -> None:
     """Refuse workers with other settings."""
     if vllm_config.parallel_config.enable_elastic_ep:
         return  # a worker that joins later has no peers here, and gets its configuration from the first process
-    resolved = resolve(vllm_config, *compat.tensor_parallel(vllm_config))
-    first, *others = compat.gather_over_world(settings_of_worker(resolved), TIMEOUT_S)
+    gathered = compat.gather_over_world(_settings_or_error(vllm_config), TIMEOUT_S)
+    for rank, settings in enumerate(gathered):
+        if settings.get(ERROR):
+            raise ConfigurationError(f"sparse-prefill: rank {rank} cannot resolve its settings: {settings[ERROR]}")
+    first, *others = gathered
     for rank, settings in enumerate(others, start=1):
-        differing = [name for name in first if settings.get(name) != first[name]]
+        # Another version of this package may have other names.
+        differing = [name for name in first | settings if settings.get(name) != first.get(name)]
         if differing:
             raise ConfigurationError(
                 f"sparse-prefill: rank {rank} has {_shown(settings, differing)}, expected {_shown(first, differing)} "
@@ -46,6 +54,14 @@ def agree(vllm_config: VllmConfig) -> None:
         warn_of_weights(vllm_config, "--weight-transfer-config")
     if envs.VLLM_SERVER_DEV_MODE:  # serves /collective_rpc
         warn_of_weights(vllm_config, "VLLM_SERVER_DEV_MODE (reload_weights)")
+
+
+def _settings_or_error(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return this worker's settings as texts. It never raises, because the other workers wait for them."""
+    try:
+        return settings_of_worker(resolve(vllm_config, *compat.tensor_parallel(vllm_config)))
+    except Exception as error:
+        return {ERROR: describe(error)}
 
 
 def settings_of_worker(resolved: Resolved) -> dict[str, str]:

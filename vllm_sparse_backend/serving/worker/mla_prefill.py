@@ -101,7 +101,14 @@ class MlaWorker:
         self.reserve_memory()
         vllm_config, resolved = self.worker.vllm_config, self.worker.resolved
         self.layers = mla_layers(vllm_config)
-        supported = [number for number, layer in self.layers.items() if compat.is_stock_mla_layer(layer)]
+        supported = [
+            number
+            for number, layer in self.layers.items()
+            # The kernels were built with the first layer's shape.
+            if layer.prefill_backend.num_heads == self.num_heads
+            and layer.prefill_backend.scale == self.scale
+            and compat.is_stock_mla_layer(layer)
+        ]
         numbers = [number for number in supported if resolved.plan.layer(number) is not None]
         if not numbers and not (supported and vllm_config.parallel_config.pipeline_parallel_size > 1):
             kinds = sorted({type(layer).__name__ for layer in self.layers.values()})
