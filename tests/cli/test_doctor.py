@@ -15,6 +15,7 @@ from tests.helpers.external_tools import ROOT
 from tests.helpers.folders import LLAMA_8B, model_folder
 from tests.helpers.tiny_models import MLA_CONFIG
 from vllm_sparse_backend.cli import app, doctor
+from vllm_sparse_backend.cli.attention_share import MEASURED_8B
 from vllm_sparse_backend.cli.doctor import CheckedModel
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -128,7 +129,8 @@ def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_pa
     model_config = read_config(model_folder(tmp_path, config))
     assert layer_reasons(model_config) == [None] * 6
     assert ModelShape.from_config(model_config) == ModelShape(config["architectures"][0], 6, 8, 8, 64)
-    assert doctor.best_speedup(CheckedModel.read(tmp_path)).level == "ok"
+    (finding,) = doctor.best_speedups(CheckedModel.read(tmp_path))
+    assert finding.level == "ok"
 
 
 @pytest.mark.usefixtures("_defaults")
@@ -180,6 +182,7 @@ def test_models_with_latent_attention_have_a_flag_of_their_own(
     if changes:
         assert code == 1
     else:
+        assert any("speed-up of TTFT: 1.38 with top_p" in line for line in lines)
         assert lines[-1] == f"Works here: vllm serve {tmp_path} {MLA_FLAG}"
 
 
@@ -192,38 +195,66 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("plugin" in line for line in lines)
 
 
+def rows_of(finding: doctor.Finding) -> list[list[str]]:
+    return [line.strip("|").replace(" ", "").split("|") for line in finding.text.splitlines() if line.startswith("|")]
+
+
 def test_what_can_be_won_at_all(tmp_path: Path) -> None:
-    """Figures of an 8B model, as in test_attention_share.py, up to the model's own maximum."""
-
-    def finding(changes: dict[str, Any], positions: int) -> doctor.Finding:
-        config = LLAMA_8B | changes | {"max_position_embeddings": positions}
-        return doctor.best_speedup(CheckedModel.read(model_folder(tmp_path, config)))
-
-    assert finding({}, 131072).text == "at most 3.7 at 131,072 tokens, if sparse attention took no time"
+    """Figures of an 8B model, as in tests/test_attention_share.py, up to the model's own maximum."""
+    folder = model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": 131072})
+    (finding,) = doctor.best_speedups(CheckedModel.read(folder))
+    header, _, *rows = rows_of(finding)
+    assert header == ["tokens", "attention'sshare", "atmost", "8B,measured"]
+    assert rows[0] == ["8,192", "14%", "1.2", "1.05"]
+    assert rows[-1] == ["131,072", "73%", "3.7", "3.18"]
     mixed = {"layer_types": [FULL] + ["sliding_attention"] * 5, "sliding_window": 1024}
-    # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
-    assert "; 76.5% of the (query, key) pairs can run sparse" in finding(SMALLER | mixed, 32768).text
-    short = finding({}, 4096)
-    assert (short.level, "at 4,096 tokens" in short.text, "hardly pays" in short.text) == ("note", True, True)
-    unknown = finding({"layer_types": [FULL, "mamba"] * 16}, 131072)
-    assert "; 16 layers have a recurrence that the config describes in unknown fields" in unknown.text
+    share, _ = doctor.best_speedups(
+        CheckedModel.read(model_folder(tmp_path, LLAMA | mixed | {"max_position_embeddings": 32768}))
+    )
+    assert rows_of(share)[-1][-1] == "76.5%"  # 1 / (1 + 5 · 2 · 1,024 / 32,768), nearly
+    model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": 4096})
+    short, pays = doctor.best_speedups(CheckedModel.read(folder))
+    assert [row[0] for row in rows_of(short)[2:]] == ["4,096"]
+    assert (pays.level, "hardly pays" in pays.text) == ("note", True)
+    recurrent = LLAMA_8B | {"layer_types": [FULL, "mamba"] * 16, "max_position_embeddings": 131072}
+    _, left_out = doctor.best_speedups(CheckedModel.read(model_folder(tmp_path / "recurrent", recurrent)))
+    assert left_out.text.startswith("16 layers have a recurrence that the config describes in unknown fields")
+
+
+def test_the_measured_speed_ups_are_those_of_the_readme() -> None:
+    lines = [
+        line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\| [\d,]+ \| [\d.]+ \|", line)
+    ]
+    shown = {
+        round(int(cells[1].replace(",", "")), -3): float(cells[4].strip("* "))
+        for cells in (x.split("|") for x in lines)
+    }
+    assert shown == {round(n, -3): speed_up for n, speed_up in MEASURED_8B.items()}
 
 
 @pytest.mark.parametrize(
     ("device", "positions", "says"),
     [
-        ("NVIDIA H100 80GB HBM3", 131072, "for rows of more than 3072 tokens, at least 1000 of them new"),
-        ("an unmeasured GPU", 131072, "for rows of more than 16384 tokens, .*not measured on an unmeasured GPU"),
+        ("NVIDIA H100 80GB HBM3", 131072, "for prompts of at least 6,144 tokens"),
+        ("an unmeasured GPU", 131072, "for prompts of at least 17,408 tokens"),
+        ("NVIDIA H200", 131072, "for prompts of at least 7,168 tokens"),
+        ("NVIDIA H200", 6144, "nothing will run sparse: .* pairs of these and earlier keys"),
         ("an unmeasured GPU", 16384, "nothing will run sparse: .* of more than 16384 tokens.*supports 16,384 tokens"),
     ],
 )
-def test_the_lengths_from_which_a_device_runs_sparse(device: str, positions: int, says: str, tmp_path: Path) -> None:
+def test_the_length_from_which_a_device_runs_sparse(device: str, positions: int, says: str, tmp_path: Path) -> None:
     """Lengths as in docs/choosing_a_setting.md. The last model is as Phi-4."""
     model = CheckedModel.read(model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": positions}))
     shape = ModelShape.from_config(LLAMA_8B, "x")
-    finding = doctor.sparse_lengths(model, shape, device, "hopper")
+    finding = doctor.first_sparse_length(model, shape, device, "hopper")
     assert re.search(says, finding.text)
     assert finding.level == ("note" if "nothing" in says else "ok")
+
+
+def test_layers_without_softmax_attention_have_names(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, LLAMA | {"layer_types": ["linear_attention", "mamba", FULL] * 2})
+    subjects = [finding.subject for finding in doctor.layer_findings(CheckedModel.read(folder))]
+    assert subjects[:2] == ["linear attention or Mamba", "can run sparse"]
 
 
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:

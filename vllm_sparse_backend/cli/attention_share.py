@@ -34,8 +34,10 @@ RECURRENCE_ELEMENTS = 3.28e12
 at 65,536 tokens after linear layers and attention (vLLM 0.33, Triton's gated delta rule;
 docs/results/performance.jsonl). The rate of Mamba 2 is assumed to be the same."""
 
-USUAL_TOKENS = 131_072
-"""Length of a prompt for models whose config does not limit it."""
+LENGTHS_TOKENS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144, 1_048_576)
+
+MEASURED_8B = {8192: 1.05, 16_384: 1.18, 32_768: 1.45, 65_536: 2.03, 131_072: 3.18}
+"""TTFT speed-up at Llama-3.1-8B's shape on an H200, by prompt length, as in README.md."""
 
 HARDLY_PAYS = 1.2
 """Largest possible speed-up below which sparse prefill is hardly worth its errors."""
