@@ -231,6 +231,16 @@ def test_memory_and_warm_up_are_for_what_requests_may_ask(
     assert (worker.kernels._selection is None) == (method == "a_shape")
 
 
+@pytest.mark.parametrize("warns", [False, True])
+def test_a_server_whose_chunks_all_begin_within_min_tokens_warns(
+    make_layers: Any, lines: list[str], warns: bool
+) -> None:
+    """The last chunk of 2,048 tokens of a prompt of 16,384 begins after 14,336."""
+    make_layers({"min_tokens": 14_336 + warns})
+    assert any(f"for rows that begin after {14_336 + warns} tokens and have at least 1 new" in line for line in lines)
+    assert any("at most 16384 tokens, so none of their chunks of 2048 tokens begins" in line for line in lines) == warns
+
+
 def test_models_whose_layers_prefill_in_another_way_are_refused(
     make_layers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,8 +131,9 @@ class MlaWorker:
     def _log(self, vllm_config: VllmConfig, numbers: Sequence[int], lengths: Lengths) -> None:
         config = self.worker.resolved.config
         logger.info(
-            "sparse-prefill: MLA layers %s prefill with %s, for %s; dense rows and decodes run as in stock vLLM",
-            format_ranges(numbers), describe(self.method), lengths,
+            "sparse-prefill: MLA layers %s prefill with %s, for rows that begin after %d tokens and have at least %d "
+            "new ones; dense rows and decodes run as in stock vLLM",
+            format_ranges(numbers), describe(self.method), lengths.min_tokens, lengths.min_query_tokens,
         )  # fmt: skip
         dense = set(self.layers) - set(numbers)
         if dense:
@@ -143,6 +144,7 @@ class MlaWorker:
                 "set min_tokens and min_query_tokens to choose other numbers"
             )
         startup_log.log_levels(vllm_config, self.worker.resolved, lengths)
+        startup_log.warn_if_no_chunk_begins_after(vllm_config, lengths.min_tokens)
 
     def prepare(self, request: RequestLevel, rows: Sequence[MlaRow], is_causal: bool) -> MlaCall:
         """Prepare rows of requests of the same level for all layers of a step."""

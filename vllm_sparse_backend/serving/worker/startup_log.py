@@ -17,6 +17,7 @@ from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.level_policy import level_policy
+from vllm_sparse_kernels.rows import ceil_div
 
 logger = logging.getLogger(LOGGER)
 
@@ -76,4 +77,17 @@ def _warn_if_never_sparse(vllm_config: VllmConfig, lengths: Lengths) -> None:
             "than %d run dense: raise --max-num-batched-tokens or --max-model-len, or set min_tokens and "
             "min_query_tokens",
             pairs, lengths.min_pairs,
+        )  # fmt: skip
+
+
+def warn_if_no_chunk_begins_after(vllm_config: VllmConfig, min_tokens: int) -> None:
+    """Warn if no chunk of any uncached prompt begins after ``min_tokens``, where MLA's rows run sparse."""
+    max_len, scheduler = vllm_config.model_config.max_model_len, vllm_config.scheduler_config
+    step_tokens = scheduler.max_num_batched_tokens
+    chunk_tokens = min(step_tokens, scheduler.long_prefill_token_threshold or step_tokens)
+    if min_tokens < max_len <= ceil_div(min_tokens, chunk_tokens) * chunk_tokens:
+        logger.warning(
+            "sparse-prefill: requests have at most %d tokens, so none of their chunks of %d tokens begins after %d tokens "
+            "(min_tokens), and uncached prompts run dense: lower --max-num-batched-tokens or min_tokens",
+            max_len, chunk_tokens, min_tokens,
         )  # fmt: skip
