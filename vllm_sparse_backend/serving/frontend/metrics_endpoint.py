@@ -19,7 +19,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 import prometheus_client
@@ -27,6 +27,9 @@ import prometheus_client
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.frontend.engine_rpc import Call, engine_calls, path_of
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
 
 logger = logging.getLogger(LOGGER)
 
@@ -157,7 +160,7 @@ class EnginePolls:
 class MetricsMiddleware:
     """ASGI middleware that polls the engines before a GET /metrics."""
 
-    def __init__(self, app: Any, endpoint: Any) -> None:
+    def __init__(self, app: Any, endpoint: "SparsePrefillEndpoint") -> None:
         self.app = app
         self.endpoint = endpoint
 

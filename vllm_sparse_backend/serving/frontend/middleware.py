@@ -10,12 +10,15 @@ path, no authorisation) costs nothing. It is parsed only if it contains the key 
 import asyncio
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.serving.frontend.engine_rpc import path_of
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
 
 NO_FIELD = "vLLM has no field for it on this path"
 DROPS_LEVEL = {
@@ -47,7 +50,7 @@ SMALL_BYTES = 1 << 16
 class LevelsMiddleware:
     """Refuses levels. It runs inside vLLM's own middleware, which has already checked the API key."""
 
-    def __init__(self, app: Any, endpoint: Any) -> None:
+    def __init__(self, app: Any, endpoint: "SparsePrefillEndpoint") -> None:
         self.app = app
         self.endpoint = endpoint
 

@@ -87,7 +87,7 @@ def warn_if_no_chunk_begins_after(vllm_config: VllmConfig, min_tokens: int) -> N
     chunk_tokens = min(step_tokens, scheduler.long_prefill_token_threshold or step_tokens)
     if min_tokens < max_len <= ceil_div(min_tokens, chunk_tokens) * chunk_tokens:
         logger.warning(
-            "sparse-prefill: requests have at most %d tokens, so none of their chunks of %d tokens begins after %d tokens "
-            "(min_tokens), and uncached prompts run dense: lower --max-num-batched-tokens or min_tokens",
+            "sparse-prefill: requests have at most %d tokens, so none of their chunks of %d tokens begins after %d "
+            "tokens (min_tokens), and uncached prompts run dense: lower --max-num-batched-tokens or min_tokens",
             max_len, chunk_tokens, min_tokens,
         )  # fmt: skip
