@@ -3,6 +3,7 @@
 
 import itertools
 import re
+from collections import Counter
 from decimal import Decimal
 
 import pytest
@@ -50,6 +51,18 @@ def percent(ratio: Decimal) -> Decimal:
 def test_each_figure_is_stored_once_and_whole() -> None:
     assert len(VALUES) == len(FIGURES)
     assert [figure.name for figure in FIGURES if not (figure.device and figure.command and figure.date)] == []
+
+
+def test_the_page_counts_missed_targets() -> None:
+    missed = Counter()
+    for path in sorted((ROOT / "docs/results").glob("*.jsonl")):
+        for figure in read_figures(path):
+            if figure.bar is not None and figure.value is not None:
+                is_missed = figure.value < figure.bar if figure.better == "higher" else figure.value > figure.bar
+                missed[path.name] += is_missed
+    counts = ", ".join(f"{count} in `{name}`" for name, count in missed.items() if count)
+    text = " ".join((ROOT / "docs/results/README.md").read_text().split())
+    assert f"Figures that miss their target: {counts}." in text
 
 
 EXPERTS = "16 layers of experts of Qwen3-30B-A3B's shape"
