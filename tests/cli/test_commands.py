@@ -60,6 +60,20 @@ def test_tables_have_few_columns_and_paste_as_markdown() -> None:
     assert answer_tables.with_error(-0.7, None, "+.2f") == "-0.70"
 
 
+def test_json_goes_to_standard_output_alone() -> None:
+    command = typer.Typer()
+
+    @command.command()
+    def measure(json_path: common.Json = None) -> None:
+        print("a line of the command")
+        assert json_path is not None
+        json_path.write_text('{"speed_up": 2}')
+
+    result = CliRunner().invoke(command, ["--json", "-"])
+    assert (result.exit_code, result.stdout) == (0, '{"speed_up": 2}')
+    assert "a line of the command" in result.stderr
+
+
 def test_profile_list_names_the_bundled_profiles() -> None:
     lines = run("profile", "list").output.splitlines()
     assert "| streaming " in "\n".join(lines)

@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -40,6 +41,23 @@ def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
         with failures():
             require_output_file(param.opts[0], path)
     return path
+
+
+def json_output(ctx: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Check --json. For ``-``, return a temporary file that goes to standard output when the command ends."""
+    return ctx.with_resource(_json_on_stdout()) if path == Path("-") else output(param, path)
+
+
+@contextmanager
+def _json_on_stdout() -> Iterator[Path]:
+    stdout = sys.stdout
+    with tempfile.TemporaryDirectory(prefix="sparse-prefill-") as folder, redirect_stdout(sys.stderr):
+        path = Path(folder) / "stdout.json"
+        try:
+            yield path
+        finally:
+            if path.exists():
+                stdout.write(path.read_text(encoding="utf-8"))
 
 
 def output_folder(param: typer.CallbackParam, path: Path) -> Path:
@@ -95,7 +113,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 MODEL_HELP = "Model folder, or a name in the local hub cache."
 Json = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="JSON file for all results.", callback=output),
+    typer.Option("--json", metavar="FILE", help="JSON file for all results; - for stdout.", callback=json_output),
 ]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
 MaybeModel = Annotated[Path | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
