@@ -15,6 +15,7 @@ from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.serving import compat, resolution
 from vllm_sparse_backend.serving.level_policy import level_policy
 from vllm_sparse_backend.serving.resolution import resolve, settings_of
+from vllm_sparse_backend.serving.worker.owner import Worker
 
 FRONT, WORKER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
@@ -64,6 +65,21 @@ def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on:
     assert resolved.earliest_lengths().min_tokens == 16384
     on(FRONT)
     assert resolve(sent).lengths_by_engine("on") == resolved.lengths_by_engine("on")
+
+
+def test_a_worker_says_that_its_device_is_another(
+    sent: Any, default_model: Any, lines: list[str], on: Callable[[str], None]
+) -> None:
+    Worker(sent)
+    (line,) = [line for line in lines if "auto uses the measurements of" in line]
+    assert f"rank 0 runs on {WORKER}, but auto uses the measurements of {FRONT}, " in line
+    lines.clear()
+    on(FRONT)
+    Worker(sent)
+    numbers = make_config(default_model, {"method": "a_shape", "min_tokens": 64, "min_query_tokens": 1})
+    on(WORKER)
+    Worker(numbers)  # no number is looked up
+    assert not any("auto uses the measurements of" in line for line in lines)
 
 
 def test_a_process_parses_its_settings_once(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:

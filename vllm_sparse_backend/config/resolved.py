@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from vllm_sparse_backend.config.carried import Carried
-from vllm_sparse_backend.config.crossover_table import Crossover, LayerSize, Lengths, Place, resolve_lengths
+from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, LayerSize, Lengths, Place, resolve_lengths
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import ON, SHARE
@@ -66,6 +66,11 @@ class Resolved:
     def reads_prompt_length(self) -> bool:
         """Whether the method of any head, at any level, depends on the length of a row's prompt."""
         return any(method.reads_prompt_length for plan in self.plans.values() for method in plan.methods)
+
+    @property
+    def uses_auto(self) -> bool:
+        """Whether any plan's lengths depend on the device, because they are ``auto``."""
+        return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
     def lengths(self, level: str, engines: Collection[str]) -> Lengths:
         """Return the lengths from which rows of a level run sparse: the strictest of several engines."""

@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.config.settings import SCORING_METHOD
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
-from vllm_sparse_backend.serving.worker import compile_monitor
+from vllm_sparse_backend.serving.worker import compile_monitor, startup_log
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
 from vllm_sparse_backend.serving.worker.counters import Key, Recorder, Sample
 from vllm_sparse_backend.serving.worker.rows import Requests
@@ -65,6 +65,7 @@ class Worker:
         self.device = compat.current_device()
         self.rank, size = compat.tensor_parallel(vllm_config)
         self.resolved = resolve(vllm_config, self.rank, size)
+        startup_log.warn_of_other_device(self.resolved, self.rank)
         self.recorder = Recorder(self.device, is_first_rank=self.rank == 0)
         self.requests = Requests()
         self.streaming = StreamingHeads({}, "")

@@ -16,6 +16,7 @@ from vllm_sparse_backend.config.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import level_policy
 from vllm_sparse_kernels.rows import ceil_div
 
@@ -90,4 +91,15 @@ def warn_if_no_chunk_begins_after(vllm_config: VllmConfig, min_tokens: int) -> N
             "sparse-prefill: requests have at most %d tokens, so none of their chunks of %d tokens begins after %d "
             "tokens (min_tokens), and uncached prompts run dense: lower --max-num-batched-tokens or min_tokens",
             max_len, chunk_tokens, min_tokens,
+        )  # fmt: skip
+
+
+def warn_of_other_device(resolved: Resolved, rank: int) -> None:
+    """Warn if a worker's device differs from the device for which ``auto`` was resolved. The server's numbers apply."""
+    device, resolved_for = compat.device_name(), resolved.carried.device
+    if resolved.uses_auto and device != resolved_for:
+        logger.warning(
+            "sparse-prefill: rank %d runs on %s, but auto uses the measurements of %s, where the server started, "
+            "because all processes need the same lengths: set min_tokens and min_query_tokens to choose others",
+            rank, device, resolved_for,
         )  # fmt: skip
