@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that public bug reports of vLLM and of other sparse backends describe, tested against a stock server.
 
-Requests at level ``everything`` run on the sparse path with all blocks kept, and must equal stock.
+``exact`` requests run on our server's dense backend, requests at level ``everything`` on the sparse path with all
+blocks kept. Both must equal stock.
 """
 
 import http.client
@@ -20,7 +21,8 @@ pytestmark = pytest.mark.server
 
 TOLERANCE = 2e-5
 """Tolerance of log-probabilities: stock vLLM differs from itself by up to 2.4e-6 if batched differently."""
-LEVEL = "everything"
+LEVELS = (pytest.param("exact", marks=pytest.mark.full), "everything")
+"""``test_serve.py`` tests exact requests in the quick suite."""
 
 
 def complete(server: Server, prompt: list[int], level: str | None = None, **more: Any) -> list[dict[str, Any]]:
@@ -44,34 +46,36 @@ def assert_close(values: list[float], expected: list[float]) -> None:
     assert values == pytest.approx(expected, abs=TOLERANCE)
 
 
-def test_prompt_logprobs_in_chunks_whatever_was_asked_before(servers: Servers) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_prompt_logprobs_in_chunks_whatever_was_asked_before(servers: Servers, level: str) -> None:
     """vllm#42019 and #14239: prompts of three chunks, partly cached by other requests and other levels."""
     prompt = scenario.prompt(1300, seed=1001)
     expected = prompt_logprobs(servers.stock, prompt)
     complete(servers.ours, prompt[:900])
-    complete(servers.ours, prompt[:900], LEVEL)
-    assert_close(prompt_logprobs(servers.ours, prompt, LEVEL), expected)
+    complete(servers.ours, prompt[:900], level)
+    assert_close(prompt_logprobs(servers.ours, prompt, level), expected)
     # Later requests may read the blocks that these wrote.
-    (choice,) = complete(servers.ours, prompt, LEVEL, logprobs=0)
+    (choice,) = complete(servers.ours, prompt, level, logprobs=0)
     (stock,) = complete(servers.stock, prompt, logprobs=0)
     assert_close(choice["logprobs"]["token_logprobs"], stock["logprobs"]["token_logprobs"])
 
 
-def test_echo_with_logprobs_over_a_cached_prefix(servers: Servers) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_echo_with_logprobs_over_a_cached_prefix(servers: Servers, level: str) -> None:
     """vllm#5344 and #8268."""
     prompt = scenario.prompt(700, seed=1002)
     options = {"echo": True, "logprobs": 1, "max_tokens": 3}
     (stock,) = complete(servers.stock, prompt, **options)
     for _ in range(2):  # all of it is cached the second time
-        complete(servers.ours, prompt, LEVEL)
-        (choice,) = complete(servers.ours, prompt, LEVEL, **options)
+        complete(servers.ours, prompt, level)
+        (choice,) = complete(servers.ours, prompt, level, **options)
         assert choice["text"] == stock["text"]
         first, *logprobs = choice["logprobs"]["token_logprobs"]
         assert first is None
         assert_close(logprobs, stock["logprobs"]["token_logprobs"][1:])
 
 
-@pytest.mark.parametrize("level", [LEVEL, pytest.param(None, marks=pytest.mark.full)])
+@pytest.mark.parametrize("level", [*LEVELS, pytest.param(None, marks=pytest.mark.full)])
 def test_structured_output_on_long_prompts(servers: Servers, level: str | None) -> None:
     """vllm#15790. At the server's default level, an answer may differ from stock's, but must keep its form."""
     prompt = scenario.prompt(1100, seed=1004)
