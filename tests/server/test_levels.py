@@ -236,7 +236,8 @@ class TestConfiguredByNestedYaml:
         assert len(texts[0]) == 3
         assert texts[0] == texts[1]
 
-    def test_preemption_by_priority(self, ours: Server, servers: Servers) -> None:
+    @pytest.mark.parametrize("level", ["exact", "everything"])
+    def test_preemption_by_priority(self, ours: Server, servers: Servers, level: str) -> None:
         """vllm#9342: later requests with a higher priority take the memory of running requests."""
         prompts = [scenario.prompt(1000 + 7 * i, seed=5000 + i) for i in range(12)]
 
@@ -245,7 +246,7 @@ class TestConfiguredByNestedYaml:
             return sum(float(value) for value in re.findall(r"(?m)^vllm:num_preemptions_total{.*} (\S+)$", page))
 
         def ask_urgently(number: int) -> Answer:
-            return ask(ours, prompts[number], "everything", priority=-number, max_tokens=48)
+            return ask(ours, prompts[number], level, priority=-number, max_tokens=48)
 
         before = preempted()
         with ThreadPoolExecutor(len(prompts)) as pool:
