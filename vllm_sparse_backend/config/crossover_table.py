@@ -108,8 +108,10 @@ class Lengths:
         """Format the lengths for the log."""
         if self.min_tokens == NEVER.min_tokens:
             return "no rows"
-        pairs = f", with at least {self.min_pairs:,} pairs of these and earlier keys" if self.min_pairs else ""
-        counts = f", each of which counts as {self.pairs_per_token:,} more" if self.pairs_per_token else ""
+        pairs = (
+            f", with at least {self.min_pairs:,} pairs of new tokens and the keys before them" if self.min_pairs else ""
+        )
+        counts = f", where a new token counts as {self.pairs_per_token:,} pairs more" if self.pairs_per_token else ""
         return (
             f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}{counts}"
         )
