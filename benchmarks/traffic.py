@@ -42,7 +42,7 @@ def endpoint_of(text: str) -> Endpoint:
 
 
 def texts_of(path: Path, endpoint: Endpoint, seed: int = 0) -> Prompts:
-    """Return the tokens of a text file by a server's tokenizer. Other seeds give other prompts."""
+    """Tokenize a text file with a server's tokenizer. Other seeds give other prompts."""
     prompts = Prompts.of(endpoint, read_prompt_text(path))
     prompts.made = 100_000 * seed
     return prompts

@@ -142,7 +142,7 @@ class ModelReport:
                 raise BenchError(f"--parts: {not_one_of(unknown[0], model_report.PARTS)}")
             text = read_prompt_text(self.text) if self.text else project_text()
             report = model_report.ModelReport(
-                self.folder, self.model, [Settings.parse(text, self.model) for text in self.settings or ["{}"]],
+                self.folder, self.model, [Settings.parse(given, self.model) for given in self.settings or ["{}"]],
                 self._lengths("--lengths", self.lengths, model_report.LENGTHS),
                 self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
                 self.count, text, self.server_args, device_name(),

@@ -80,7 +80,7 @@ class AnswerWorkload:
         return [PromptKey(*key) for key in product(self.tasks, self.lengths, range(self.count))]
 
     def sample_tokens(self, endpoint: Endpoint) -> list[int]:
-        """Return tokens of the text by a server's tokenizer, to compare it with another's."""
+        """Tokenize the text with a server's tokenizer, to compare it with another's."""
         return endpoint.tokenize(self.text[:2000], special=True)
 
     def build_prompts(self, endpoint: Endpoint) -> dict[PromptKey, Prompt]:

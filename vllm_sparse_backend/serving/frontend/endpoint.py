@@ -18,6 +18,11 @@ class SparsePrefillEndpoint:
     polls: EnginePolls | None = None
     """None if the server does not run this backend: its requests and pages then pass unchanged."""
 
+    @property
+    def runs_backend(self) -> bool:
+        """Whether the server runs this backend."""
+        return self.polls is not None
+
     def attach_router(self, app: Any) -> None:
         app.add_middleware(MetricsMiddleware, endpoint=self)
         app.add_middleware(LevelsMiddleware, endpoint=self)

@@ -55,7 +55,7 @@ class LevelsMiddleware:
         self.endpoint = endpoint
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if self.endpoint.polls is not None and scope["type"] == "http" and scope["method"] == "POST":
+        if self.endpoint.runs_backend and scope["type"] == "http" and scope["method"] == "POST":
             receive = inspect(scope, receive)
         await self.app(scope, receive, send)
 

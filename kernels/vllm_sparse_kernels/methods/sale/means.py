@@ -23,6 +23,9 @@ from vllm_sparse_kernels.selection.lists import load_tile
 
 TILE = Constant(TILE_TOKENS)
 
+MEAN = 0
+"""Place of the mean among a row's moments; the mean square follows it."""
+
 LEAST_CHANNELS = 32
 """Minimum number of channels of an 8-bit product, given by the matrix instructions."""
 
@@ -62,7 +65,7 @@ def row_means(call: Call, kept_d: int) -> Means:
         _means_kernel[(rows.num_rows, num_kv_heads, moments)](
             sums, splits.device_starts, rows.row_table, keys, BLOCK_D=block_d, COUNT=2
         )
-    mean_keys, mean_queries = keys[0], queries[0]  # the first moments
+    mean_keys, mean_queries = keys[MEAN], queries[MEAN]
     if kept_d == block_d:
         return Means.of_all_channels(mean_keys, mean_queries)
     channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
