@@ -3,9 +3,9 @@
 
     python -m benchmarks.cached_prefix TEXT.txt stock=http://localhost:8000 ours=http://localhost:8001
 
-A setting is NAME=URL or NAME=URL@LEVEL; the first is
-the baseline, and naming its server twice shows the noise. Every request has its own new tokens. Settings take turns,
-and the prefix is sent to each setting before a cell's requests, so that it is cached.
+A setting is NAME=URL or NAME=URL@LEVEL; the first is the baseline, and naming its server twice shows the noise. Every
+request has its own new tokens. Settings take turns, and the prefix is sent to each setting before a cell's requests, so
+that it is cached.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +29,9 @@ def measure(
                 endpoint.ask(prefix + texts.take(new_tokens), 1)
             seconds: dict[str, list[list[float]]] = {endpoint.name: [] for endpoint in endpoints}
             for _ in range(times):
-                tail = texts.take(new_tokens)
-                for endpoint in endpoints:
-                    seconds[endpoint.name].append([endpoint.ask(prefix + tail, 1).first_token_s])
+                for endpoint in endpoints:  # of its own text: a server that is named twice would find it cached
+                    answer = endpoint.ask(prefix + texts.take(new_tokens), 1)
+                    seconds[endpoint.name].append([answer.first_token_s])
             yield compare({"cached": cached_tokens, "new": new_tokens}, seconds, "p50")
 
 
