@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
+from benchmarks.attention_prompts import Heads
 from benchmarks.figures import Figure, merge_figures
 from vllm_sparse_backend.config.crossover_table import UNMEASURED
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, StepLimits
@@ -24,7 +23,7 @@ from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.memory import META
 
 RESULTS = Path("docs/results/arena.jsonl")
-SHAPE = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128)
+HEADS_8B = Heads()
 METHODS = (
     "default", "a_shape", "vertical_slash", "block_sparse", "anchor_attention", "sparge_attn", "flex_vertical_slash",
 )  # fmt: skip
@@ -37,11 +36,11 @@ UNLIMITED = 1 << 62
 """Bytes of a device that does not limit the arena."""
 
 
-def layer_memory(method: str, shape: ModelShape = SHAPE, params: dict[str, Any] | None = None) -> LayerMemory:
+def layer_memory(method: str, heads: Heads = HEADS_8B, params: dict[str, Any] | None = None) -> LayerMemory:
     """Return the memory of a layer whose heads all run ``method``, on an H100."""
-    (plan,) = Plan.build(SparsePrefillConfig(method=method, params=params or {}), shape).layers
+    (plan,) = Plan.build(SparsePrefillConfig(method=method, params=params or {}), heads.model(1)).layers
     assert plan is not None
-    return LayerMemory([Layer.of(plan, shape.head_dim, META)], shape.num_kv_heads, shape.head_dim, torch.bfloat16)
+    return LayerMemory([Layer.of(plan, heads.head_dim, META)], heads.num_kv_heads, heads.head_dim, heads.dtype)
 
 
 def step_limits(max_len: int, step_tokens: int) -> StepLimits:

@@ -37,7 +37,13 @@ class Heads:
         return f"{self.num_heads} heads, {self.num_kv_heads} kv heads, head_dim {self.head_dim}, {dtype}"
 
     def model(self, num_layers: int) -> ModelShape:
-        return ModelShape("Made", num_layers, self.num_heads, self.num_kv_heads, self.head_dim)
+        return ModelShape(
+            architecture="Made",
+            num_layers=num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
 
 
 @dataclass(frozen=True)

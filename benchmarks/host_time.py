@@ -36,6 +36,7 @@ from vllm.config import AttentionConfig, CacheConfig, ModelConfig, VllmConfig, s
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from benchmarks.attention_prompts import Heads
 from benchmarks.method_specs import MethodSpec
 from benchmarks.null_card import null_card
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -268,7 +269,7 @@ def prefill(
     """Time the host's part of a sparse layer, and count its launches and operations of torch."""
     torch.set_num_threads(1)
     num_heads, num_kv_heads, head_dim = map(int, heads.split(","))
-    shape = ModelShape("LlamaForCausalLM", layers, num_heads, num_kv_heads, head_dim)
+    shape = Heads(num_heads, num_kv_heads, head_dim).model(layers)
     with hopper_paths(), null_card():
         step = Pass.of(shape, method, context, tokens).step()
         step()  # compiles

@@ -28,7 +28,7 @@ from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.methods.top_p import TopP
 
-SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
+SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=32, num_kv_heads=8, head_dim=128)
 WEIGHTS_8B = 218_103_808
 
 

@@ -24,7 +24,7 @@ from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
 
-SHAPE = ModelShape("LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
+SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=8, num_kv_heads=2, head_dim=64)
 DENSE = make_method("dense", {})
 WIDE = make_method("vertical_slash", {"last_queries": 64})
 NARROW = make_method("vertical_slash", {"last_queries": 16})
@@ -56,7 +56,7 @@ def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write)
 def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) -> None:
     num_heads, size = data.draw(st.sampled_from([(8, 1), (8, 2), (8, 8), (12, 3), (12, 4), (40, 8), (14, 7)]))
     methods = data.draw(st.lists(st.sampled_from([WIDE, NARROW, DENSE]), min_size=num_heads, max_size=num_heads))
-    shape = ModelShape("M", 1, num_heads, data.draw(st.sampled_from([1, 2, num_heads])), 64)
+    shape = SHAPE.model_copy(update={"num_layers": 1, "num_heads": num_heads, "num_kv_heads": 1})
     heads = {(head,): method for head, method in enumerate(methods)}
     config = SparsePrefillConfig(profile=write(layers={(0,): LayerProfile(heads=heads)}))
     method_of_head: dict[int, object] = {}

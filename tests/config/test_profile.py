@@ -13,7 +13,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import HeadFigures, Profile, bundled_profiles, load_profile, parse_profile
 from vllm_sparse_backend.config.ranges import format_ranges, parse_ranges
 
-SHAPE = ModelShape("LlamaForCausalLM", num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64)
+SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64)
 HEADER = """\
 format: 1
 model: {architecture: LlamaForCausalLM, num_layers: 6, num_heads: 8, num_kv_heads: 2, head_dim: 64}
@@ -166,7 +166,7 @@ OTHER = {"rope_theta": 5e5, "architecture": "Qwen3ForCausalLM", "num_layers": 7,
 def test_other_model_is_refused_naming_both_shapes(field: str, other: Any) -> None:
     profile = parse_profile(HEADER.replace("head_dim: 64", "head_dim: 64, rope_theta: 10000"), "mine.yaml")
     profile.check_model(SHAPE)  # its rope_theta is unknown
-    shape = ModelShape(**(vars(SHAPE) | {field: other}))
+    shape = SHAPE.model_copy(update={field: other})
     with pytest.raises(ConfigurationError, match=r"^mine\.yaml: ") as caught:
         profile.check_model(shape, "mine.yaml")
     for part in (str(profile.model), str(shape), f"they differ in {field};"):
@@ -176,21 +176,25 @@ def test_other_model_is_refused_naming_both_shapes(field: str, other: Any) -> No
 def test_profile_for_any_model_must_not_reach_past_it() -> None:
     text = HEADER.replace(HEADER.splitlines()[1], "model: any") + "layers: {0: {heads: {8: {method: dense}}}, 9: {}}"
     profile = parse_profile(text, "")
-    profile.check_model(ModelShape("X", 10, 16, 16, 64))
+    profile.check_model(SHAPE.model_copy(update={"num_layers": 10, "num_heads": 16}))
     said = r"layers\.0\.heads\.8: given 8, .*layers\.9: given 9, expected at most 5"
     with pytest.raises(ConfigurationError, match=said):
         profile.check_model(SHAPE)
 
 
 CONFIG = {"architectures": ["M"], "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64}
+M_SHAPE = ModelShape(architecture="M", num_layers=3, num_heads=4, num_kv_heads=4, head_dim=16)
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, ModelShape("M", 3, 4, 4, 16)),
-        ({"num_key_value_heads": 2, "head_dim": 32, "rope_theta": 5e5}, ModelShape("M", 3, 4, 2, 32, 5e5)),
-        ({"rope_parameters": {"rope_theta": 1e4}}, ModelShape("M", 3, 4, 4, 16, 1e4)),
+        ({}, M_SHAPE),
+        (
+            {"num_key_value_heads": 2, "head_dim": 32, "rope_theta": 5e5},
+            M_SHAPE.model_copy(update={"num_kv_heads": 2, "head_dim": 32, "rope_theta": 5e5}),
+        ),
+        ({"rope_parameters": {"rope_theta": 1e4}}, M_SHAPE.model_copy(update={"rope_theta": 1e4})),
     ],
 )
 def test_shape_of_a_model_config(changes: dict[str, Any], expected: ModelShape) -> None:
@@ -220,7 +224,7 @@ def test_yaml_round_trip(name: str | None) -> None:
 
 ODD = Profile.model_validate({
     "format": 1,
-    "model": ModelShape(**(vars(SHAPE) | {"rope_theta": 1e6})),
+    "model": SHAPE.model_copy(update={"rope_theta": 1e6}),
     "min_tokens": 1 << 20,
     "dense_layers": [1, 5],
     "default": make_method("vertical_slash", {"slash_tokens": 7}),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.arena import UNLIMITED, layer_memory, step_limits
+from benchmarks.attention_prompts import Heads
 from vllm_sparse_backend.config.crossover_table import UNMEASURED
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Room, SparseRow
 
 WORKERS: tuple[tuple[int, int, int], ...] = (
@@ -63,7 +63,7 @@ class ArenaSize:
     def of(
         heads: tuple[int, int, int], max_tokens: int, method: str = "default", max_bytes: int = UNLIMITED
     ) -> "ArenaSize":
-        memory = layer_memory(method, ModelShape("LlamaForCausalLM", 1, *heads))
+        memory = layer_memory(method, Heads(*heads))
         return ArenaSize(memory, *memory.arena(step_limits(MAX_LEN, max_tokens), max_bytes))
 
     def count_misses(self, rows: Sequence[SparseRow]) -> int:

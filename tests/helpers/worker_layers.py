@@ -20,7 +20,7 @@ from vllm_sparse_kernels.layer import Layer
 
 HAS_CUDA, CPU = torch.cuda.is_available(), torch.device("cpu")
 
-SHAPE = ModelShape("LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
+SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64)
 
 LONGEST, LARGEST_CHUNK = 24_000, 1500
 

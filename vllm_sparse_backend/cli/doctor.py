@@ -36,7 +36,7 @@ CHUNK_TOKENS = 8192
 """Tokens of vLLM's usual chunk on a GPU."""
 STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
 
-USUAL_SHAPE = ModelShape("LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
+USUAL_SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
 """Llama-3.1-8B's."""
 
 KINDS = {

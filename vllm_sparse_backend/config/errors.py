@@ -7,8 +7,7 @@ Every message says what was given, what was expected and where: ``dense_layers: 
 import difflib
 import reprlib
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -66,7 +65,7 @@ def looks_like(key: str, known_key: str) -> bool:
     return len(key) <= 40 and (known in written or bool(difflib.get_close_matches(written, [known], cutoff=0.85)))
 
 
-MAPPINGS = ("dict_type", "model_type", "dataclass_type")
+MAPPINGS = ("dict_type", "model_type")
 """Types of pydantic errors whose messages name Python classes, which users do not know."""
 
 
@@ -83,40 +82,6 @@ def reason_of(detail: ErrorDetails) -> str:
     return unexpected(detail["input"], expected)
 
 
-def to_configuration_error(error: ValidationError, model: type, source: str, root: str = "") -> ConfigurationError:
-    """Convert pydantic's errors about a model's fields into one ``ConfigurationError``."""
-    return ConfigurationError(f"{source}{'; '.join(_problem(detail, model, root) for detail in error.errors())}")
-
-
-def _problem(detail: ErrorDetails, model: type, root: str) -> str:
-    path = [str(key) for key in detail["loc"] if key != "[key]"]
-    place = ".".join([root, *path] if root else path)
-    if detail["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"{place}: {reason_of(detail)}" if place else reason_of(detail)
-    for key in path[:-1]:
-        model = _part(model, key)
-    return f"{place}: unknown field: {not_one_of(path[-1], _annotations(model))}"
-
-
-def _part(model: type, key: str) -> type:
-    """Return the model or dataclass of the values under ``key``; ``model`` itself for the key of a mapping in it."""
-    return next(_models_in(_annotations(model).get(key)), model)
-
-
-def _annotations(model: type) -> dict[str, Any]:
-    """Return the types of the fields of a model or dataclass, by name."""
-    if issubclass(model, BaseModel):
-        return {name: field.annotation for name, field in model.model_fields.items()}
-    return get_type_hints(model)
-
-
-def _models_in(annotation: Any) -> Iterator[type]:
-    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or is_dataclass(annotation)):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _models_in(part)
-
-
 class Section(BaseModel):
     """Base class of everything that users write. Instances are immutable; an unknown field is an error.
 
@@ -131,4 +96,23 @@ class Section(BaseModel):
         try:
             return cls.model_validate_json(value) if isinstance(value, str) else cls.model_validate(value)
         except ValidationError as error:
-            raise to_configuration_error(error, cls, source, root) from None
+            problems = "; ".join(_problem(detail, cls, root) for detail in error.errors())
+            raise ConfigurationError(f"{source}{problems}") from None
+
+
+def _problem(detail: ErrorDetails, section: type[Section], root: str) -> str:
+    path = [str(key) for key in detail["loc"] if key != "[key]"]
+    place = ".".join([root, *path] if root else path)
+    if detail["type"] != "extra_forbidden":
+        return f"{place}: {reason_of(detail)}" if place else reason_of(detail)
+    for key in path[:-1]:  # fields, and keys of mappings of sections
+        if key in section.model_fields:
+            (section,) = _sections_in(section.model_fields[key].annotation)
+    return f"{place}: unknown field: {not_one_of(path[-1], section.model_fields)}"
+
+
+def _sections_in(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections_in(part)

@@ -7,11 +7,11 @@ qualifies. The forecast may be too optimistic: each layer is checked again once 
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, StrictFloat, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import StrictFloat, StrictInt, StrictStr, model_validator
 
-from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.model_shape import (
     Count,
@@ -34,8 +34,8 @@ QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM = 128, 64, 128
 """
 
 
-class _CheckedFields(BaseModel):
-    """Fields of a config's text part whose types matter here. Only the presence of other fields counts."""
+class _CheckedFields(Section):
+    """Fields of a config's text part whose types matter here."""
 
     num_hidden_layers: Count
     num_attention_heads: StrictInt | None = None
@@ -47,7 +47,7 @@ class _CheckedFields(BaseModel):
     layer_types: list[StrictStr] | None = None
 
     @model_validator(mode="after")
-    def _type_of_each_layer(self) -> "_CheckedFields":
+    def _type_of_each_layer(self) -> Self:
         # There may be more, for the layers of a draft model.
         if self.layer_types and len(self.layer_types) < self.num_hidden_layers:
             raise ValueError(
@@ -67,10 +67,7 @@ def read_config(model: Path) -> dict[str, Any]:
     # transformers sets `architectures` of a text part to None even if the full config names the architecture.
     architectures = config.get("architectures") or text.get("architectures")
     fields = {"num_hidden_layers": None, **text, **usual_numbers(text), "architectures": architectures}
-    try:
-        _CheckedFields.model_validate(fields)
-    except ValidationError as error:
-        raise to_configuration_error(error, _CheckedFields, f"{path}: ") from None
+    _CheckedFields.read({name: fields[name] for name in _CheckedFields.model_fields if name in fields}, f"{path}: ")
     return fields
 
 

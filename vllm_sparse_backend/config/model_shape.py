@@ -3,17 +3,17 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, StrictFloat, StrictInt, StrictStr, model_validator
 
-from vllm_sparse_backend.config.errors import ConfigurationError, to_configuration_error, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.ranges import MAX_NUMBER
 
-Count = Annotated[int, Field(ge=1, le=MAX_NUMBER, strict=True)]
+Count = Annotated[StrictInt, Field(ge=1, le=MAX_NUMBER)]
+Name = Annotated[StrictStr, Field(min_length=1)]
 
 # Keys of each number in a model's config.json: the usual key first, then those of older remote-code models.
 _CONFIG_NAMES = {
@@ -28,25 +28,24 @@ _PATTERN_KINDS = {"*": "full_attention", "M": "mamba", "-": "mlp", "E": "moe"}
 """Kinds of layers in the string that Nemotron-H's older configs have instead of a list."""
 
 
-@dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Section):
     """Layers and heads of a whole model, before tensor parallelism splits it."""
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    architecture: Annotated[str, Field(strict=True, min_length=1)]
+    architecture: Name
     num_layers: Count
     num_heads: Count
     num_kv_heads: Count
     head_dim: Count
-    rope_theta: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = None
-    names: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = field(default=(), compare=False)
+    rope_theta: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
+    names: tuple[Name, ...] = ()
+    """Names of models with this shape. They do not decide whether a profile fits."""
 
-    def __post_init__(self) -> None:
-        """Check the numbers of heads."""
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
         if self.num_heads % self.num_kv_heads:
             expected = f"a divisor of num_heads {self.num_heads}"
             raise ValueError(f"num_kv_heads: {unexpected(self.num_kv_heads, expected)}")
+        return self
 
     def __str__(self) -> str:
         """Format the shape for messages."""
@@ -58,11 +57,10 @@ class ModelShape:
 
     def differences(self, other: Self) -> list[str]:
         """List the fields in which two shapes differ."""
-        names = [item.name for item in fields(self) if item.compare]
-        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
-        if None in pairs["rope_theta"]:
-            del pairs["rope_theta"]
-        return [name for name, (value, other_value) in pairs.items() if value != other_value]
+        without_theta = None in (self.rope_theta, other.rope_theta)
+        left_out = {"names", "rope_theta"} if without_theta else {"names"}
+        names = [name for name in ModelShape.model_fields if name not in left_out]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
 
     @staticmethod
     def from_config(config: Mapping[str, Any], source: str = "config.json") -> "ModelShape":
@@ -81,10 +79,7 @@ class ModelShape:
         path = config.get("_name_or_path")
         if isinstance(path, str) and path.strip("/"):
             values["names"] = (name_of_path(path),)
-        try:
-            return TypeAdapter(ModelShape).validate_python(values)
-        except ValidationError as error:
-            raise to_configuration_error(error, ModelShape, f"{source}: ") from None
+        return ModelShape.read(values, f"{source}: ")
 
     @staticmethod
     def from_folder(path: Path) -> "ModelShape":

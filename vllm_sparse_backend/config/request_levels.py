@@ -9,7 +9,7 @@ of different levels apart.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.crossover_table import Lengths
@@ -175,7 +175,7 @@ def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], streaming_heads: Str
         "layers": [[repr(method) for method in layer.methods] if layer is not None else None for layer in plan.layers],
         "lengths": {engine: str(on_engine) for engine, on_engine in lengths.items()},
         "streaming_heads": None if streaming_heads is None else streaming_heads.model_dump(),
-        "shape": asdict(plan.shape),
+        "shape": plan.shape.model_dump(),
         "version": package_version(PACKAGE),
     }
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))

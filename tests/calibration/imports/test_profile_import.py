@@ -11,7 +11,6 @@ from tests.helpers.foreign_files import clusters, patterns, save
 from vllm_sparse_backend.calibration.imports import import_profile
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import parse_profile
 from vllm_sparse_kernels.methods.base import Method
 
@@ -49,7 +48,7 @@ SECOND = (NOISE, SHARED, NOISE, NOISE)
 def test_files_of_other_tools(make: Callable[[], Any], expected: list[Any], source: str, model: Path) -> None:
     """A profile that is written and read again is unchanged."""
     profile = import_profile(save(make(), model.parent / "given"), model)
-    assert profile.model == ModelShape("M", 3, 4, 4, 16)
+    assert str(profile.model) == "M with 3 layers, 4 heads, 4 kv heads, head_dim 16"
     assert [(DENSE,) * 4 if i in profile.dense_layers else profile.methods_of(i, 4) for i in range(3)] == expected
     assert source in str(profile.provenance.source)
     assert parse_profile(text := profile.to_yaml(), "") == profile

@@ -30,7 +30,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_kernels.methods import METHODS, name_of
 
-shape = ModelShape("LlamaForCausalLM", num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
+shape = ModelShape(architecture="LlamaForCausalLM", num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
 config = SparsePrefillConfig(method="strided", params={"stride_tokens": 512})
 (group,) = Plan.build(config, shape).layer(0).groups
 print(json.dumps({

@@ -13,10 +13,10 @@ from hypothesis import given, settings, strategies as st
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from benchmarks.arena import UNLIMITED, layer_memory
+from benchmarks.attention_prompts import Heads
 from tests.helpers.arena_workers import WORKERS, ArenaSize, count_misses, slabs_of
 from tests.helpers.vllm_objects import CPU, make_builder, make_layers, make_step
 from vllm_sparse_backend.config.crossover_table import NEVER, Lengths
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import arena as arenas
 from vllm_sparse_backend.serving.worker.arena import (
@@ -76,7 +76,7 @@ class TestSize:
     @given(lengths=st.tuples(st.integers(1, 4096), st.integers(0, 65_536)), heads=st.sampled_from(WORKERS))
     def test_a_row_of_any_length_fits(self, method: str, lengths: tuple[int, int], heads: tuple[int, int, int]) -> None:
         params = {"cluster": 0} if method == "share_prefill" else {}
-        memory = layer_memory(method, ModelShape("LlamaForCausalLM", 1, *heads), params)
+        memory = layer_memory(method, Heads(*heads), params)
         num_bytes, _ = memory.arena(StepLimits(4096, max_rows=1, max_len=65_536, min_len=1), UNLIMITED)
         assert memory.needed([SparseRow(0, 0, lengths[0], min(lengths[1], 65_536 - lengths[0]))]) <= num_bytes
 
