@@ -29,7 +29,7 @@ def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_sparse_backend.serving import compat
     from vllm_sparse_backend.serving.worker.rows import UNKNOWN, Requests, Step
 
-    monkeypatch.setattr(compat, "tensor_parallel", lambda config: (0, config.parallel_config.tensor_parallel_size))
+    monkeypatch.setattr(compat, "tensor_parallel_rank", lambda: 0)
     monkeypatch.setattr(Requests, "step", Step({"0": UNKNOWN}, {"0": 1}))
     torch.manual_seed(0)
 

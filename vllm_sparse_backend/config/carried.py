@@ -55,7 +55,7 @@ class Carried:
         """Return ``additional_config`` with this."""
         return {**(additional_config or {}), CARRIED: asdict(self)}
 
-    def parse_profile(self, config: SparsePrefillConfig) -> Profile:
+    def profile_for(self, config: SparsePrefillConfig) -> Profile:
         """Parse the profile, or build one from ``method`` and ``params``."""
         if self.profile is not None:
             return parse_profile(self.profile, self.profile_path)

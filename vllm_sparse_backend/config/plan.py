@@ -54,7 +54,7 @@ class Plan:
     ) -> dict[str, "Plan"]:
         """Build the plan of each level except ``exact``, which needs none."""
         carried = carried or Carried.read(config)
-        profile, source = carried.parse_profile(config), carried.source
+        profile, source = carried.profile_for(config), carried.source
         profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
         if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
             expected = f"at most {shape.num_layers - 1}, because the model is {shape}"

@@ -90,11 +90,11 @@ def layer_weights(vllm_config: VllmConfig, shape: ModelShape) -> int | None:
         return None
 
 
-def tensor_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return this worker's tensor-parallel rank and the size of its group."""
+def tensor_parallel_rank() -> int:
+    """Return this worker's tensor-parallel rank."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-    return get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
+    return get_tensor_model_parallel_rank()
 
 
 def pipeline_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
@@ -134,7 +134,7 @@ def gather_over_world(value: T, timeout_s: float) -> list[T]:
 
 def is_first_rank(vllm_config: VllmConfig) -> bool:
     """Return whether this worker logs for its engine."""
-    return tensor_parallel(vllm_config)[0] == pipeline_parallel(vllm_config)[0] == 0
+    return tensor_parallel_rank() == pipeline_parallel(vllm_config)[0] == 0
 
 
 def _gather(group: Any, value: T) -> list[T]:
@@ -410,11 +410,6 @@ def layer_number(name: str) -> int | None:
         return int(extract_layer_index(name))
     except AssertionError:
         return None
-
-
-def uses_mla(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM runs the model with multi-head latent attention."""
-    return bool(vllm_config.model_config.use_mla)
 
 
 def stock_mla_prefill(vllm_config: VllmConfig) -> type:

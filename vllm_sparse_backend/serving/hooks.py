@@ -25,7 +25,6 @@ from vllm_sparse_backend.serving.registration import (
     is_our_mla_prefill,
     is_ours,
     is_selected,
-    mla_prefill_of,
     why_other_selected,
 )
 
@@ -77,7 +76,7 @@ def check_configuration(original: Function) -> Function:
             if not serves(vllm_config):
                 log_unread_settings(vllm_config)
                 return
-            is_for_mla = is_our_mla_prefill(mla_prefill_of(vllm_config.attention_config))
+            is_for_mla = is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend)
             check = mla_startup.check if is_for_mla else startup.check
             check(vllm_config)
         except ConfigurationError as error:
@@ -136,7 +135,7 @@ def select_mla_on_cpu(original: Function) -> Function:
     """Select our prefill backend for MLA on the CPU platform, which otherwise ignores the configured backend."""
 
     def get_mla_prefill_backend(vllm_config: Any) -> Any:
-        if vllm_config is not None and is_our_mla_prefill(mla_prefill_of(vllm_config.attention_config)):
+        if vllm_config is not None and is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
             return _imported(MLA_BACKEND)
         return original(vllm_config)
 
@@ -271,7 +270,7 @@ def own(vllm_worker: Any) -> "Worker":
         _install_on(vllm_worker, WORKER_OBJECT_ON_CPU, worker)
     else:
         _install_on(runner, RUNNER_OBJECT_ON_GPU, worker)
-    if is_our_mla_prefill(mla_prefill_of(vllm_config.attention_config)):
+    if is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
     return worker
 

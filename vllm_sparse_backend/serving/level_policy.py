@@ -26,7 +26,6 @@ from vllm_sparse_backend.config.request_levels import (
     is_checked,
     with_level,
 )
-from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.resolution import resolve
@@ -49,9 +48,9 @@ BY_REQUEST = {
 """Connectors that pass the blocks of a request only to the same request."""
 
 
-def level_policy(vllm_config: VllmConfig, resolved: Resolved | None = None) -> LevelPolicy:
+def level_policy(vllm_config: VllmConfig) -> LevelPolicy:
     """Return the levels that requests of this server may choose."""
-    resolved, connectors = resolved or resolve(vllm_config), kv_connectors(vllm_config)
+    resolved, connectors = resolve(vllm_config), kv_connectors(vllm_config)
     plan = resolved.plan
     policy = LevelPolicy(plan.level_names, plan.level, has_shares=plan.has_shares).under(resolved.config.requests)
     if connectors & SALTED_STORES:

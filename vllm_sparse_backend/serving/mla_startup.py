@@ -15,7 +15,7 @@ from vllm_sparse_backend.identity import FLAG, MLA_FLAG
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import level_policy, warn_of_stores
 from vllm_sparse_backend.serving.registration import is_ours
-from vllm_sparse_backend.serving.resolution import carry_settings, resolve, settings_of
+from vllm_sparse_backend.serving.resolution import carry_settings, settings_of
 from vllm_sparse_backend.serving.startup import shared_refusals
 
 STOCK_PREFILL = ("FLASH_ATTN", "CPU_SDPA_MLA")
@@ -27,9 +27,8 @@ def check(vllm_config: VllmConfig) -> None:
     _refuse(_model_problems(vllm_config))
     _refuse(setting_problems(settings_of(vllm_config)))
     carry_settings(vllm_config)
-    resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
     _refuse(_option_problems(vllm_config))
-    level_policy(vllm_config, resolved)
+    level_policy(vllm_config)
     if multiprocessing.parent_process() is not None:
         return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
@@ -43,7 +42,7 @@ def _refuse(problems: Iterator[str]) -> None:
 
 def _model_problems(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield why the model cannot prefill sparsely through this flag."""
-    if not compat.uses_mla(vllm_config):
+    if not vllm_config.model_config.use_mla:
         yield (
             "the model does not use multi-head latent attention, so vLLM would ignore the flag; serve it with "
             f"{FLAG} instead"

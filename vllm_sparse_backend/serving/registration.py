@@ -27,12 +27,7 @@ def is_our_mla_prefill(backend: Any) -> bool:
 
 def is_selected(attention_config: Any) -> bool:
     """Return whether an engine runs this package: its attention backend, or its prefill backend for MLA."""
-    return is_ours(attention_config.backend) or is_our_mla_prefill(mla_prefill_of(attention_config))
-
-
-def mla_prefill_of(attention_config: Any) -> Any:
-    """Return the configured prefill backend for MLA."""
-    return attention_config.mla_prefill_backend
+    return is_ours(attention_config.backend) or is_our_mla_prefill(attention_config.mla_prefill_backend)
 
 
 def _holds(custom: Any, path: str) -> bool:
@@ -61,7 +56,7 @@ def why_other_selected(attention_config: Any) -> str | None:
     """Return why a configured ``CUSTOM`` is another plugin's, which our flag selects too if that plugin loads later."""
     selected = (
         (FLAG, attention_config.backend, why_displaced()),
-        (MLA_FLAG, mla_prefill_of(attention_config), why_mla_prefill_displaced()),
+        (MLA_FLAG, attention_config.mla_prefill_backend, why_mla_prefill_displaced()),
     )
     for flag, backend, why in selected:
         if why is not None and backend is not None and backend.name == "CUSTOM":

@@ -37,11 +37,12 @@ def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
     return _settings(_text_of(vllm_config))
 
 
-def resolve(vllm_config: VllmConfig, tp_rank: int = 0, tp_size: int = 1) -> Resolved:
-    """Resolve the settings of a process for the served model."""
+def resolve(vllm_config: VllmConfig, tp_rank: int | None = None) -> Resolved:
+    """Resolve the settings for the served model, or for the heads of one tensor-parallel rank."""
     shape = compat.model_shape(vllm_config)
     weights = compat.layer_weights(vllm_config, shape)
-    return _resolved(_text_of(vllm_config), shape, weights, compat.device_name(), tp_rank, tp_size)
+    rank_of = (0, 1) if tp_rank is None else (tp_rank, vllm_config.parallel_config.tensor_parallel_size)
+    return _resolved(_text_of(vllm_config), shape, weights, compat.device_name(), *rank_of)
 
 
 def _text_of(vllm_config: VllmConfig) -> str:

@@ -31,12 +31,11 @@ def check(vllm_config: VllmConfig) -> None:
     processes therefore read no file, and resolve the settings to the same values.
     """
     carry_settings(vllm_config)
-    resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
+    resolved = resolve(vllm_config, tp_rank=0)
     refuse_on_cpu(resolved.config.engine)
     refuse(vllm_config)
     streaming_startup.decide(vllm_config, resolved)
-    resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
-    level_policy(vllm_config, resolved)
+    level_policy(vllm_config)
     hf_config, plan = compat.hf_config(vllm_config), resolved.plan
     shape = plan.shape
     # ``ModelShape`` also knows older models' names for these fields.
@@ -121,10 +120,9 @@ def fast_page_tokens(vllm_config: VllmConfig, device: torch.device) -> int:
     Smaller pages keep more of a cached prefix, because vLLM reuses whole pages. All ranks need the same size, so the
     heads of each rank count.
     """
-    tp_size = vllm_config.parallel_config.tensor_parallel_size
     widths = []
-    for rank in range(tp_size):
-        resolved = resolve(vllm_config, rank, tp_size)
+    for rank in range(vllm_config.parallel_config.tensor_parallel_size):
+        resolved = resolve(vllm_config, rank)
         shape, engine = resolved.plan.shape, resolved.config.engine
         layers = {plan for number in range(shape.num_layers) for plan in resolved.layer(number)}
         widths += [index_block_tokens(layer.methods, shape.head_dim, device, engine) for layer in layers]

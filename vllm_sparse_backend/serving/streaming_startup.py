@@ -76,27 +76,38 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield why streaming heads cannot be found in this server."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     engines, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
-    reasons = {
-        "an encoder-decoder model: the heads are measured on a prompt without an encoder's input": (
-            model.is_encoder_decoder
+    is_multimodal = model.is_multimodal_model or model.uses_mrope
+    checks = (
+        (
+            model.is_encoder_decoder,
+            "an encoder-decoder model: the heads are measured on a prompt without an encoder's input",
         ),
-        "--calculate-kv-scales: the measurement's prompt would set the scales": (compat.calculates_scales(vllm_config)),
-        "--enable-lora: adapters can change what heads do": vllm_config.lora_config is not None,
-        "--weight-transfer-config: weights that arrive later can change what heads do": (
-            vllm_config.weight_transfer_config is not None
+        (
+            compat.calculates_scales(vllm_config),
+            "--calculate-kv-scales: the measurement's prompt would set the scales",
         ),
-        "--skip-tokenizer-init: the measurement needs a prompt": model.skip_tokenizer_init,
-        f"--data-parallel-size {engines} and experts: engines would have to run the model together": (
-            engines > 1 and parallel.is_moe_model
+        (vllm_config.lora_config is not None, "--enable-lora: adapters can change what heads do"),
+        (
+            vllm_config.weight_transfer_config is not None,
+            "--weight-transfer-config: weights that arrive later can change what heads do",
         ),
-        f"--pipeline-parallel-size {stages} and sequence parallelism: each rank of a stage passes only a part of the "
-        "tokens on": stages > 1 and compat.splits_tokens(vllm_config),
-        "--enable-elastic-ep: a worker that joins later does not measure heads": parallel.enable_elastic_ep,
-        "a multimodal model: finding heads was not tried on a real one; set streaming_heads to {} to find them": (
-            (model.is_multimodal_model or model.uses_mrope) and not settings_of(vllm_config).requires_streaming_heads
+        (model.skip_tokenizer_init, "--skip-tokenizer-init: the measurement needs a prompt"),
+        (
+            engines > 1 and parallel.is_moe_model,
+            f"--data-parallel-size {engines} and experts: engines would have to run the model together",
         ),
-    }
-    yield from (reason for reason, applies in reasons.items() if applies)
+        (
+            stages > 1 and compat.splits_tokens(vllm_config),
+            f"--pipeline-parallel-size {stages} and sequence parallelism: each rank of a stage passes only a part of "
+            "the tokens on",
+        ),
+        (parallel.enable_elastic_ep, "--enable-elastic-ep: a worker that joins later does not measure heads"),
+        (
+            is_multimodal and not settings_of(vllm_config).requires_streaming_heads,
+            "a multimodal model: finding heads was not tried on a real one; set streaming_heads to {} to find them",
+        ),
+    )
+    yield from (reason for applies, reason in checks if applies)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     if step_tokens < PROMPT_TOKENS:
         yield (
@@ -112,7 +123,7 @@ def shares_blocks(vllm_config: VllmConfig) -> bool:
 
 def warn_of_weights(vllm_config: VllmConfig, source: str) -> None:
     """Warn, once, that a worker's weights may no longer be those on which heads were measured."""
-    resolved = resolve(vllm_config, tp_size=vllm_config.parallel_config.tensor_parallel_size)
+    resolved = resolve(vllm_config)
     if resolved.streaming_heads is None and resolved.carried.profile is None:
         return
     logger.warning_once(

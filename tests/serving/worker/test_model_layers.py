@@ -141,7 +141,7 @@ class TestGroups:
         expected = [[((0, 1), "Dense")], [((0,), "Dense"), ((1,), "AShape")]]
         for rank, groups in enumerate(expected):
             config.compilation_config.static_forward_context.clear()
-            monkeypatch.setattr(compat, "tensor_parallel", lambda config, rank=rank: (rank, 2))
+            monkeypatch.setattr(compat, "tensor_parallel_rank", lambda rank=rank: rank)
             (layer,) = layers = make_layers(config, [0])
             worker = Worker(config)
             lines.clear()

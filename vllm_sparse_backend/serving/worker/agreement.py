@@ -59,7 +59,7 @@ def agree(vllm_config: VllmConfig) -> None:
 def _settings_or_error(vllm_config: VllmConfig) -> dict[str, str]:
     """Return this worker's settings as texts. It never raises, because the other workers wait for them."""
     try:
-        return settings_of_worker(resolve(vllm_config, *compat.tensor_parallel(vllm_config)))
+        return settings_of_worker(resolve(vllm_config, compat.tensor_parallel_rank()))
     except Exception as error:
         return {ERROR: describe(error)}
 

@@ -63,8 +63,8 @@ class Worker:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
         self.device = compat.current_device()
-        self.rank, size = compat.tensor_parallel(vllm_config)
-        self.resolved = resolve(vllm_config, self.rank, size)
+        self.rank = compat.tensor_parallel_rank()
+        self.resolved = resolve(vllm_config, self.rank)
         startup_log.warn_of_other_device(self.resolved, self.rank)
         self.recorder = Recorder(self.device, is_first_rank=self.rank == 0)
         self.requests = Requests()

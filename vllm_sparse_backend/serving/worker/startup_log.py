@@ -43,7 +43,7 @@ def log_plans(vllm_config: VllmConfig, resolved: Resolved, lengths: Mapping[str,
 
 def log_levels(vllm_config: VllmConfig, resolved: Resolved, lengths: Lengths) -> None:
     """Log the levels that requests may choose, and a warning if no row of the server's own level can run sparse."""
-    policy = level_policy(vllm_config, resolved)
+    policy = level_policy(vllm_config)
     logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s", FIELD, policy)
     if resolved.config.requests.model_fields_set:
         logger.info("sparse-prefill: policy for requests: %s", policy.describe())
