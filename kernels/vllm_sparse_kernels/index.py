@@ -249,10 +249,14 @@ class SparseIndex:
         start = int(self.stripe_offsets[head, i_tile])
         return self.stripe_positions[start : start + int(self.stripe_counts[head, i_tile])].long()
 
-    def set_blocks(self, head: int, i_tile: int, kept: torch.Tensor) -> None:
-        """Write one list: the blocks flagged in ``kept`` [num_causal_blocks] bool, and those on the diagonal."""
+    def set_blocks(self, head: int, i_tile: int, kept: torch.Tensor, tokens: int | None = None) -> None:
+        """Write one list: the blocks of which any part is flagged in ``kept``, and those on the diagonal.
+
+        ``kept`` [n] bool has a flag for each ``tokens`` keys up to the tile's last query; by default, for each block.
+        """
         tile = self.rows.tile_list[i_tile]
-        kept = kept.clone()
+        parts = self.block_tokens // (tokens or self.block_tokens)
+        kept = torch.nn.functional.pad(kept, (0, -len(kept) % parts)).view(-1, parts).any(1)
         kept[self.first_diagonal_block(tile) :] = True
         ids = kept.nonzero().flatten().int()
         start = int(self.block_offsets[i_tile])

@@ -10,10 +10,10 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
-from vllm_sparse_kernels.methods.sale.rounding import IntegerFormat, RoundedKeys, RoundedQueries
+from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.methods.sale.scores import half_refusal, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.channels import kept_channels
+from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_channels
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
@@ -148,6 +148,6 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     call = batch.call(index, every_head(method, batch.num_heads))
     kept_d = kept_channels(batch.cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
     means = sale_means.row_means(call, kept_d)
-    integers = IntegerFormat(kept_d, module.integer_dtype(batch.q.device))
+    integers = RoundedFormat(kept_d, module.integer_dtype(batch.q.device))
     (slab,) = slabs_of(batch.rows, batch.num_heads, marks_bytes)
     return sale_rounding.round_queries(call, means, integers), sale_rounding.round_keys(call, means, slab, integers)

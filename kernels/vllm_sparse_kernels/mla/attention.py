@@ -16,6 +16,7 @@ from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, TILE_FIELDS, VALUE_D, MlaCall, Part, Tensors
+from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 MAIN_D, EXTRA_D = Constant(128), Constant(KEY_D.value - 128)
@@ -49,14 +50,6 @@ class Tile(NamedTuple):
     sink_tokens: Any
     local_tokens: Any
     scale: Any  # factor from q·k to scores in base 2
-
-
-class Softmax(NamedTuple):
-    """The online softmax of a tile, in base 2."""
-
-    b_acc: Any  # [TILE, VALUE_D] float32, Σ 2^(S - max) V
-    b_max: Any  # [TILE] float32, largest scaled score; -inf before the first key
-    b_sum: Any  # [TILE] float32, Σ 2^(S - max)
 
 
 def run_attention(tensors: Tensors, call: MlaCall, part: Part, scale: float, lists: BlockLists | None) -> None:
@@ -200,7 +193,7 @@ def _walk(b_q, b_extra, begin, end, tile, softmax, MASKED: tl.constexpr, STEP: t
             is_kept = (first + o_step < tile.num_keys)[None, :] & (o_n <= o_m)
             is_kept &= (o_n < tile.sink_tokens) | (o_n > o_m - tile.local_tokens)
             b_s = tl.where(is_kept, b_s, float("-inf"))
-        softmax = _softmax_step(b_s, b_v, tile.scale, softmax, MASKED)
+        softmax = softmax_step(b_s, b_v, tile.scale, None, softmax, "ieee", MAY_SEE_NONE=MASKED)
     return softmax
 
 
@@ -223,17 +216,3 @@ def _load_step(first, tile, MASKED: tl.constexpr, STEP: tl.constexpr):
         tl.load(k + MAIN_D + tl.arange(0, EXTRA_D)[None, :], mask=in_row, other=0.0 if MASKED else None),
         tl.load(v + tl.arange(0, VALUE_D)[None, :], mask=in_row, other=0.0 if MASKED else None),
     )
-
-
-@triton.jit
-def _softmax_step(b_s, b_v, scale, softmax, MASKED: tl.constexpr):
-    """Process a step of the online softmax, with unscaled scores. If MASKED, a query may not have kept any key yet."""
-    b_max = tl.maximum(softmax.b_max, tl.max(b_s, 1) * scale)
-    b_finite = b_max
-    if MASKED:
-        b_finite = tl.where(b_max == float("-inf"), 0.0, b_max)
-    b_decay = tl.exp2(softmax.b_max - b_finite)
-    b_p = tl.exp2(b_s * scale - b_finite[:, None])
-    b_sum = softmax.b_sum * b_decay + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, softmax.b_acc * b_decay[:, None], input_precision="ieee")
-    return Softmax(b_acc, b_max, b_sum)

@@ -14,6 +14,7 @@ import torch
 from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.methods.minference import AShape
 from vllm_sparse_kernels.methods.top_p import TopP
+from vllm_sparse_kernels.methods.top_p.reference import scored_queries
 from vllm_sparse_kernels.mla.calls import BLOCK, SINK, MlaCall, MlaRow, Tensors
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
@@ -58,11 +59,6 @@ def kept_by_window(
     queries = row.query_position + offset + torch.arange(length, device=device)[:, None]
     keys = row.key_position + torch.arange(row.num_keys, device=device)
     return (keys <= queries) & ((keys < window.sink_tokens) | (keys > queries - window.local_tokens))
-
-
-def scored_queries(length: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return the scored queries of a tile: the second of each two neighbours, and the last."""
-    return torch.clamp(torch.arange(1, length + 1, 2, device=device), max=length - 1)
 
 
 def block_maxima(scores: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,6 @@ from vllm_sparse_kernels.methods.top_p.choice import (
     LISTED_BLOCKS,
     MAX_REGISTERS,
     NUM_WARPS,
-    above_threshold,
     load_candidates,
     search_threshold,
     sum_and_count,
@@ -40,7 +39,7 @@ from vllm_sparse_kernels.mla.products import load_reach, run_products
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.mla.rounding import BLOCK_D, KEPT_D, Moments, Rounded, fill_moments, round_vectors
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
-from vllm_sparse_kernels.selection.lists import append
+from vllm_sparse_kernels.selection.lists import above_threshold, append
 
 SCRATCH_BYTES = 224 << 20
 """Limit of the scratch memory, which decides how many heads are selected at a time. One head is always possible."""

@@ -2,9 +2,18 @@
 """Selection of a kv head's channels with the largest weight, and vectors reduced to these channels."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+
+
+class RoundedFormat(NamedTuple):
+    """Format of rounded queries and keys."""
+
+    kept_d: int  # channels that are multiplied
+    dtype: torch.dtype
 
 
 @lru_cache(maxsize=64)

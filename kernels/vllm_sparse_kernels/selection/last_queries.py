@@ -46,12 +46,6 @@ PROGRAMS = 264
 """Programs for a long row: as many as an H200 runs at a time, two per SM. Each program begins with loads, and nothing
 would hide these loads in a second wave of programs."""
 
-LANES = 4
-"""Number of threads that hold a row of the matrix instruction's result."""
-
-JOINED = 64
-"""Splits whose log-sum-exps are loaded at a time."""
-
 
 class Sums(NamedTuple):
     """Sums of Â over the rows [first_row, end_row) of a step, for n heads. Kernels locate them by ``sums_of``.
@@ -130,11 +124,11 @@ def last_query_sums(
     stacked = stacks.members * stacks.num_queries
     lse_registers = 64 if stacked > KEY_TILE.value and call.q.dtype != torch.float32 else None
     split_lse_kernel[grid](
-        args, SumArgs(values, rows.row_table, patterns), num_selected, first_row, rows.num_rows, shape, LANES=LANES,
+        args, SumArgs(values, rows.row_table, patterns), num_selected, first_row, rows.num_rows, shape,
         num_warps=stacked // 16, maxnreg=lse_registers, num_stages=stacks.num_stages,
     )  # fmt: skip
     sums_kernel[grid](
-        args, *sums.args(rows), shape, JOINED=JOINED, num_warps=4 if band > 1 else stacks.members,
+        args, *sums.args(rows), shape, num_warps=4 if band > 1 else stacks.members,
         num_stages=stacks.num_stages,
     )  # fmt: skip
     if by_block is not None:
@@ -142,7 +136,7 @@ def last_query_sums(
         most_blocks = ceil_div(max(rows.seq_lens[first_row:end_row]), KEY_TILE.value)
         block_diagonals_kernel[(ceil_div(most_blocks, block), num_selected, num_rows)](
             by_block, *sums.args(rows), estimate.last_queries,
-            QUERIES=stacks.num_queries, SPREAD=estimate.spread, BAND=band, BLOCK=block,
+            QUERIES=stacks.num_queries, SPREAD=estimate.spread, BLOCK=block,
         )  # fmt: skip
     return sums
 

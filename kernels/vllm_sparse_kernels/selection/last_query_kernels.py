@@ -22,11 +22,18 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.online_softmax import add_exponentials
 from vllm_sparse_kernels.paged import key_offsets
 from vllm_sparse_kernels.rows import ROW_FIELDS
 
 KEY_TILE = Constant(64)
 """Keys of a tile of Â, and maximum number of queries for diagonals of single keys."""
+
+LANES = Constant(4)
+"""Threads that hold a row of the matrix instruction's result."""
+
+SPLITS_AT_ONCE = Constant(64)
+"""Splits whose log-sum-exps are loaded at a time."""
 
 UNSPECIALIZED = ("num_selected", "first_row", "num_rows", "capacity")
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""
@@ -238,7 +245,7 @@ def _scores(b_q, b_position, keys, work, page, start, WHOLE: tl.constexpr, SHAPE
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def split_lse_kernel(args, sums, num_selected, first_row, num_rows, SHAPE, LANES: tl.constexpr):
+def split_lse_kernel(args, sums, num_selected, first_row, num_rows, SHAPE):
     """Write partial[row, head, split, query], the log-sum-exp in base 2 of one query over one split of the keys.
 
     LANES threads hold a row's scores, and each pair of keys goes to the next thread. Each thread keeps the maximum and
@@ -273,7 +280,6 @@ def split_lse_kernel(args, sums, num_selected, first_row, num_rows, SHAPE, LANES
 @triton.jit
 def _lse_of_tiles(b_q, b_position, args, work, first, end, WHOLE: tl.constexpr, b_max, b_sum, SHAPE):
     """Add the scores on tiles [first, end) to each thread's maximum and sum [MEMBERS · QUERIES, LANES]."""
-    LANES: tl.constexpr = b_max.shape[1]
     page = _load_page(work, work.tiles_end - (first + 1) * KEY_TILE, SHAPE)
     for i_tile in range(first, end):
         start = work.tiles_end - (i_tile + 1) * KEY_TILE
@@ -289,28 +295,25 @@ def _lse_of_tiles(b_q, b_position, args, work, first, end, WHOLE: tl.constexpr, 
 
 
 @triton.jit
-def _joined_lse(args, work, b_query, num_selected, SPLITS: tl.constexpr, SHAPE):
+def _joined_lse(args, work, b_query, num_selected, SHAPE):
     """Join the splits of each stacked row, in order. Empty rows get +inf, which makes all weights 0."""
     b_selected, o_r = _repeat_for_rows(work.b_selected, SHAPE), _queries_of_rows(SHAPE)
     valid = (b_selected >= 0) & (b_query >= 0)
     o_first = (tl.program_id(2) * num_selected + b_selected).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
     b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES], tl.float32)
-    for start in range(0, work.num_splits, SPLITS):
-        o_split = start + tl.arange(0, SPLITS)
+    for start in range(0, work.num_splits, SPLITS_AT_ONCE):
+        o_split = start + tl.arange(0, SPLITS_AT_ONCE)
         inside = valid[:, None] & (o_split < work.num_splits)[None, :]
         b_lse = tl.load(
             args.partial + o_first[:, None] + o_split[None, :] * SHAPE.QUERIES, mask=inside, other=float("-inf")
         )
-        b_new = tl.maximum(b_max, tl.max(b_lse, 1))
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_lse - b_shift[:, None]), 1)
-        b_max = b_new
+        b_max, b_sum = add_exponentials(b_max, b_sum, b_lse)
     return tl.where(valid, b_max + tl.log2(b_sum), float("inf"))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def sums_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE, JOINED: tl.constexpr):
+def sums_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE):
     """Write column sums of the program's key tiles, and the weight of each query in them or the sums of diagonals.
 
     Tile j holds one part of the diagonals ``[64 j, 64 j + 64)``, and the other part of the 64 diagonals before them.
@@ -322,7 +325,7 @@ def sums_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE, 
     if (tl.max(work.b_selected, 0) < 0) | (work.first >= work.end):
         return
     b_q, b_query, b_position, num_common = _load_queries(args, work, SHAPE)
-    b_lse = _joined_lse(args, work, b_query, num_selected, JOINED, SHAPE)
+    b_lse = _joined_lse(args, work, b_query, num_selected, SHAPE)
     begin = tl.load(sums.rows + work.i_row * ROW_FIELDS + 3) - tl.load(sums.rows + first_row * ROW_FIELDS + 3)
     b_readable = tl.maximum(work.b_selected, 0).to(tl.int64)  # addresses of heads without work must exist
     columns = sums.totals + (b_readable * capacity + begin)
@@ -422,7 +425,7 @@ def _sum_rotated(b_x, MEMBERS: tl.constexpr):
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "last_queries"])
 def block_diagonals_kernel(
     by_block, sums, num_selected, first_row, num_rows, capacity, last_queries,
-    QUERIES: tl.constexpr, SPREAD: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr, SPREAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum BLOCK diagonals of blocks. Diagonal d contains, for each query, the block that is d blocks before its own.
 
@@ -432,13 +435,13 @@ def block_diagonals_kernel(
         by_block: [n, capacity / 64, QUERIES] float32, weight of each block for each query.
     """
     i_selected, i_row = tl.program_id(1), first_row + tl.program_id(2)
-    place, length = sums_of(sums, 1, i_selected, num_selected, i_row, first_row, num_rows, capacity, BAND)
+    place, length = sums_of(sums, 1, i_selected, num_selected, i_row, first_row, num_rows, capacity, KEY_TILE)
     o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < length:
         query_len, seq_len = tl.load(sums.rows + i_row * ROW_FIELDS + 1), tl.load(sums.rows + i_row * ROW_FIELDS + 2)
         o_r = tl.arange(0, QUERIES)
         b_query = _query_offsets(o_r, query_len, last_queries, QUERIES, SPREAD)
-        b_block = ((seq_len - query_len + b_query) // BAND)[None, :] - o_d[:, None]
+        b_block = ((seq_len - query_len + b_query) // KEY_TILE)[None, :] - o_d[:, None]
         source = by_block + (place - num_selected.to(tl.int64) * capacity) * QUERIES
         is_listed = (b_query >= 0)[None, :] & (b_block >= 0)
         b_x = tl.load(source + b_block * QUERIES + o_r[None, :], mask=is_listed, other=0.0)

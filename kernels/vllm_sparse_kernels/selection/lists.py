@@ -23,6 +23,18 @@ def append(target, count, b_values, b_kept):
 
 
 @triton.jit
+def above_threshold(b_values, bits, num_equal, num_seen):
+    """Flag floats >= 0 with more than these bits, and the first ``num_equal`` with exactly these bits.
+
+    ``num_seen`` such floats came before ``b_values``. Returns the flags and the new ``num_seen``.
+    """
+    b_bits = b_values.to(tl.int32, bitcast=True)
+    b_equal = (b_bits == bits).to(tl.int32)
+    b_is_first = (b_equal != 0) & (num_seen + tl.cumsum(b_equal, 0) <= num_equal)
+    return (b_bits > bits) | b_is_first, num_seen + tl.sum(b_equal, 0)
+
+
+@triton.jit
 def load_tile(tiles, i_tile):
     """Load the fields of a tile."""
     tile = tiles + i_tile * TILE_FIELDS

@@ -14,6 +14,12 @@ def require(condition: bool, field: str, value: object, expected: str) -> None:
         raise ValueError(f"{field}: given {value!r}, expected {expected}")
 
 
+def require_blocks(field: str, value: object, block_tokens: int, least: int) -> None:
+    """Raise ValueError unless a number of tokens is a whole number of blocks, of ``least`` tokens or more."""
+    is_whole = isinstance(value, int) and value >= least and value % block_tokens == 0
+    require(is_whole, field, value, f"a multiple of {block_tokens} >= {least}")
+
+
 @lru_cache(maxsize=4096)
 def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Copy parameters of heads to a tensor [len(values)] on the device, once in a process."""

@@ -223,7 +223,7 @@ def _mean_cosine(b_units, count):
     return tl.sum(b_units * b_units, 0) / (count * count)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED)
+@triton.jit
 def _pool_queries_kernel(
     queries, tiles, heads, means, similarity,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PER_TILE: tl.constexpr,

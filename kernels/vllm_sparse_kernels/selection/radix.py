@@ -67,32 +67,23 @@ def num_chunks(length: int) -> int:
     return ceil_div(blocks, ceil_div(blocks, MOST_CHUNKS.value))
 
 
-def most_chunks(index: SparseIndex, sums: Sums) -> int:
-    """Return the number of chunks of the longest row's arrays."""
-    return max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
-
-
-def _allocate_digits(index: SparseIndex, sums: Sums, dtype: torch.dtype) -> Digits:
-    num_rows, num_jobs, chunks = sums.end_row - sums.first_row, 2 * sums.num_selected, most_chunks(index, sums)
-    empty = index.workspace.empty
-    return Digits(
-        empty(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
-        empty(num_rows, num_jobs, chunks, dtype=torch.int32),
-        empty(PASSES, num_rows, num_jobs, dtype=torch.int32),
-        empty(PASSES, num_rows, num_jobs, dtype=dtype),
-    )
-
-
 def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch.Tensor | None = None) -> Digits:
     """Run the passes over all jobs: find the digits of each job's threshold.
 
     Without ``forced``, thresholds are those of the largest values that hold a share of the job's sum. An infinite share
     means all values.
     """
-    digits = _allocate_digits(index, sums, torch.float32 if forced is None else torch.int32)
-    chunks = digits.weights.shape[3]
+    num_rows, num_jobs, empty = sums.end_row - sums.first_row, 2 * sums.num_selected, index.workspace.empty
+    chunks = max(map(num_chunks, index.rows.seq_lens[sums.first_row : sums.end_row]))
+    dtype = torch.float32 if forced is None else torch.int32
+    digits = Digits(
+        empty(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
+        empty(num_rows, num_jobs, chunks, dtype=torch.int32),
+        empty(PASSES, num_rows, num_jobs, dtype=torch.int32),
+        empty(PASSES, num_rows, num_jobs, dtype=dtype),
+    )
     for i in range(PASSES):
-        _digits_kernel[(chunks, 2 * sums.num_selected, sums.end_row - sums.first_row)](
+        _digits_kernel[(chunks, num_jobs, num_rows)](
             *sums.args(index.rows), goals, forced, digits, chunks, PASS=i, BAND=sums.band,
         )  # fmt: skip
     return digits

@@ -5,7 +5,7 @@ Slabs never split the keys of a row, and runs never split the scores of a tile. 
 depends only on that row. Therefore the selection of a tile does not depend on other rows of the step.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class Run(NamedTuple):
     first_tile: int
     end_tile: int
     reach: int  # keys in the longest causal reach of these tiles
-    tile_sets: torch.Tensor  # [num_sets, SET_FIELDS] int32: ``tile_sets_of``
+    tile_sets: torch.Tensor  # [num_sets, SET_FIELDS] int32: ``_tile_sets``
 
     @property
     def num_tiles(self) -> int:
@@ -141,25 +141,20 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
     return [TileRange(first, min(first + size, end_tile), reach) for first in range(first_tile, end_tile, size)]
 
 
-def tile_sets_of(
-    rows: Rows, first_tile: int, end_tile: int, key_starts: Mapping[int, int], set_tiles: int
-) -> list[int]:
-    """Divide the tiles of each row into sets of neighbours that one program scores."""
-    flat: list[int] = []
-    for row, start in key_starts.items():
-        end = min(end_tile, rows.tile_starts[row + 1])
-        for tile in range(max(first_tile, rows.tile_starts[row]), end, set_tiles):
-            flat += [tile, min(set_tiles, end - tile), start]
-    return flat
-
-
 def _tile_sets(
     rows: Rows, first_tile: int, end_tile: int, key_starts: tuple[tuple[int, int], ...], set_tiles: int
 ) -> torch.Tensor:
-    """Return the sets of some tiles on the device, once for all layers, whose numbers of selected heads differ."""
+    """Divide tiles into sets of neighbours of a row that one program scores; ``key_starts`` has (row, first key).
+
+    The sets are made once for all layers, whose numbers of selected heads differ.
+    """
 
     def make() -> torch.Tensor:
-        flat = tile_sets_of(rows, first_tile, end_tile, dict(key_starts), set_tiles)
+        flat: list[int] = []
+        for row, start in key_starts:
+            end = min(end_tile, rows.tile_starts[row + 1])
+            for tile in range(max(first_tile, rows.tile_starts[row]), end, set_tiles):
+                flat += [tile, min(set_tiles, end - tile), start]
         return to_device(flat, torch.int32, rows.device).view(-1, SET_FIELDS)
 
     return rows.once((_tile_sets, first_tile, end_tile, key_starts, set_tiles), make)

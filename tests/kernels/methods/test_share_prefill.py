@@ -111,8 +111,7 @@ def test_averages_are_those_of_all_pairs(block_tokens):
     index = SparseIndex.allocate(batch.rows, 2, block_tokens)
     call = batch.call(index, HeadGroup((1, 0), (SharePrefill(cluster=0),) * 2))
     averages = BlockAverages(call, Spans.of(index), int32([0, 0]))
-    estimates, sparsity = averages.estimates()
-    estimates = estimates.double()
+    estimates, sparsity = averages.estimates.double(), averages.sparsity
     expected = [torch.cat([estimate(batch, row, head, block_tokens) for row in (0, 1)]) for head in (1, 0)]
     torch.testing.assert_close(estimates, torch.stack(expected), rtol=1e-5, atol=1e-9)
     for place, head in enumerate((1, 0)):
@@ -130,7 +129,7 @@ def test_heads_of_no_cluster_cost_no_estimate():
     index.workspace.buffer = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN
     call = batch.call(index, HeadGroup((2, 0, 1, 3), tuple(layer_of((NOISE, NOISE, 0, NOISE)))))
     averages = BlockAverages(call, Spans.of(index), int32([NOISE, NOISE, 0, NOISE]))
-    estimates, sparsity = averages.estimates()
+    estimates, sparsity = averages.estimates, averages.sparsity
     assert averages.scores[2:].isnan().all()
     assert estimates[[0, 1, 3]].isnan().all()
     torch.testing.assert_close(estimates[2].double(), estimate(batch, 0, 1, 64), rtol=1e-5, atol=1e-9)

@@ -19,6 +19,7 @@ from vllm_sparse_kernels.methods.top_p import method as module, portable, roundi
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, scored_queries, tile_shares
 from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
+from vllm_sparse_kernels.selection.channels import RoundedFormat
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
@@ -110,7 +111,7 @@ def test_eight_bits_are_close_to_exact_scores() -> None:
 def rounded_by(batch: Batch, permuted: bool) -> list[torch.Tensor]:
     """Return rounded queries, factors, keys and steps of all rows, with 7 wherever nothing is written."""
     call = call_of(METHOD, batch)
-    storage = rounding.Storage(module.estimate_channels(batch.cache.head_dim), torch.float16)
+    storage = RoundedFormat(module.estimate_channels(batch.cache.head_dim), torch.float16)
     moments = rounding.row_moments(call, storage)
     room: Any = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
     filled = replace(call, index=replace(call.index, workspace=room))

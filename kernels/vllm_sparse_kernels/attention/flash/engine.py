@@ -169,7 +169,7 @@ def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: P
     lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
     shape = compile_time(SliceShape(cache.head_dim, triton.next_power_of_2(cache.head_dim), group, SLICE_TOKENS))
-    units = compile_time(UnitShape(index.block_tokens, unit, CHUNK=512))
+    units = compile_time(UnitShape(index.block_tokens, unit))
     grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
     stripe_table = sequences.stripe_table
     prepare_kernel[grid](

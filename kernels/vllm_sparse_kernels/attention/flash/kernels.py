@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.selection.lists import load_tile
+
+CHUNK = Constant(512)
+"""Units of a step."""
 
 UNSPECIALIZED = ("first", "first_token", "num_tiles", "num_tokens")
 TABLES = ("block_table", "stride_block_table", "stride_table", "stride_stripe_table")
@@ -31,7 +35,6 @@ class UnitShape(NamedTuple):
 
     BLOCK_TOKENS: Any  # keys of a block of the index
     UNIT: Any  # keys of a unit
-    CHUNK: Any  # units of a step
 
 
 class Slice(NamedTuple):
@@ -105,8 +108,8 @@ def prepare_kernel(
     tl.store(sequences.keys + i_sequence, num_keys)
     num_units = tl.cdiv(num_keys, UNITS.UNIT)
     table = sequences.table + i_sequence.to(tl.int64) * stride_table
-    for i in range(i_slice * UNITS.CHUNK, num_units, tl.num_programs(1) * UNITS.CHUNK):
-        o_n = i + tl.arange(0, UNITS.CHUNK)
+    for i in range(i_slice * CHUNK, num_units, tl.num_programs(1) * CHUNK):
+        o_n = i + tl.arange(0, CHUNK)
         listed = o_n < num_units
         b_block = tl.load(ids + o_n * UNITS.UNIT // UNITS.BLOCK_TOKENS, mask=listed, other=0)
         b_position = b_block * UNITS.BLOCK_TOKENS + o_n * UNITS.UNIT % UNITS.BLOCK_TOKENS
@@ -117,8 +120,8 @@ def prepare_kernel(
         num_stripes = tl.load(lists.stripe_counts + i_list)
         tl.store(sequences.stripe_keys + i_sequence, num_stripes)
         stripe_table = sequences.stripe_table + i_sequence.to(tl.int64) * stride_stripe_table
-        for i in range(i_slice * UNITS.CHUNK, num_stripes, tl.num_programs(1) * UNITS.CHUNK):
-            o_n = i + tl.arange(0, UNITS.CHUNK)
+        for i in range(i_slice * CHUNK, num_stripes, tl.num_programs(1) * CHUNK):
+            o_n = i + tl.arange(0, CHUNK)
             listed = o_n < num_stripes
             b_position = tl.load(stripes + o_n, mask=listed, other=0)
             tl.store(stripe_table + o_n, _unit_number(strides, pages, work.i_kv, b_position, listed), mask=listed)

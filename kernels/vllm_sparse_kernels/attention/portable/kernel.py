@@ -9,7 +9,8 @@ import triton.language as tl
 from vllm_sparse_kernels.attention.portable.sage import Int8Keys, load_int8_block, load_int8_stripes
 from vllm_sparse_kernels.attention.smooth_keys import quantize
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
-from vllm_sparse_kernels.paged import key_offsets, load_queries, widen
+from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
+from vllm_sparse_kernels.paged import key_offsets, load_queries
 from vllm_sparse_kernels.rows import TILE_FIELDS
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile
 
@@ -69,14 +70,6 @@ class KeyValueSource(NamedTuple):
     table: Any  # pointer to the row's pages
     i_kv: Any
     tile_end: Any  # position after the tile's last query
-
-
-class Softmax(NamedTuple):
-    """The online softmax of a tile, in base 2."""
-
-    b_acc: Any  # [BLOCK_M, BLOCK_D] float32, Σ 2^(S − max) V
-    b_max: Any  # [BLOCK_M] float32, largest scaled score
-    b_sum: Any  # [BLOCK_M] float32, Σ 2^(S − max)
 
 
 @triton.jit
@@ -253,11 +246,11 @@ def _full_blocks(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
             b_v = _load_block(VALUES, entry, source, SHAPE)
             if lists.num_full > 0:
                 b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)  # [M, N]
-                softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+                softmax = softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
         else:
             b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
             b_v = _load_block(VALUES, entry, source, SHAPE)
-            softmax = _softmax_step(b_s, b_v, scale, None, softmax, SHAPE.PRECISION)
+            softmax = softmax_step(b_s, b_v, scale, None, softmax, SHAPE.PRECISION)
     return softmax
 
 
@@ -275,7 +268,7 @@ def _diagonal_blocks(b_q, int8_keys, lists, program, source, scale, margin, soft
         # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
         b_v = _load_block(VALUES, entry, source, SHAPE)
         b_v = tl.where((o_n < source.tile_end)[:, None], b_v, 0.0)
-        softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+        softmax = softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
     return softmax
 
 
@@ -300,7 +293,7 @@ def _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax,
         b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
         b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
         b_s = tl.where(kept[None, :], b_s, float("-inf"))
-        softmax = _softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+        softmax = softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
     return softmax
 
 
@@ -344,28 +337,3 @@ def _score(b_q, b_k, b_dot_scale, int8_keys, PRECISION: tl.constexpr):
         return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     else:
         return tl.dot(b_q, tl.trans(b_k)).to(tl.float32) * b_dot_scale[None, :]
-
-
-@triton.jit
-def _softmax_step(b_s, b_v, scale, margin, softmax, PRECISION: tl.constexpr):
-    """Process one step of the online softmax, with unscaled scores [M, N] and values [N, D].
-
-    ``scale`` converts scores to base 2. The maximum is stored scaled, so that each exponent takes one fused
-    multiply-add. The exponentials of every step are added to the sum. The product is skipped if no local maximum comes
-    within ``margin`` of its query's running maximum; then no maximum has changed, and the accumulator stays as it is.
-    """
-    b_v = widen(b_v)
-    b_max = tl.maximum(softmax.b_max, tl.max(b_s, 1) * scale)
-    b_decay = tl.exp2(softmax.b_max - b_max)
-    b_p = tl.exp2(b_s * scale - b_max[:, None])
-    b_sum = softmax.b_sum * b_decay + tl.sum(b_p, 1)
-    b_acc = softmax.b_acc
-    if margin is None:
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
-    else:
-        # All queries of a tile are tested together, because all warps of a Triton program take the same branch. The
-        # paper tests the queries of a warp (16 or 32) and therefore skips more. Two products of 64 queries would not
-        # help: the two groups of warps would share each half, and its exponentials would cross between them.
-        if tl.max(tl.max(b_s, 1) * scale - b_max, 0) >= margin:
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
-    return Softmax(b_acc, b_max, b_sum)

@@ -27,13 +27,7 @@ def select_a_shape(call: Call) -> None:
         keys = torch.arange(tile.last_position + 1, device=call.q.device)
         for head, method in zip(call.heads.heads, call.heads.methods, strict=True):
             kept = (keys < method.sink_tokens) | (keys > tile.position - method.local_tokens)
-            index.set_blocks(head, i_tile, any_of(kept, index.block_tokens))
-
-
-def any_of(kept: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return whether any flag of each group of consecutive flags is set."""
-    padding = ceil_div(len(kept), tokens) * tokens - len(kept)
-    return torch.nn.functional.pad(kept, (0, padding)).view(-1, tokens).any(1)
+            index.set_blocks(head, i_tile, kept, tokens=1)
 
 
 def select_vertical_slash(call: Call) -> None:
@@ -86,8 +80,9 @@ def select_block_sparse(call: Call) -> None:
     """Select by Algorithm 3."""
     for row, head, method, queries, keys in heads_of_rows(call):
         kept = tile_blocks(block_scores(queries, keys, call.scale), method.top_blocks)
-        for i_tile, of_tile in zip(call.rows.tiles_of(row), kept, strict=True):
-            set_block_sparse(of_tile, call.index, head, i_tile)
+        for i_tile, tile_kept in zip(call.rows.tiles_of(row), kept, strict=True):
+            causal = tile_kept[: call.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
+            call.index.set_blocks(head, i_tile, causal, POOL_TOKENS)
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
@@ -116,9 +111,3 @@ def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
 def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
     """Combine the flags of each tile's two query blocks; the last tile may have only one."""
     return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2)).unflatten(0, (-1, 2)).any(1)
-
-
-def set_block_sparse(kept: torch.Tensor, index: SparseIndex, head: int, i_tile: int) -> None:
-    """Write the list of one tile, in blocks of the index."""
-    causal = kept[: index.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
-    index.set_blocks(head, i_tile, any_of(causal, index.block_tokens // POOL_TOKENS))

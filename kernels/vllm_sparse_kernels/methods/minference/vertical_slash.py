@@ -87,22 +87,25 @@ def keep_largest(call: Call, sums: Sums) -> Lines:
     rows, num_rows = index.rows, sums.end_row - sums.first_row
     most_verticals = max(method.vertical_tokens for method in call.heads.methods)
     most = min(most_verticals, max(rows.seq_lens[sums.first_row : sums.end_row]))
-    columns = empty(num_rows, sums.num_selected, max(1, most), dtype=torch.int32)
-    num_columns = empty(num_rows, sums.num_selected, dtype=torch.int32)
-    upto = empty(sums.num_selected, sums.capacity, dtype=torch.int32)
+    lines = Lines(
+        columns=empty(num_rows, sums.num_selected, max(1, most), dtype=torch.int32),
+        num_columns=empty(num_rows, sums.num_selected, dtype=torch.int32),
+        whole=None,
+        bands_upto=empty(sums.num_selected, sums.capacity, dtype=torch.int32),
+    )
     digits = digits_of(index, sums, counts, first)
     chunks = digits.weights.shape[3]
     _keep_largest_kernel[(chunks, 2 * sums.num_selected, num_rows)](
-        *sums.args(rows), counts, first, digits, chunks, columns, columns.shape[2], num_columns, upto,
+        *sums.args(rows), counts, first, digits, chunks, lines, lines.columns.shape[2],
         num_warps=8, maxnreg=128,
     )  # fmt: skip
-    return Lines(columns, num_columns, None, upto)
+    return lines
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_largest_kernel(
     sums, num_selected, first_row, num_rows, capacity, counts, forced,
-    digits, chunks, columns, max_columns, num_columns, upto,
+    digits, chunks, lines, max_columns,
 ):  # fmt: skip
     """Write the kept lines of one chunk and job: places of verticals, or running counts of slashes.
 
@@ -111,9 +114,6 @@ def _keep_largest_kernel(
     Args:
         counts: [2 n] float32, number of kept lines of each job.
         forced: [2 n] float32, number of first values that count as infinite.
-        columns: [num_rows, n, max_columns] int32, kept verticals; written.
-        num_columns: [num_rows, n] int32; written.
-        upto: [n, capacity] int32, number of kept slashes up to and including each slash; written.
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     is_slash, i_selected = i_job >= num_selected, i_job % num_selected
@@ -131,7 +131,8 @@ def _keep_largest_kernel(
 
     num_forced = tl.load(forced + i_job).to(tl.int32)
     i_list = (tl.program_id(2) * num_selected + i_selected).to(tl.int64)
-    slashes = upto + (place - num_selected.to(tl.int64) * capacity)  # the counts of slashes follow those of columns
+    # The sums of slashes follow those of columns.
+    slashes = lines.bands_upto + (place - num_selected.to(tl.int64) * capacity)
     for start in range(first, end, CHUNK):
         b_key = load_count_keys(sums.totals + place, start, end, num_forced)
         b_kept, b_upto, above, ties = _kept_in_chunk(b_key, threshold, num_ties, above, ties)
@@ -139,9 +140,9 @@ def _keep_largest_kernel(
         if is_slash:
             tl.store(slashes + o_n, b_upto, mask=o_n < end)
         else:
-            tl.store(columns + i_list * max_columns + b_upto - 1, o_n, mask=b_kept)
+            tl.store(lines.columns + i_list * max_columns + b_upto - 1, o_n, mask=b_kept)
     if (i_chunk == 0) & (is_slash == 0):
-        tl.store(num_columns + i_list, goal)
+        tl.store(lines.num_columns + i_list, goal)
 
 
 @triton.jit

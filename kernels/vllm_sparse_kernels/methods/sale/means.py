@@ -38,11 +38,6 @@ class Means(NamedTuple):
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending
     left_out: Any  # [num_rows, num_kv_heads, BLOCK_D] float32, variance of keys in channels left out, 0 in the others
 
-    @staticmethod
-    def of_all_channels(keys: torch.Tensor, queries: torch.Tensor) -> "Means":
-        """Return the means for an estimate that uses all channels."""
-        return Means(keys, queries, channels=keys, left_out=keys)
-
 
 def row_means(call: Call, kept_d: int) -> Means:
     """Average keys and queries of each row and, if only half the channels are kept, choose them."""
@@ -67,7 +62,7 @@ def row_means(call: Call, kept_d: int) -> Means:
         )
     mean_keys, mean_queries = keys[MEAN], queries[MEAN]
     if kept_d == block_d:
-        return Means.of_all_channels(mean_keys, mean_queries)
+        return Means(mean_keys, mean_queries, channels=mean_keys, left_out=mean_keys)  # the last two are not read
     channels = workspace.empty(rows.num_rows, num_kv_heads, kept_d, dtype=torch.int32)
     left_out = workspace.empty(rows.num_rows, num_kv_heads, block_d)
     _channels_kernel[(rows.num_rows, num_kv_heads)](

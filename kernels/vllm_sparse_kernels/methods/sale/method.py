@@ -75,7 +75,6 @@ from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
     SEGMENT,
-    IntegerFormat,
     round_keys,
     round_queries,
 )
@@ -85,7 +84,7 @@ from vllm_sparse_kernels.methods.sale.scores import (
     half_refusal,
     marks_bytes,
 )
-from vllm_sparse_kernels.selection.channels import kept_channels
+from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_channels
 from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
     SelectEngine,
@@ -94,7 +93,7 @@ from vllm_sparse_kernels.selection.engine import (
     portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
-from vllm_sparse_kernels.selection.parameters import require
+from vllm_sparse_kernels.selection.parameters import require, require_blocks
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
 CHANNELS = Literal["all", "half"]
@@ -131,9 +130,8 @@ class Sale(Method):
 
     def __post_init__(self) -> None:
         require(0 <= self.tau < 1, "tau", self.tau, "a number in [0, 1)")
-        for name, value, least in (("sink_tokens", self.sink_tokens, 0), ("local_tokens", self.local_tokens, 128)):
-            whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
-            require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
+        require_blocks("sink_tokens", self.sink_tokens, KEY_BLOCK.value, least=0)
+        require_blocks("local_tokens", self.local_tokens, KEY_BLOCK.value, least=128)
         require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
     @property
@@ -184,7 +182,7 @@ def _flag_all_blocks(call: Call, kept: torch.Tensor, in_half: bool) -> None:
     """Compute the flags of all blocks: [num_selected, block_capacity] uint8, laid out like ``block_ids``."""
     workspace = call.index.workspace
     kept_d = kept_channels(call.cache.head_dim, call.method.channels == "half", LEAST_CHANNELS)
-    integers = IntegerFormat(kept_d, integer_dtype(call.q.device))
+    integers = RoundedFormat(kept_d, integer_dtype(call.q.device))
     first_flags(call, kept)
     means = row_means(call, kept_d)
     queries = round_queries(call, means, integers)

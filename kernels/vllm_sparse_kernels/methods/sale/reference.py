@@ -14,7 +14,9 @@ from torch.nn.functional import pad
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
+from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS
 from vllm_sparse_kernels.rows import Tile
+from vllm_sparse_kernels.selection import channels
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.sale.method import Sale
@@ -30,10 +32,7 @@ def select_sale(call: Call) -> None:
     index = call.index
     index.stripe_counts.index_fill_(0, call.head_ids.long(), 0)
     for head, i_tile, kept in paper_blocks(call):
-        num_blocks = index.num_causal_blocks(index.rows.tile_list[i_tile])
-        fine = index.block_tokens // KEY_BLOCK
-        union = pad(kept.any(0), (0, num_blocks * fine - kept.shape[1])).view(num_blocks, fine).any(1)
-        index.set_blocks(head, i_tile, union)
+        index.set_blocks(head, i_tile, kept.any(0), KEY_BLOCK)
 
 
 def paper_blocks(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -68,8 +67,7 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
     num_kv_heads, head_dim = keys.shape[1:]
     of_queries = queries.square().mean(0).view(num_kv_heads, -1, head_dim).sum(1)
     order = (keys.square().mean(0) * of_queries).argsort(dim=1, descending=True, stable=True)
-    # Half of head_dim rounded up to a power of two, but at least 32 channels.
-    count = max((1 << (head_dim - 1).bit_length()) // 2, 32) if method.channels == "half" else head_dim
+    count = channels.kept_channels(head_dim, method.channels == "half", LEAST_CHANNELS)
     return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
 
 

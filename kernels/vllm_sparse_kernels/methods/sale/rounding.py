@@ -14,31 +14,24 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant, compile_time
 from vllm_sparse_kernels.methods.sale.means import Means
+from vllm_sparse_kernels.online_softmax import add_exponentials
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS
-from vllm_sparse_kernels.selection.channels import kept_of, load_kept
+from vllm_sparse_kernels.selection import slabs
+from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
-from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
 
 QUERY_BLOCK = Constant(64)  # b_q
 KEY_BLOCK = Constant(32)  # b_k
 SEGMENT = Constant(128)  # keys between sink and local region: a multiple of four 32-key blocks
 LEVELS = Constant(7.0)
 TINY = Constant(1e-20)  # stands in for the largest magnitude of a vector of zeros
-LEAST = Constant(-1e30)
 
-ROUND_KEYS = {"BLOCK_N": 64, "num_warps": 4}
-"""Keys of one program."""
+BLOCK_N = Constant(64)
+"""Keys of one program that rounds keys, and of one step of a program that rounds queries."""
 
-ROUND_QUERIES = {"BLOCK_N": 64, "num_warps": 4, "num_stages": 4}
-"""Keys of one step. Four stages: two for the keys, and two more for the pages that locate them."""
-
-
-class IntegerFormat(NamedTuple):
-    """Format of the rounded queries and keys."""
-
-    kept_d: int  # channels that are multiplied
-    dtype: torch.dtype  # int8, or e4m3 where its products are exact
+TILE = Constant(TILE_TOKENS)
+STEP = Constant(slabs.STEP_TOKENS)
 
 
 class RoundShape(NamedTuple):
@@ -48,15 +41,6 @@ class RoundShape(NamedTuple):
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     KEPT_D: Any  # channels that are multiplied
     GROUP: Any  # query heads of a kv head
-
-
-class KeySource(NamedTuple):
-    """The keys of one row and kv head."""
-
-    keys: Any  # KeyArgs
-    i_row: Any
-    i_kv: Any
-    end: Any  # position where keys end
 
 
 class RoundedQueries(NamedTuple):
@@ -85,7 +69,7 @@ class RoundedKeys(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def round_keys(call: Call, means: Means, slab: KeySlab, integers: IntegerFormat) -> RoundedKeys:
+def round_keys(call: Call, means: Means, slab: slabs.KeySlab, integers: RoundedFormat) -> RoundedKeys:
     """Round the keys of a slab's rows to 4 bits, in whole steps; keys past a row's end count as zeros."""
     cache, rows, group, empty = call.cache, call.rows, call.group, call.index.workspace.empty
     num_selected, num_keys = len(call.heads), slab.num_keys
@@ -99,17 +83,16 @@ def round_keys(call: Call, means: Means, slab: KeySlab, integers: IntegerFormat)
         num_keys=num_keys,
     )
     shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, group)
-    num_programs = padded(slab.longest) // ROUND_KEYS["BLOCK_N"]
+    num_programs = slabs.padded(slab.longest) // BLOCK_N.value
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"), num_selected,
         rows.device_seq_lens, slab.first_row, slab.key_starts, compile_time(shape),
-        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(num_selected), STEP=STEP_TOKENS,
-        **ROUND_KEYS,
+        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(num_selected), num_warps=4,
     )  # fmt: skip
     return rounded
 
 
-def round_queries(call: Call, means: Means, integers: IntegerFormat) -> RoundedQueries:
+def round_queries(call: Call, means: Means, integers: RoundedFormat) -> RoundedQueries:
     """Round the queries of all rows to 4 bits, and compute every query's threshold."""
     q, cache, rows, empty = call.q, call.cache, call.rows, call.index.workspace.empty
     count, num_queries = len(call.heads), rows.num_tiles * TILE_TOKENS
@@ -121,11 +104,12 @@ def round_queries(call: Call, means: Means, integers: IntegerFormat) -> RoundedQ
         num_queries=num_queries,
     )
     shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, call.group)
+    # Four stages: two for the keys, and two more for the pages that locate them.
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
         query_args(q), key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"),
         rows.tiles, call.method.sink_tokens, call.method.local_tokens, call.scale, compile_time(shape),
-        KV_HEADS=cache.num_kv_heads, TILE=TILE_TOKENS,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", **ROUND_QUERIES,
+        KV_HEADS=cache.num_kv_heads, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=4, num_stages=4,
     )  # fmt: skip
     return rounded
 
@@ -133,7 +117,7 @@ def round_queries(call: Call, means: Means, integers: IntegerFormat) -> RoundedQ
 @triton.jit(do_not_specialize=["num_selected", "first_row"])
 def _round_keys_kernel(
     keys, rounded, means, heads, log_taus, num_selected, seq_lens, first_row, key_starts, SHAPE,
-    GROUP_2: tl.constexpr, HEADS: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    GROUP_2: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Run step 1 for BLOCK_N keys of one kv head, and compute q̄(k − k̄)ᵀ for the estimating heads that read them.
 
@@ -181,19 +165,14 @@ def _round_keys_kernel(
         b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
         o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
-        o_64 = tl.arange(0, BLOCK_N // 64)
-        b_square = tl.reshape(tl.sum(b_int * b_int, 1), [BLOCK_N // 64, 64])
-        tl.store(rounded.squares + o_kv // 64 + o_64, tl.max(b_square, 1))
+        tl.store(rounded.squares + o_kv // BLOCK_N, tl.max(tl.sum(b_int * b_int, 1), 0))
 
         b_bias = b_bias * b_inverse[:, None]
         b_first_bias = tl.sum(tl.where(b_matches, o_h[None, :], 0), 1).to(tl.int64) * rounded.num_keys + slot
         o_bias = b_first_bias[None, :] + tl.arange(0, BLOCK_N)[:, None]
         tl.store(rounded.biases + o_bias, b_bias, mask=b_tested[None, :])
         tl.store(rounded.half_biases + o_bias, b_bias.to(tl.float16), mask=b_tested[None, :])
-        b_largest = tl.max(tl.reshape(tl.abs(b_bias), [BLOCK_N // 64, 64, GROUP_2]), 1)
-        tl.store(
-            rounded.largest_biases + (b_first_bias // 64)[None, :] + o_64[:, None], b_largest, mask=b_tested[None, :]
-        )
+        tl.store(rounded.largest_biases + b_first_bias // BLOCK_N, tl.max(tl.abs(b_bias), 0), mask=b_tested)
 
 
 @triton.jit
@@ -228,7 +207,7 @@ def local_start(end, sink_tokens, local_tokens):
 @triton.jit
 def _round_queries_kernel(
     queries, keys, rounded, means, heads, log_taus, tiles, sink_tokens, local_tokens, scale, SHAPE,
-    KV_HEADS: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Run steps 1 and 2 for 64 queries of one head.
 
@@ -253,8 +232,7 @@ def _round_queries_kernel(
         i_kv = i_head // SHAPE.GROUP
         end = position + tl.minimum(num_queries, QUERY_BLOCK)
         begin = local_start(end, sink_tokens, local_tokens)
-        source = KeySource(keys, i_row, i_kv, end)
-        b_lse = _local_lse(b_q, position + o_m, source, begin, sink_tokens, scale, BLOCK_N, PRECISION, SHAPE)
+        b_lse = _local_lse(b_q, position + o_m, keys, i_row, i_kv, begin, end, sink_tokens, scale, PRECISION, SHAPE)
         b_q = widen(b_q)
 
         i_mean = i_row * KV_HEADS + i_kv
@@ -280,21 +258,18 @@ def _round_queries_kernel(
 
 
 @triton.jit
-def _local_lse(b_q, o_m, source, local, sink_tokens, scale, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, SHAPE):
-    """Compute ln l̃ + m̃ of each query over sink and local region: [64]; finite for queries past the row's end."""
-    end = source.end
+def _local_lse(b_q, o_m, keys, i_row, i_kv, local, end, sink_tokens, scale, PRECISION: tl.constexpr, SHAPE):
+    """Compute ln l̃ + m̃ of each query over the sink, and the local region from ``local`` to ``end``: [64]."""
     begin = local // BLOCK_N * BLOCK_N
     sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N
     local_steps = (end - begin + BLOCK_N - 1) // BLOCK_N
-    b_max = tl.full([b_q.shape[0]], LEAST, tl.float32)
+    b_max = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
     b_sum = tl.zeros([b_q.shape[0]], tl.float32)
     for i in range(sink_steps + local_steps):
         o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
-        b_k = load_keys(source.keys, source.i_row, source.i_kv, o_n, end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+        b_k = load_keys(keys, i_row, i_kv, o_n, end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
         seen = (o_n < sink_tokens) | (o_n >= local)
         b_s = tl.where(seen[None, :] & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
-        b_sum = b_sum * tl.exp2(b_max - b_new_max) + tl.sum(tl.exp2(b_s - b_new_max[:, None]), 1)
-        b_max = b_new_max
+        b_max, b_sum = add_exponentials(b_max, b_sum, b_s)
     return (b_max + tl.log2(b_sum)) * LN_2

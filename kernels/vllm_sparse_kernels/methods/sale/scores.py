@@ -23,17 +23,21 @@ from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
 
-TEST_TILES = 2
+TILES = Constant(2)
 """Tiles that a program tests together, so keys are read half as often as for a single tile. L2 could not keep up
 otherwise."""
 
-TEST_WARPS = 4
+WARPS = Constant(4)
 """Warps of one warp group: a thread then holds 128 registers of scores, and two programs run on one multiprocessor."""
 
 SPAN_TOKENS = 8192
 """Keys that a program tests: enough to hide its start (256 queries to load), and few enough to fill a card."""
 
+TILE = Constant(TILE_TOKENS)
 SET_FIELDS = Constant(slabs.SET_FIELDS)
+
+FLAGS_AT_ONCE = Constant(2048)
+"""Flags that ``_first_flags_kernel`` writes per step."""
 
 try:
     from vllm_sparse_kernels.gluon_compat import bulk_steps
@@ -49,11 +53,8 @@ class ScoreShape(NamedTuple):
 
     GROUP: Any  # query heads of a kv head
     BLOCK_D: Any  # channels that are multiplied
-    TILE: Any  # queries of a tile
-    TILES: Any  # tiles of a program
     INDEX_N: Any  # keys of a block of the index
     SPAN: Any  # keys of a program
-    WARPS: Any
     STAGES: Any  # pipeline stages of the loop over keys
 
 
@@ -90,7 +91,7 @@ def marks_bytes(num_selected: int, reach: int) -> int:
 
 def _test_stages(kept_d: int, limit_bytes: int) -> int:
     """Return the pipeline stages of ``_test_kernel``'s loop over keys."""
-    query_bytes, step_bytes = TEST_TILES * TILE_TOKENS * kept_d, 64 * (kept_d + 4) + 32
+    query_bytes, step_bytes = TILES.value * TILE_TOKENS * kept_d, 64 * (kept_d + 4) + 32
     return max(2, min(4, 1 + (limit_bytes - query_bytes) // step_bytes))
 
 
@@ -99,7 +100,7 @@ def first_flags(call: Call, kept: torch.Tensor) -> None:
     index, method = call.index, call.method
     _first_flags_kernel[(index.rows.num_tiles, len(call.heads))](
         kept, index.args, call.parameters("log_tau"), method.sink_tokens, method.local_tokens,
-        INDEX_N=index.block_tokens, CHUNK=2048,
+        INDEX_N=index.block_tokens,
     )  # fmt: skip
 
 
@@ -117,11 +118,8 @@ def flag_blocks(
     test = ScoreShape(
         GROUP=call.group,
         BLOCK_D=kept_d,
-        TILE=TILE_TOKENS,
-        TILES=TEST_TILES,
         INDEX_N=index.block_tokens,
         SPAN=SPAN_TOKENS,
-        WARPS=TEST_WARPS,
         STAGES=_test_stages(kept_d, shared_bytes(keys.integers.device)),
     )
     with index.workspace.frame():
@@ -129,10 +127,10 @@ def flag_blocks(
         if in_half:
             sale_hopper.half_kernel[num_sets, num_spans, num_heads](
                 queries, keys, bulk_steps(queries.integers), bulk_steps(keys.integers), *args, untested,
-                GROUP=call.group, INDEX_N=index.block_tokens, SPAN=SPAN_TOKENS, num_warps=TEST_WARPS,
+                GROUP=call.group, INDEX_N=index.block_tokens, SPAN=SPAN_TOKENS, num_warps=WARPS.value,
             )  # fmt: skip
         _test_kernel[(num_sets, 1 if in_half else num_spans, num_heads)](
-            queries, keys, *args, untested, num_spans, compile_time(test), MARKED=in_half, num_warps=TEST_WARPS,
+            queries, keys, *args, untested, num_spans, compile_time(test), MARKED=in_half, num_warps=WARPS.value,
         )  # fmt: skip
 
 
@@ -153,7 +151,7 @@ def _tested_blocks(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constex
 
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
-def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr, CHUNK: tl.constexpr):
+def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_N: tl.constexpr):
     """Write uint8 flags of one (tile, head)'s causal blocks.
 
     A flag is 1 in sink, local region and diagonal, and 0 for blocks to test. A head with τ = 0 (ln τ = −∞) keeps every
@@ -171,8 +169,8 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
         end = 0
     _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
     target = kept + i_selected.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
-    for first in range(0, num_causal, CHUNK):
-        o_n = first + tl.arange(0, CHUNK)
+    for first in range(0, num_causal, FLAGS_AT_ONCE):
+        o_n = first + tl.arange(0, FLAGS_AT_ONCE)
         tl.store(target + o_n, ((o_n < begin) | (o_n >= end)).to(tl.uint8), mask=o_n < num_causal)
 
 
@@ -216,7 +214,7 @@ def _test_tile_set(args, i_span, SHAPE):
     tile_set = args.tile_sets + tl.program_id(0) * SET_FIELDS
     i_tile = tl.load(tile_set)
     num_tiles = tl.load(tile_set + 1)
-    o_t = tl.minimum(tl.arange(0, SHAPE.TILES), num_tiles - 1) + i_tile
+    o_t = tl.minimum(tl.arange(0, TILES), num_tiles - 1) + i_tile
     first_block, b_end_block = _tested_blocks(index.tiles, o_t, args.sink_tokens, args.local_tokens, SHAPE.INDEX_N)
     begin = tl.maximum(first_block * SHAPE.INDEX_N, i_span * SHAPE.SPAN)
     end = tl.minimum(tl.max(b_end_block, 0) * SHAPE.INDEX_N, (i_span + 1) * SHAPE.SPAN)
@@ -231,15 +229,15 @@ def _test_tile_set(args, i_span, SHAPE):
 @triton.jit
 def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     """Store a 1 at ``b_flags`` [TILES] + b for each index block b < ``b_end_block`` of the span that passes."""
-    BLOCK_M: tl.constexpr = SHAPE.TILES * SHAPE.TILE
+    BLOCK_M: tl.constexpr = TILES * TILE
     BLOCK_N: tl.constexpr = 64
     BLOCKS: tl.constexpr = BLOCK_N // SHAPE.INDEX_N if BLOCK_N > SHAPE.INDEX_N else 1  # index blocks of a step
     o_m = tl.arange(0, BLOCK_M)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     o_n = tl.arange(0, BLOCK_N)
     o_scale = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
-    in_tiles = o_m < work.num_tiles * SHAPE.TILE
-    o_q = work.i_selected.to(tl.int64) * queries.num_queries + work.i_tile * SHAPE.TILE + o_m
+    in_tiles = o_m < work.num_tiles * TILE
+    o_q = work.i_selected.to(tl.int64) * queries.num_queries + work.i_tile * TILE + o_m
     b_q = tl.load(queries.integers + o_q[:, None] * SHAPE.BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_tiles, other=float("inf"))
     b_inverse = tl.load(queries.inverse_scales + o_q, mask=in_tiles, other=0.0)
@@ -258,7 +256,7 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
         b_top = tl.max(tl.reshape(b_top, [BLOCK_M, BLOCKS, BLOCK_N // 32 // BLOCKS, 4]), 2)
         # Axes 1 and 3 are in one thread. A warp has 16 of each 16 · WARPS queries, and a thread two of these, 8 apart.
         b_excess = b_top - b_threshold[:, None, None]
-        b_excess = tl.reshape(b_excess, [SHAPE.TILES, SHAPE.TILE // (16 * SHAPE.WARPS), SHAPE.WARPS, 2, 8, BLOCKS, 4])
+        b_excess = tl.reshape(b_excess, [TILES, TILE // (16 * WARPS), WARPS, 2, 8, BLOCKS, 4])
         b_excess = tl.max(tl.max(b_excess, 3), 1)
         o_b = i * BLOCK_N // SHAPE.INDEX_N + o_block
         b_at = b_flags[:, None] + o_b[None, :]

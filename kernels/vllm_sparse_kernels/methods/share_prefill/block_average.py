@@ -89,8 +89,10 @@ class BlockAverages:
     """Inputs of softmaxes over blocks of block-averaged, scaled QK, and these softmaxes for each head's last queries.
 
     ``mean_keys`` [kv heads, all rows' key blocks, head_dim] float32 has the blocks before a row's last tile.
-    ``scores`` [query heads, all rows' key blocks] has the scores of the last queries. Both cover only heads whose entry
-    in ``clusters`` [heads] int32 is at least 0. Key heads without such a query head are not read.
+    ``scores`` [query heads, all rows' key blocks] has the scores of the last queries, ``estimates`` [selected heads,
+    all rows' key blocks] their softmax, and ``sparsity`` [selected heads, rows] its distance from uniform. All cover
+    only heads whose entry in ``clusters`` [heads] int32 is at least 0. Key heads without such a query head are not
+    read.
     """
 
     def __init__(self, call: Call, spans: Spans, clusters: torch.Tensor) -> None:
@@ -99,7 +101,6 @@ class BlockAverages:
         keys = key_args(cache, index.rows.block_table)
         # If the kernel is compiled with this stride, it loads a page's keys by one address.
         self.keys = keys._replace(stride_token=tl.constexpr(keys.stride_token))
-        self.call, self.clusters, self.spans = call, clusters, spans
         num_kv_heads, num_heads, head_dim = cache.num_kv_heads, index.num_heads, cache.head_dim
         group, is_float32 = call.group, q.dtype == torch.float32
         chunk_keys, precision = (16, "ieee") if is_float32 else (index.block_tokens, "tf32")
@@ -130,17 +131,11 @@ class BlockAverages:
             mean_queries, num_rows, self.mean_keys, self.scores, self.shape, **selected,
             MEMBERS=triton.next_power_of_2(group),
         )  # fmt: skip
-
-    def estimates(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the estimates of all heads."""
-        num_heads, num_rows, empty = len(self.call.heads), self.call.rows.num_rows, self.call.index.workspace.empty
-        out = empty(num_heads, self.spans.num_blocks)
-        sparsity = empty(num_heads, num_rows)
-        _estimates_kernel[(num_heads, num_rows)](
-            self.call.head_ids, self.clusters, self.scores, self.spans.block_starts, self.spans.num_blocks, out,
-            sparsity,
-        )  # fmt: skip
-        return out, sparsity
+        self.estimates = empty(len(call.heads), spans.num_blocks)
+        self.sparsity = empty(len(call.heads), num_rows)
+        _estimates_kernel[(len(call.heads), num_rows)](
+            heads, clusters, self.scores, spans.block_starts, spans.num_blocks, self.estimates, self.sparsity
+        )
 
 
 @triton.jit

@@ -17,7 +17,6 @@ from vllm_sparse_kernels.methods.share_prefill.block_average import (
     divergence,
     softmax_sums,
 )
-from vllm_sparse_kernels.rows import ROW_FIELDS
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_high_digit, masses_by_low_digit, next_digit
 
@@ -26,13 +25,6 @@ VERTICAL_SLASH, SHARED, DENSE = Constant(0), Constant(1), Constant(2)
 
 TILES_AT_ONCE = Constant(32)
 """Tiles whose weights are loaded at a time when the weights of a row are added up."""
-
-
-class SharingThresholds(NamedTuple):
-    """δ and τ as arguments of kernels."""
-
-    max_sparsity: float
-    max_distance: float
 
 
 class ShareArgs(NamedTuple):
@@ -80,13 +72,12 @@ def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.
 
 @triton.jit(
     do_not_specialize=[
-        "stride", "stride_last", "num_heads", "num_rows", "num_map_programs", "num_blocks", "stride_map",
-        "num_tiles",
+        "num_heads", "num_rows", "num_map_programs", "num_blocks", "num_tiles",
     ]
 )  # fmt: skip
 def decide_kernel(
-    args, stride, stride_last, num_heads, num_rows, thresholds, queries, keys, index,
-    num_map_programs, num_blocks, stride_map, num_tiles, HEADS: tl.constexpr, SHAPE,
+    args, num_heads, num_rows, max_sparsity, max_distance, queries, keys, index, num_map_programs, num_blocks,
+    num_tiles, HEADS: tl.constexpr, SHAPE,
 ):  # fmt: skip
     """Decide which heads share, one (head, row) per program, and make the maps of new pivots.
 
@@ -94,40 +85,34 @@ def decide_kernel(
     pivot themselves.
 
     Grid: (clusters · tiles + n · rows). Bound by the time of the few maps, each of which reads the mean keys once.
-
-    Args:
-        stride: Elements between two rows of ``args.estimates``.
-        stride_last: Elements between two rows of ``args.last_rows``.
-        stride_map: Elements between two rows of ``args.maps``.
     """
     i = tl.program_id(0)
     if i >= num_map_programs:
         i_selected = i - num_map_programs
         _decide(
-            args, stride, stride_last, i_selected % num_heads, i_selected // num_heads, num_heads, num_rows,
-            thresholds, HEADS,
+            args, i_selected % num_heads, i_selected // num_heads, num_heads, num_rows, num_blocks,
+            max_sparsity, max_distance, HEADS,
         )  # fmt: skip
     else:
         place, i_tile = i // num_tiles, i % num_tiles
         i_row, _, _, _ = load_tile(index.tiles, i_tile)
-        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, thresholds.max_sparsity, HEADS)
+        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
         if (not known) & (pivot < HEADS):
             _make_map(
                 args, index, queries, keys,
                 tl.load(args.slots + place).to(tl.int64), tl.load(args.heads + pivot).to(tl.int64),
-                tl.load(args.block_starts + i_row), i_tile, num_blocks, stride_map, num_tiles,
-                SHAPE,
+                tl.load(args.block_starts + i_row), i_tile, num_blocks, num_tiles, SHAPE,
             )  # fmt: skip
 
 
 @triton.jit
-def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds, HEADS: tl.constexpr):
+def _decide(args, i, i_row, num_heads, num_rows, all_blocks, max_sparsity, max_distance, HEADS: tl.constexpr):
     """Decide a head's pattern. If a cluster has no pivot yet, the pivot is its first head that is not too sparse."""
     place = tl.load(args.places + i)
     pattern = 0
     if place >= 0:
-        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, thresholds.max_sparsity, HEADS)
-        if tl.load(args.sparsity + i * num_rows + i_row) < thresholds.max_sparsity:
+        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
+        if tl.load(args.sparsity + i * num_rows + i_row) < max_sparsity:
             if (pivot == i) & (not known):
                 pattern = DENSE
             else:
@@ -135,27 +120,27 @@ def _decide(args, stride, stride_last, i, i_row, num_heads, num_rows, thresholds
                 num_blocks = (tl.load(args.block_starts + i_row + 1) - start).to(tl.int32)
                 num_fresh = tl.where(known, 0, num_blocks)  # the pivot's estimate: this layer's, or stored
                 num_stored = num_blocks - num_fresh
-                mine = args.estimates + i.to(tl.int64) * stride + start
-                fresh = args.estimates + pivot.to(tl.int64) * stride + start
-                stored = args.last_rows + tl.load(args.slots + place).to(tl.int64) * stride_last + start
+                mine = args.estimates + i.to(tl.int64) * all_blocks + start
+                fresh = args.estimates + pivot.to(tl.int64) * all_blocks + start
+                stored = args.last_rows + tl.load(args.slots + place).to(tl.int64) * all_blocks + start
                 b_sum = tl.zeros([CHUNK_BLOCKS], tl.float32)
                 for first in range(0, num_blocks, CHUNK_BLOCKS):
                     o_n = first + tl.arange(0, CHUNK_BLOCKS)
                     b_pivot = tl.load(fresh + o_n, mask=o_n < num_fresh, other=0.0)
                     b_pivot += tl.load(stored + o_n, mask=o_n < num_stored, other=0.0)
                     b_sum += divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
-                if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < thresholds.max_distance:
+                if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < max_distance:
                     pattern = SHARED
     tl.store(args.patterns + i * num_rows + i_row, pattern)
 
 
 @triton.jit
-def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, stride_map, num_tiles, SHAPE):
+def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num_blocks, num_tiles, SHAPE):
     """Compute the softmax over the causal blocks of one (tile, head), and its weights by the upper digit.
 
     Its place holds scores until their sum is known.
     """
-    row = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
+    row = args.maps + slot * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, SHAPE.BLOCK_N)
     b_q = average_tile(queries, keys, index.tiles, i_tile, i_head, row, SHAPE)
     means = args.mean_keys + ((i_head // SHAPE.GROUP) * num_blocks + start_block) * SHAPE.HEAD_DIM
@@ -205,14 +190,11 @@ def _joined(weights, tile_starts, i_row):
     return b_sum
 
 
-@triton.jit(do_not_specialize=["stride_map", "num_rows"])
-def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_rows"])
+def low_weights_kernel(args, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
     """Run the second pass of ``radix`` for one tile and one head that shares, over the tile's part of its pivot's map.
 
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
-
-    Args:
-        stride_map: Elements between two rows of ``args.maps``.
     """
     i_tile, num_tiles = tl.program_id(0), tl.num_programs(0)
     i_row, _, _, _ = load_tile(index.tiles, i_tile)
@@ -223,7 +205,7 @@ def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr,
     b_weight = _joined(args.weights + slot * num_tiles * DIGITS, args.tile_starts, i_row)
     high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
     _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    values = args.maps + slot * stride_map + tl.load(index.block_offsets + i_tile)
+    values = args.maps + slot * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     b_weight = masses_by_low_digit(values, 0, num_causal, high, CHUNK_BLOCKS)
     i_out = i.to(tl.int64) * num_tiles + i_tile
     tl.store(args.low_weights + i_out * DIGITS + tl.arange(0, DIGITS), b_weight)
@@ -231,20 +213,16 @@ def low_weights_kernel(args, stride_map, num_rows, index, BLOCK_N: tl.constexpr,
     tl.store(args.left + i_out, left)
 
 
-@triton.jit(do_not_specialize=["stride_map", "num_rows", "stride_estimate", "stride_last", "num_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "num_tiles"])
 def apply_patterns_kernel(
-    args, stride_map, num_rows, stride_estimate, stride_last, rows, index, num_tiles, BLOCK_N: tl.constexpr,
-    HEADS: tl.constexpr,
+    args, num_rows, num_blocks, index, num_tiles, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Write the list of one (tile, head) that shares or is the pivot.
 
     Grid: (tiles, n). Bound by memory: it reads the tile's part of the map once.
 
     Args:
-        stride_map: Elements between two rows of ``args.maps``.
-        stride_estimate: Elements between two rows of ``args.estimates``.
-        stride_last: Elements between two rows of ``args.last_rows``.
-        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
+        num_blocks: Key blocks of all rows.
     """
     i_tile = tl.program_id(0)
     i_row, _, length, first_query = load_tile(index.tiles, i_tile)
@@ -256,7 +234,7 @@ def apply_patterns_kernel(
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     start = tl.load(index.block_offsets + i_tile)
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
-    values = args.maps + slot * stride_map + start
+    values = args.maps + slot * index.stride_blocks + start
     target = list_of(index, i_head, i_tile)
     threshold = 0
     if pattern == SHARED:
@@ -275,10 +253,10 @@ def apply_patterns_kernel(
     tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
     # The pivot's last tile, which ends where the row does, keeps the estimate.
-    if (pattern == DENSE) & (first_query + length == tl.load(rows + i_row * ROW_FIELDS + 2)):
+    if (pattern == DENSE) & (first_query + length == tl.load(index.seq_lens + i_row)):
         begin = tl.load(args.block_starts + i_row)
         for first in range(0, num_causal, CHUNK_BLOCKS):
             o_n = first + tl.arange(0, CHUNK_BLOCKS)
-            b_a = tl.load(args.estimates + i.to(tl.int64) * stride_estimate + begin + o_n, mask=o_n < num_causal)
-            tl.store(args.last_rows + slot * stride_last + begin + o_n, b_a, mask=o_n < num_causal)
+            b_a = tl.load(args.estimates + i.to(tl.int64) * num_blocks + begin + o_n, mask=o_n < num_causal)
+            tl.store(args.last_rows + slot * num_blocks + begin + o_n, b_a, mask=o_n < num_causal)
         tl.store(args.exists + slot * num_rows + i_row, 1)

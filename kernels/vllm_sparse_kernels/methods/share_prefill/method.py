@@ -78,7 +78,6 @@ from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.kernels import (
     ShareArgs,
-    SharingThresholds,
     apply_patterns_kernel,
     decide_kernel,
     low_weights_kernel,
@@ -238,28 +237,23 @@ def _share(
 ) -> None:  # fmt: skip
     """Run Algorithm 3, which fills patterns [heads, num_rows] int32 and makes new pivots, and Algorithm 2."""
     index, rows, empty = call.index, call.rows, call.index.workspace.empty
-    estimates, sparsity = averages.estimates()
-    num_heads, num_rows = sparsity.shape
+    num_heads, num_rows = averages.sparsity.shape
     shares = call.heads.derived("fallback").parameters(("kernel_share",), rows.device)
     args = ShareArgs(
-        call.head_ids, places, slots, patterns, shares, estimates, sparsity, averages.mean_keys,
+        call.head_ids, places, slots, patterns, shares, averages.estimates, averages.sparsity, averages.mean_keys,
         pivots.exists, pivots.last_rows, pivots.maps, pivots.weights,
         empty(num_heads, rows.num_tiles, DIGITS.value), empty(num_heads, rows.num_tiles, dtype=torch.int32),
         empty(num_heads, rows.num_tiles), pivots.spans.block_starts, rows.device_tile_starts,
     )  # fmt: skip
-    stride_map, stride_last = pivots.maps.stride(0), pivots.last_rows.stride(0)
     num_map_programs = len(slots) * rows.num_tiles
-    thresholds = SharingThresholds(call.method.max_sparsity, call.method.max_distance)
     heads = {"HEADS": triton.next_power_of_2(num_heads)}
     decide_kernel[(num_map_programs + num_heads * num_rows,)](
-        args, estimates.stride(0), stride_last, num_heads, num_rows, thresholds,
-        averages.queries, averages.keys, index.args, num_map_programs, pivots.spans.num_blocks, stride_map,
-        rows.num_tiles, **heads, SHAPE=averages.shape, num_warps=8,
+        args, num_heads, num_rows, call.method.max_sparsity, call.method.max_distance, averages.queries, averages.keys,
+        index.args, num_map_programs, pivots.spans.num_blocks, rows.num_tiles,
+        **heads, SHAPE=averages.shape, num_warps=8,
     )  # fmt: skip
-    low_weights_kernel[(rows.num_tiles, num_heads)](
-        args, stride_map, num_rows, index.args, BLOCK_N=index.block_tokens, **heads
-    )
+    low_weights_kernel[(rows.num_tiles, num_heads)](args, num_rows, index.args, BLOCK_N=index.block_tokens, **heads)
     apply_patterns_kernel[(rows.num_tiles, num_heads)](
-        args, stride_map, num_rows, estimates.stride(0), stride_last, rows.row_table, index.args, rows.num_tiles,
+        args, num_rows, pivots.spans.num_blocks, index.args, rows.num_tiles,
         BLOCK_N=index.block_tokens, **heads,
     )  # fmt: skip

@@ -71,14 +71,12 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.selection.lists import append, compact_blocks, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import above_threshold, append, compact_blocks, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import (
     ALIGNED,
     KEY_BLOCK,
-    ROW_BLOCK_FIELDS,
     pooled_products,
-    row_blocks,
 )
 
 HELD_BLOCKS = Constant(2048)
@@ -183,7 +181,7 @@ def keep_top_blocks(
     """Write the lists of all tiles after and including ``first_tile``, given S^ in base 2. Overwrites ``scores``."""
     index, (num_heads, num_tiles, width) = call.index, scores.shape
     _keep_top_blocks_kernel[(num_tiles, num_heads)](
-        scores, width // ALIGNED.value, similarity, call.head_ids, index.args, row_blocks(index.rows),
+        scores, width // ALIGNED.value, similarity, call.head_ids, index.args,
         index.rows.num_tiles, first_tile, limits, int(call.method.keep_sink),
         HALVES=index.block_tokens // KEY_BLOCK.value,
     )  # fmt: skip
@@ -191,7 +189,7 @@ def keep_top_blocks(
 
 @triton.jit(do_not_specialize=["width", "num_tiles", "first_tile", "num_sink"])
 def _keep_top_blocks_kernel(
-    scores, width, similarity, heads, index, row_blocks, num_tiles, first_tile, limits, num_sink,
+    scores, width, similarity, heads, index, num_tiles, first_tile, limits, num_sink,
     HALVES: tl.constexpr,
 ):  # fmt: skip
     """Write the list of one (tile, head): the blocks of the largest scores, up to τ or up to a number.
@@ -210,7 +208,6 @@ def _keep_top_blocks_kernel(
     Args:
         similarity: [n, num_tiles] float32.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        row_blocks: [num_rows, 3] int32, each row's keys in the first column.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
@@ -229,7 +226,7 @@ def _keep_top_blocks_kernel(
         is_counted = top_share > 0
         b_rank, total = _ranks(row, num_blocks, is_counted)
         i_row, _, _, _ = load_tile(index.tiles, i_tile)
-        num_row_blocks = tl.cdiv(tl.load(row_blocks + i_row * ROW_BLOCK_FIELDS), KEY_BLOCK)
+        num_row_blocks = tl.cdiv(tl.load(index.seq_lens + i_row), KEY_BLOCK)
         num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
         target = tl.where(is_counted, num_top, total * kept_mass)
 
@@ -248,14 +245,11 @@ def _keep_top_blocks_kernel(
 
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, KEY_BLOCK * HALVES)
     ids = list_of(index, i_head, i_tile)
-    count, seen = 0, 0
+    count, num_seen = 0, 0
     for first in range(0, num_blocks, HELD_BLOCKS):
         if first > 0:
             b_rank = _load(row, first, num_blocks, 0.0)
-        b_bits = b_rank.to(tl.int32, bitcast=True)
-        b_equal = (b_bits == bits).to(tl.int32)
-        b_chosen = (b_bits > bits) | ((b_equal != 0) & (seen + tl.cumsum(b_equal, 0) <= num_equal))
-        seen += tl.sum(b_equal, 0)
+        b_chosen, num_seen = above_threshold(b_rank, bits, num_equal, num_seen)
         b_kept = (b_chosen | (b_rank < 0) | all_kept).to(tl.int32)
         b_kept = tl.max(tl.reshape(b_kept, [HELD_BLOCKS // HALVES, HALVES]), 1) != 0
         o_n = first // HALVES + tl.arange(0, HELD_BLOCKS // HALVES)

@@ -27,12 +27,11 @@ def _select_alike(call: Call) -> None:
     index, rows, chosen = call.index, call.rows, call.head_ids.long()
     index.stripe_counts.index_fill_(0, chosen, 0)
     for row, queries, keys in rows_of(call):
-        kept = predict(call.method, queries[:, chosen], keys[:, chosen // call.group], call.scale)
-        halves = index.block_tokens // KEY_BLOCK.value
-        kept = F.pad(kept, (0, -kept.shape[2] % halves)).unflatten(2, (-1, halves)).any(-1).cpu()
-        for i_tile, of_tile in zip(rows.tiles_of(row), kept.unbind(1), strict=True):
-            for head, flags in zip(chosen.tolist(), of_tile):
-                index.set_blocks(head, i_tile, flags[: index.num_causal_blocks(rows.tile_list[i_tile])])
+        kept = predict(call.method, queries[:, chosen], keys[:, chosen // call.group], call.scale).cpu()
+        for i_tile, tile_kept in zip(rows.tiles_of(row), kept.unbind(1), strict=True):
+            num_causal = rows.tile_list[i_tile].last_position // KEY_BLOCK.value + 1
+            for head, flags in zip(chosen.tolist(), tile_kept):
+                index.set_blocks(head, i_tile, flags[:num_causal], KEY_BLOCK.value)
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

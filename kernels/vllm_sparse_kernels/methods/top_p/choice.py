@@ -16,7 +16,7 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.lists import append, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import above_threshold, append, list_of, load_tile, tile_blocks
 
 KEY_BLOCK = Constant(32)
 
@@ -44,14 +44,6 @@ class Limits(NamedTuple):
     most_blocks: Any  # [selected heads] float32: maximum number of a tile's blocks that are kept for their mass
 
 
-class BlockLists(NamedTuple):
-    """The lists of blocks of a SparseIndex, as arguments of kernels."""
-
-    block_counts: Any  # [heads, num_tiles] int32
-    block_ids: Any  # [heads, block capacity] int32
-    block_offsets: Any  # [num_tiles] int64
-
-
 def mass_width(reach: int) -> int:
     """Return the room for one tile's masses: one for each block of 32 keys, in whole steps of 16."""
     return ceil_div(reach, 16 * KEY_BLOCK.value) * 16
@@ -70,18 +62,17 @@ def write_block_lists(call: Call, masses: torch.Tensor, first_tile: int) -> None
     index, method, (num_selected, num_tiles, _) = call.index, call.method, masses.shape
     limits = Limits(call.parameters("kept_mass"), call.parameters("most_blocks"))
     _choose_kernel[(num_tiles, num_selected)](
-        masses, masses.stride(0), masses.stride(1), call.head_ids, index.rows.tiles, index.rows.num_tiles, first_tile,
+        masses, masses.stride(0), masses.stride(1), call.head_ids, index.args, index.rows.num_tiles, first_tile,
         limits, method.sink_tokens, method.local_tokens,
-        BlockLists(index.block_counts, index.block_ids, index.block_offsets), index.block_ids.stride(0),
         FINE_BLOCKS=index.block_tokens // KEY_BLOCK.value, CHUNK=HELD_BLOCKS,
         num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "stride_ids"])
+@triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local"])
 def _choose_kernel(
-    masses, stride_head, stride_tile, heads, tiles, num_tiles, first_tile, limits, sink, local,
-    lists, stride_ids, FINE_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+    masses, stride_head, stride_tile, heads, index, num_tiles, first_tile, limits, sink, local,
+    FINE_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold ``kept_mass``.
 
@@ -97,17 +88,15 @@ def _choose_kernel(
         stride_head: Elements between two heads of ``masses``.
         stride_tile: Elements between two tiles of ``masses``.
         heads: [n] int32 on the device, numbers of the selected query heads.
-        tiles: [num_tiles, 4] int32, ``Rows.tiles``.
-        stride_ids: Elements between two heads of ``lists.block_ids``.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
     tile_masses = masses + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     # Candidates are the blocks between the sink and the local region. All others are always kept.
     begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
-    _, _, _, position = load_tile(tiles, i_tile)
+    _, _, _, position = load_tile(index.tiles, i_tile)
     end = tl.maximum(position - local, 0) // KEY_BLOCK
-    _, num_blocks = tile_blocks(tiles, i_tile, KEY_BLOCK)
+    _, num_blocks = tile_blocks(index.tiles, i_tile, KEY_BLOCK)
     kept_mass = tl.load(limits.kept_mass + i_selected)
     keeps_all = kept_mass >= 1
     if keeps_all:
@@ -117,8 +106,8 @@ def _choose_kernel(
     bits, num_equal = _find_threshold(b_first, tile_masses, begin, end, num_blocks, kept_mass, max_blocks, CHUNK)
 
     # Read the masses again, in order, and keep those above the threshold, the first of those equal to it, and peaks.
-    diagonal, num_causal = tile_blocks(tiles, i_tile, KEY_BLOCK * FINE_BLOCKS)
-    ids = lists.block_ids + i_head * stride_ids + tl.load(lists.block_offsets + i_tile)
+    diagonal, num_causal = tile_blocks(index.tiles, i_tile, KEY_BLOCK * FINE_BLOCKS)
+    ids = list_of(index, i_head, i_tile)
     count, num_seen = 0, 0  # length of the list, and masses equal to the threshold so far
     for first in range(0, num_blocks, LISTED_BLOCKS):
         o_n = first + tl.arange(0, LISTED_BLOCKS)
@@ -126,7 +115,7 @@ def _choose_kernel(
         b_chosen, num_seen = above_threshold(tl.abs(b_masses), bits, num_equal, num_seen)
         b_kept = (b_chosen | (b_masses < 0) | (o_n < begin) | (o_n >= end)).to(tl.int32)
         count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS)
-    tl.store(lists.block_counts + i_head * num_tiles + i_tile, count)
+    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
 
 
 @triton.jit
@@ -190,18 +179,6 @@ def search_threshold(b_first, tile_masses, begin, end, target, max_blocks, CHUNK
         num_equal = tl.ceil(tl.minimum((target - mass) / tl.cast(low, tl.float32, bitcast=True), 1e9)).to(tl.int32)
         num_equal = tl.minimum(num_equal, max_blocks - count)
     return low, num_equal
-
-
-@triton.jit
-def above_threshold(b_masses, bits, num_equal, num_seen):
-    """Flag masses above a threshold, and the first ``num_equal`` of those equal to it, ``num_seen`` of which were seen.
-
-    Returns the flags and the new ``num_seen``.
-    """
-    b_bits = b_masses.to(tl.int32, bitcast=True)
-    b_equal = (b_bits == bits).to(tl.int32)
-    b_is_first = (b_equal != 0) & (num_seen + tl.cumsum(b_equal, 0) <= num_equal)
-    return (b_bits > bits) | b_is_first, num_seen + tl.sum(b_equal, 0)
 
 
 @triton.jit

@@ -54,7 +54,6 @@ from vllm_sparse_kernels.methods.top_p.choice import (
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
     Rounded,
-    Storage,
     round_keys,
     round_queries,
     rounding_bytes,
@@ -62,7 +61,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
 )
 from vllm_sparse_kernels.methods.top_p.scored import SET_TILES
 from vllm_sparse_kernels.paged import padded_dim
-from vllm_sparse_kernels.selection.channels import kept_channels
+from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_channels
 from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
     SelectEngine,
@@ -71,7 +70,7 @@ from vllm_sparse_kernels.selection.engine import (
     portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
-from vllm_sparse_kernels.selection.parameters import require
+from vllm_sparse_kernels.selection.parameters import require, require_blocks
 from vllm_sparse_kernels.selection.slabs import Run, slabs_of
 
 
@@ -120,9 +119,8 @@ class TopP(Method):
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
-        for name, value, least in (("sink_tokens", self.sink_tokens, 0), ("local_tokens", self.local_tokens, 128)):
-            whole = isinstance(value, int) and value >= least and value % KEY_BLOCK.value == 0
-            require(whole, name, value, f"a multiple of {KEY_BLOCK.value} >= {least}")
+        require_blocks("sink_tokens", self.sink_tokens, KEY_BLOCK.value, least=0)
+        require_blocks("local_tokens", self.local_tokens, KEY_BLOCK.value, least=128)
         has_most = self.most_tokens is None or (self.most_tokens > 0 and self.most_tokens % KEY_BLOCK.value == 0)
         require(has_most, "most_tokens", self.most_tokens, f"null or a multiple of {KEY_BLOCK.value} > 0")
         require(0 < self.peak_share <= 1, "peak_share", self.peak_share, "a number in (0, 1]")
@@ -185,7 +183,7 @@ def _select(kernels: _MassKernels, call: Call) -> None:
         compact_blocks(None, call)
         return
     workspace = call.index.workspace
-    storage = Storage(estimate_channels(call.cache.head_dim), stored_dtype(call.q.device))
+    storage = RoundedFormat(estimate_channels(call.cache.head_dim), stored_dtype(call.q.device))
     with workspace.frame():
         moments = row_moments(call, storage)
         queries, query_scales = round_queries(call, moments, storage)

@@ -19,6 +19,7 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.methods.top_p.scored import SCORED, SET_TILES, num_scored, scored_offsets
+from vllm_sparse_kernels.online_softmax import add_exponentials
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -139,12 +140,7 @@ def _scores_kernel(
             b_u = tl.maximum(b_s, -65504.0) * (b_query_scale[:, None] * b_key_scale[None, :])
             b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MAX_SCORE), MAX_SCORE)).to(tl.float16)
             tl.store(tile_scores + (o_block + i // KEY_BLOCK)[None, :] * SCORED, b_u)
-            # Maximum and sum of exponentials of the stored scores, as in the online softmax.
-            b_u = b_u.to(tl.float32)
-            b_new = tl.maximum(b_top, tl.max(b_u, 1))
-            b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_sum = b_sum * tl.exp2(b_top - b_finite) + tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
-            b_top = b_new
+            b_top, b_sum = add_exponentials(b_top, b_sum, b_u.to(tl.float32))
         parts = scratch.parts + (i_head_tile * num_spans + i_span) * (2 * SCORED) + o_m
         tl.store(parts, b_top)
         tl.store(parts + SCORED, b_sum)

@@ -5,22 +5,18 @@ Everything is float32.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import pad
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
+from vllm_sparse_kernels.methods.top_p.method import TopP, estimate_channels
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
-
-if TYPE_CHECKING:
-    from vllm_sparse_kernels.methods.top_p.method import TopP
 
 KEY_BLOCK = 32
 LARGEST = 15
 TINY = 1e-20  # replaces the largest magnitude of zeros
-LEAST_CHANNELS = 64
 GROUP_TOKENS, GROUP_PERIOD = 64, 8  # of GROUP_PERIOD consecutive groups of keys, the first is sampled
 
 
@@ -28,15 +24,13 @@ def select_top_p(call: Call) -> None:
     """Fill the index; an index block is kept if any of its 32-key blocks is."""
     index, methods = call.index, dict(zip(call.heads.heads, call.heads.methods, strict=True))
     index.stripe_counts.index_fill_(0, call.head_ids.long(), 0)
-    parts = index.block_tokens // KEY_BLOCK
     for head, i_tile, shares in tile_shares(call):
         tile = index.rows.tile_list[i_tile]
         kept = fewest(methods[head], shares.mean(0), tile.position) | peaks(methods[head], shares)
-        num_blocks = index.num_causal_blocks(tile)
-        index.set_blocks(head, i_tile, pad(kept, (0, num_blocks * parts - len(kept))).view(num_blocks, parts).any(1))
+        index.set_blocks(head, i_tile, kept, KEY_BLOCK)
 
 
-def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
+def fewest(method: TopP, masses: torch.Tensor, position: int) -> torch.Tensor:
     """Flag sink, local region and diagonal, and the fewest blocks between them that hold the share p of all mass."""
     if method.kept_mass == 1:
         return torch.ones_like(masses, dtype=torch.bool)
@@ -54,7 +48,7 @@ def fewest(method: "TopP", masses: torch.Tensor, position: int) -> torch.Tensor:
     return kept
 
 
-def peaks(method: "TopP", shares: torch.Tensor) -> torch.Tensor:
+def peaks(method: TopP, shares: torch.Tensor) -> torch.Tensor:
     """Flag blocks in which some query has a share of at least ``peak_share``."""
     return (shares >= method.least_peak).any(-2)
 
@@ -70,18 +64,18 @@ def tile_shares(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 first = tile.position - rows.context_lens[row]
-                places = scored_queries(tile.length_tokens).to(call.q.device)
+                places = scored_queries(tile.length_tokens, call.q.device)
                 b_k = rounded[: tile.last_position + 1, head // call.group]
                 scores = causal_scores(head_queries[first + places] @ b_k.T, tile.position + places, call.scale)
                 yield head, i_tile, scores.unflatten(1, (-1, KEY_BLOCK)).amax(2).softmax(1)
 
 
-def scored_queries(num_queries: int) -> torch.Tensor:
+def scored_queries(num_queries: int, device: torch.device | None = None) -> torch.Tensor:
     """Return the places in their tile of the queries that are scored: the second of each two neighbours.
 
     The last query of a tile with an odd number of queries has no second neighbour, and is scored itself.
     """
-    return torch.arange(1, num_queries + 1, 2).clamp_max(num_queries - 1)
+    return torch.arange(1, num_queries + 1, 2, device=device).clamp_max(num_queries - 1)
 
 
 def causal_scores(products: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
@@ -103,7 +97,7 @@ def estimated_vectors(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.
 def kept_channels(sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Flag the channels of the estimate: those that affect scores most."""
     num_kv_heads, head_dim = sample.shape[1:]
-    count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS)  # half of head_dim as a power of two
+    count = estimate_channels(head_dim)
     squares = sum(part[: GROUP_TOKENS // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
     weights = sample.var(0, correction=0) * squares.view(num_kv_heads, -1, head_dim).sum(1)
     order = weights.argsort(dim=1, descending=True, stable=True)

@@ -33,7 +33,7 @@ from vllm_sparse_kernels.paged import (
     widen,
 )
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.channels import keep_heaviest, kept_of, load_kept
+from vllm_sparse_kernels.selection.channels import RoundedFormat, keep_heaviest, kept_of, load_kept
 from vllm_sparse_kernels.selection.key_sums import GROUP_TOKENS, key_sums
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
@@ -62,13 +62,6 @@ class Moments(NamedTuple):
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
 
 
-class Storage(NamedTuple):
-    """Sizes and format of rounded queries and keys."""
-
-    kept_d: int  # channels that are multiplied
-    dtype: torch.dtype  # e4m3, or fp16 on devices without instructions for e4m3
-
-
 class Rounded(NamedTuple):
     """Queries and keys of a slab in e4m3.
 
@@ -83,7 +76,7 @@ class Rounded(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def row_moments(call: Call, storage: Storage) -> Moments:
+def row_moments(call: Call, storage: RoundedFormat) -> Moments:
     """Compute the mean key of each row and kv head, and the channels that the estimate multiplies."""
     q, cache, rows, workspace = call.q, call.cache, call.rows, call.index.workspace
     num_heads, num_kv_heads, head_dim = q.shape[1], cache.num_kv_heads, cache.head_dim
@@ -107,7 +100,7 @@ def row_moments(call: Call, storage: Storage) -> Moments:
     return Moments(means, channels)
 
 
-def round_queries(call: Call, moments: Moments, storage: Storage) -> tuple[torch.Tensor, torch.Tensor]:
+def round_queries(call: Call, moments: Moments, storage: RoundedFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Round the scored queries of all rows."""
     q, rows, workspace = call.q, call.rows, call.index.workspace
     num_queries = rows.num_tiles * SCORED.value
@@ -125,7 +118,7 @@ def round_queries(call: Call, moments: Moments, storage: Storage) -> tuple[torch
 
 
 def round_keys(
-    call: Call, slab: KeySlab, moments: Moments, storage: Storage, permuted: bool
+    call: Call, slab: KeySlab, moments: Moments, storage: RoundedFormat, permuted: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round the keys of a slab's rows. The keys of row i begin at ``slab.key_starts[i]``."""
     cache, rows, workspace = call.cache, call.rows, call.index.workspace
