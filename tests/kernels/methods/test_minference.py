@@ -236,7 +236,7 @@ def test_lists_beyond_one_chunk(block_tokens):
     assert minference.HELD_BLOCKS < 3127  # more scores than fit in registers
     for top_blocks in (0, 3, 100, 10**9):
         index, expected = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
-        reference.set_block_sparse(reference.tile_blocks(causal, top_blocks)[0], expected, 0, 0)
+        expected.set_blocks(0, 0, reference.tile_blocks(causal, top_blocks)[0], 64)
         minference.write_top_blocks(call_without_data(index, BlockSparse(top_blocks)), scores, 0)
         index.check()
         assert all_lists(index) == all_lists(expected)
