@@ -29,7 +29,7 @@ def test_an_interrupted_report_continues_and_refuses_other_options(
     encode = Words(digits=7)
 
     class OneServer:
-        """Its fourth start, that of the second part's second server, is interrupted."""
+        """Its fourth start, that of our server for the answers, is interrupted."""
 
         def __init__(self, model: Path, args: tuple[str, ...]) -> None:
             self.name = "ours" if "sparse-prefill" in args else "stock"
@@ -54,17 +54,17 @@ def test_an_interrupted_report_continues_and_refuses_other_options(
 
     interrupted = run(*options, 1)
     assert interrupted.exit_code == 130, interrupted.output
-    assert f"The same command continues after the finished parts in {tmp_path}/report" in interrupted.output
-    assert [path.name for path in (tmp_path / "report").iterdir()] == ["ttft.json"]
+    assert f"The same command continues from {tmp_path}/report" in interrupted.output
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["answers.json", "ttft.json"]
 
     continued = run(*options, 1)
     assert continued.exit_code == 0, continued.output
-    assert starts == ["stock", "ours"] * 3
+    assert starts == ["stock", "ours", "stock", "ours", "ours"]
     page = (tmp_path / "report/report.md").read_text()
     assert page.strip() == continued.output[continued.output.index("# ") :].strip()
-    parts = json.loads((tmp_path / "report/report.json").read_text())
-    assert [row["case"] for row in parts["ttft"]["rows"]] == ["1,100 tokens"]
-    assert [(row["label"], row["share"], row["density"]) for row in parts["facts"]["rows"]][1][1:] == (1, 0.25)
+    figures = json.loads((tmp_path / "report/report.json").read_text())
+    assert [row["case"] for row in figures["ttft"]] == ["1,100 tokens"]
+    assert [(row["share"], row["density"]) for row in figures["answers"]] == [(1, None), (1, 0.25)]
 
     in_a_file = run("--text", text, "--out", text / "report")
     assert in_a_file.exit_code == 2
@@ -72,5 +72,5 @@ def test_an_interrupted_report_continues_and_refuses_other_options(
 
     other = run(*options, 2)
     assert other.exit_code == 1
-    assert "facts.json: measured with count 1, now 2; delete it or name another" in other.output
-    assert len(starts) == 6
+    assert "answers.json: measured with count 1, now 2; delete it or name another" in other.output
+    assert len(starts) == 5

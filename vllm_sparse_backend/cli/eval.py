@@ -101,8 +101,8 @@ def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
 class ModelReport:
     """Report a model's speed and accuracy against stock vLLM.
 
-    Each part starts stock vLLM and then this backend, and is a file in --out FOLDER. Finished parts are not measured
-    again. FOLDER/report.md has the tables, and FOLDER/report.json all figures.
+    Speed and each answer are kept in --out FOLDER, and not measured again. FOLDER/report.md has the tables, and
+    FOLDER/report.json all figures.
     """
 
     model: common.Model
@@ -131,10 +131,9 @@ class ModelReport:
     def run(self) -> None:
         """Measure the parts that are not finished, and print the page."""
         common.exit_on_sigterm()
-        with common.failures(f"The same command continues after the finished parts in {self.folder}."):
+        with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
             from vllm_sparse_backend.evaluation.prompt_texts import project_text, read_prompt_text
-            from vllm_sparse_backend.evaluation.report import Report
             from vllm_sparse_backend.evaluation.vllm_server import Settings, device_name
 
             parts = common.split(self.parts) or model_report.PARTS
@@ -145,15 +144,18 @@ class ModelReport:
                 self.folder, self.model, [Settings.parse(given, self.model) for given in self.settings or ["{}"]],
                 self._lengths("--lengths", self.lengths, model_report.LENGTHS),
                 self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
-                self.count, text, self.server_args, device_name(),
+                self.count, text, self.server_args, device_name(), parts,
             )  # fmt: skip
-            finished = report.finished()
-            for part in [part for part in parts if part not in finished]:
-                with bar(part) as progress:
-                    progress.begin(part, report.steps(part))
-                    cases = Report(part, report.device)
-                    cases.announce = progress.print
-                    report.measure(part, cases, progress.step)
+            speed, answers = report.results(model_report.TTFT), report.results(model_report.ANSWERS)
+            if model_report.TTFT in parts and not speed.cases:
+                with bar("ttft") as progress:
+                    progress.begin("ttft", report.ttft_steps)
+                    report.measure_ttft(progress.print, progress.step)
+            if missing := report.missing_answers(answers):
+                with bar("answers") as progress:
+                    progress.begin("answers", missing)
+                    answers.announce, answers.on_case = progress.print, lambda case: progress.step()
+                    report.measure_answers(answers)
             common.say(report.write())
 
     def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> tuple[int, ...]:

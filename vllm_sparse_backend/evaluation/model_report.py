@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """`eval report`: speed and accuracy of a model against stock vLLM, in parts, as a page to share.
 
-Each part starts stock vLLM and then this backend. A finished part is a file, so an interrupted run continues with the
-next part.
+Stock vLLM and then this backend start once for speed and once for the answers of all tasks. Speed and each answer are
+kept, so an interrupted run continues.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
-from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
-from vllm_sparse_backend.evaluation.compared_servers import Contestant, started
+from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all, missing_requests
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, resume, started
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError, Report, options_of, read_results, versions, write_json
+from vllm_sparse_backend.evaluation.report import BenchError, Report, options_of, versions, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
 from vllm_sparse_backend.evaluation.vllm_server import Settings
 
-TTFT = "ttft"
+TTFT, ANSWERS = "ttft", "answers"
+"""Names of the files of results."""
 PARTS = (TTFT, *TASKS)
 """Speed, and answers to each task."""
 
@@ -35,7 +34,7 @@ vocabulary of 128,000."""
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A report in a folder: a file of each finished part, ``report.json`` with all of them, and ``report.md``."""
+    """A report in a folder: results of speed and of answers, ``report.json`` with all figures, and ``report.md``."""
 
     folder: Path
     model: Path
@@ -48,85 +47,82 @@ class ModelReport:
     text: str
     server_args: str
     device: str
+    parts: Sequence[str] = PARTS
 
-    def workload(self, part: str) -> ServeWorkload | AnswerWorkload:
-        """Return the requests of a part."""
-        if part == TTFT:
-            return ServeWorkload(tuple(map(Length, self.lengths)), OUTPUT_TOKENS, REPEATS, self.text)
+    @property
+    def speed(self) -> ServeWorkload:
+        """The requests of ``ttft``."""
+        return ServeWorkload(tuple(map(Length, self.lengths)), OUTPUT_TOKENS, REPEATS, self.text)
+
+    @property
+    def questions(self) -> AnswerWorkload:
+        """The requests of all other parts."""
         facts = min(MOST_FACTS, min(self.answer_lengths) // FACT_TOKENS)
-        return AnswerWorkload(self.answer_lengths, self.count, facts, self.text, (part,))
+        tasks = tuple(part for part in self.parts if part != TTFT)
+        return AnswerWorkload(self.answer_lengths, self.count, facts, self.text, tasks)
 
     @cached_property
     def servers(self) -> list[Contestant]:
         """Stock vLLM, and this backend with each of the settings, with room for the longest prompt."""
-        longest = max(self.workload(part).longest for part in PARTS) + 1
+        longest = max(self.speed.longest, self.questions.longest) + 1
         return started(self.model, self.settings, longest, self.all_args)
 
     @property
     def all_args(self) -> str:
         return f"{MEMORY_ARGS} {self.server_args}".rstrip()
 
-    def options(self, part: str) -> Mapping[str, Any]:
-        """Return all that determines a part's result. A run that continues must have the same options."""
-        _, *ours = self.servers
-        about = {"settings": [server.what for server in ours], "server_args": self.all_args, "device": self.device}
-        return options_of(self.workload(part), **about, **versions(), model=ours[0].model, seed=SEED)
+    def results(self, part: str) -> Report:
+        """Return a part's results so far, in its file. Raises BenchError if they were measured with other options."""
+        options = options_of(self.speed if part == TTFT else self.questions, server_args=self.all_args, seed=SEED)
+        options.pop("tasks", None)  # prompts of a task do not depend on the other tasks
+        report = Report(part, self.device, self.folder / f"{part}.json")
+        resume(report, options | versions(), self.servers)
+        return report
 
-    def finished(self) -> dict[str, dict[str, Any]]:
-        """Return the finished parts. Raises BenchError if one was measured with other options."""
-        return {part: read_results(self._path(part), self.options(part)) for part in PARTS if self._path(part).exists()}
+    @property
+    def ttft_steps(self) -> int:
+        return self.speed.steps * len(self.servers)
 
-    def steps(self, part: str) -> int:
-        """Return the number of a part's requests to all servers."""
-        workload = self.workload(part)
-        requests = workload.steps if isinstance(workload, ServeWorkload) else len(workload.wanted)
-        return requests * len(self.servers)
+    def measure_ttft(self, announce: Callable[[str], object], step: Callable[[], None]) -> None:
+        """Measure speed, and write its file. Raises BenchError if a request failed."""
+        report = Report(TTFT, self.device)
+        report.announce = announce
+        serve_bench.compare_servers(self.servers, self.speed, report, step)
+        if problems := [said for case in report.cases for said in case["said"]]:
+            raise BenchError("\n".join([f"{TTFT}: not finished", *problems]))
+        results = self.results(TTFT)
+        results.cases = report.cases
+        results.write()
 
-    def measure(self, part: str, report: Report, step: Callable[[], None]) -> None:
-        """Measure a part, and write its file. Raises BenchError if a request failed or nothing ran sparse."""
-        began = time.monotonic()
-        workload = self.workload(part)
-        if isinstance(workload, ServeWorkload):
-            serve_bench.compare_servers(self.servers, workload, report, step)
-            rows = [{key: value for key, value in case.items() if key != "answers"} for case in report.cases]
-            problems = [said for case in report.cases for said in case["said"]]
-        else:
-            report.on_case = lambda case: step()
-            ask_all(self.servers, workload, report)
-            rows = answer_tables.summaries(report.cases, [server.label for server in self.servers])
-            problems = answer_tables.failure_lines(report.cases)
-        if problems:
-            raise BenchError("\n".join([f"{part}: not finished", *problems]))
-        seconds = round(time.monotonic() - began)
-        write_json(self._path(part), {"options": self.options(part), "seconds": seconds, "rows": rows})
+    def missing_answers(self, report: Report) -> int:
+        return sum(map(len, missing_requests(self.servers, self.questions, report).values()))
+
+    def measure_answers(self, report: Report) -> None:
+        """Ask all questions that ``report`` lacks. Raises BenchError if a request failed or nothing ran sparse."""
+        ask_all(self.servers, self.questions, report)
+        if problems := answer_tables.failure_lines(report.cases):
+            raise BenchError("\n".join([f"{ANSWERS}: not finished", *problems]))
 
     def write(self) -> str:
-        """Write the page and its JSON from all finished parts, and return the page."""
-        results = self.finished()
-        write_json(self.folder / "report.json", results)
-        page = page_of(results)
+        """Write the page and its JSON from all results, and return the page."""
+        speed, answers = self.results(TTFT), self.results(ANSWERS)
+        labels = [server.label for server in self.servers]
+        rows = answer_tables.summaries(answers.cases, labels)
+        about = speed.options if speed.cases else answers.options
+        write_json(self.folder / "report.json", {"options": about, "ttft": speed.cases, "answers": rows})
+        settings = [server.what for server in self.servers[1:]]
+        packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+        paragraphs = [
+            f"# {self.servers[0].model} on {self.device}\n",
+            f"* Versions: {packages}.\n"
+            f"* Settings: `{'`, `'.join(settings)}`.\n"
+            f"* Arguments of both servers: `{self.all_args}`.\n"
+            f"* Prompts: seed {SEED}, text {about['text']} (SHA-256).\n",
+        ]
+        if speed.cases:
+            paragraphs.append(serve_bench.tables(speed.cases))
+        if rows:
+            paragraphs.append(answer_tables.tables(rows))
+        page = "\n".join(paragraphs)
         write_text(self.folder / "report.md", page)
         return page
-
-    def _path(self, part: str) -> Path:
-        return self.folder / f"{part}.json"
-
-
-def page_of(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return finished parts as Markdown."""
-    options = next(iter(results.values()))["options"]
-    minutes = sum(result["seconds"] for result in results.values()) / 60
-    packages = ", ".join(f"{name} {options[name]}" for name in versions())
-    paragraphs = [
-        f"# {options['model']} on {options['device']}\n",
-        f"* Versions: {packages}.\n"
-        f"* Settings: `{'`, `'.join(options['settings'])}`.\n"
-        f"* Arguments of both servers: `{options['server_args']}`.\n"
-        f"* Parts: {', '.join(results)}; {minutes:.0f} minutes.\n"
-        f"* Prompts: seed {SEED}, text {options['text']} (SHA-256).\n",
-    ]
-    if TTFT in results:
-        paragraphs.append(serve_bench.tables(results[TTFT]["rows"]))
-    if rows := [row for part in TASKS if part in results for row in results[part]["rows"]]:
-        paragraphs.append(answer_tables.tables(rows))
-    return "\n".join(paragraphs)
