@@ -16,7 +16,6 @@ of fp8 on a method, relative to the same method on bf16, including its selection
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any
@@ -94,19 +93,18 @@ def run_methods(
         unrounded = chunks_of(inputs.unrounded, context_len, query_len)
         truths = dense_outputs(card, unrounded) or dense_outs
         for method, plan in plans:
-            layers = layers_of(chunks, plan)
-            engine = layers[0].engine(card.engines)
-            row: dict[str, Any] = {"data": inputs.name, "method": str(method), "engine": engine.name}
+            layers = layers_of(card, chunks, plan)
+            row: dict[str, Any] = {"data": inputs.name, "method": str(method), "engine": layers[0].engine.name}
             row["context_len"] = context_len
-            _run_layers(layers, card)
+            _run_layers(layers)
             row["density"] = sum(int(layer.index.kept_pairs()) for layer in layers) / sum(
                 chunk.num_heads * causal_pairs(chunk.rows) for chunk in chunks
             )
             row["output_error"] = fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths))
             row["index_mib"] = max(layer.index.workspace.peak_bytes for layer in layers) / 2**20
             if unrounded:
-                exact = layers_of(unrounded, plan)
-                _run_layers(exact, card)
+                exact = layers_of(card, unrounded, plan)
+                _run_layers(exact)
                 row["stock_error"] = fmean(map(difference, dense_outs, truths))
                 row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact))
                 row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
@@ -132,20 +130,22 @@ def dense_outputs(card: Card, chunks: Sequence[Batch]) -> list[torch.Tensor]:
     return outs
 
 
-def layers_of(chunks: Sequence[Batch], plan: Plan) -> list[TimedLayer]:
+def layers_of(card: Card, chunks: Sequence[Batch], plan: Plan) -> list[TimedLayer]:
     """Return the layers of a plan without dense layers."""
-    return [TimedLayer.of(chunk, layer, "auto") for chunk, layer in zip(chunks, plan.layers, strict=True) if layer]
+    layers = zip(chunks, plan.layers, strict=True)
+    return [TimedLayer.of(chunk, layer, card.engines) for chunk, layer in layers if layer]
 
 
-def _run_layers(layers: Sequence[TimedLayer], card: Card) -> None:
+def _run_layers(layers: Sequence[TimedLayer]) -> None:
     layers[0].batch.rows.state.clear()
     for layer in layers:
-        layer.run(layer.engine(card.engines))
+        layer.select()
+        layer.attend()
 
 
 def wrong_attention(layers: Sequence[TimedLayer]) -> str | None:
     """Return why a layer's attention is wrong. With options, it is an approximation beyond rounding."""
-    checks = [check_attention(layer.batch, layer.index, layer.out) for layer in layers if layer.options is None]
+    checks = [check_attention(layer.batch, layer.index, layer.out) for layer in layers if layer.served.options is None]
     return next((str(check) for check in checks if not check.passed), None)
 
 
@@ -153,7 +153,7 @@ def _times(card: Card, layers: Sequence[TimedLayer], chunks: Sequence[Batch]) ->
     """Return the times of a layer in ms, and relative to FlashAttention's."""
     ours: list[Span] = []
     for layer in layers:
-        ours += [("select", layer.select), ("attend", partial(layer.attend, layer.engine(card.engines)))]
+        ours += [("select", layer.select), ("attend", layer.attend)]
     dense: list[Span] = [("dense", card.dense(chunk, chunk.empty_out())) for chunk in chunks]
     taken = card.spans_ms([dense, ours], chunks[0].rows.state.clear)
     taken["whole"] = [select + attend for select, attend in zip(taken["select"], taken["attend"])]

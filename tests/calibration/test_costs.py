@@ -38,7 +38,7 @@ TIMES = {"select": 5.0, "alone": 2.0, "attend": 9.0, "plain": 1.0, "dense": 30.0
 @pytest.fixture
 def batches(tmp_path):
     job = make_job(tmp_path / "work", num_tokens=300)
-    (captured,) = job.capturer(job.prompts.prompts[:1], tmp_path)
+    (captured,) = job.capturer(job.prompts[:1], tmp_path)
     return LayerPrompt.read(captured, 0, Served(128, 100), "cpu").batches
 
 

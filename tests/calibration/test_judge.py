@@ -35,7 +35,7 @@ SERVED = Served(128, 100)
 @pytest.fixture
 def layer(tmp_path, request):
     job = make_job(tmp_path / "work", num_tokens=getattr(request, "param", 400), num_prompts=2)
-    captures = job.capturer(job.prompts.prompts, tmp_path)
+    captures = job.capturer(job.prompts, tmp_path)
     return captures, captured_layer(captures, SERVED)
 
 
@@ -169,7 +169,7 @@ class NearAndFarCapturer(StructuredCapturer):
 
 def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> None:
     job = make_job(tmp_path / "work", num_tokens=4096, num_prompts=2, capturer=NearAndFarCapturer())
-    captures = job.capturer(job.prompts.prompts, tmp_path)
+    captures = job.capturer(job.prompts, tmp_path)
     judged, without = (captured_layer(captures, Served(1024, 100, context)) for context in (3072, None))
     even = frozenset(range(0, HEADS, 2))
     assert [prompt.streaming_heads for prompt in judged.prompts] == [even, even]

@@ -8,6 +8,7 @@ import pytest
 from tests.helpers.calibration_cases import COSTS, HEADS, LAYERS, StructuredCapturer, make_job
 from vllm_sparse_backend.calibration.judge import Bound
 from vllm_sparse_backend.calibration.loop import calibrate
+from vllm_sparse_backend.calibration.prompts import sha256_of
 from vllm_sparse_backend.calibration.search import choose_cheapest
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import parse_profile
@@ -32,7 +33,7 @@ def test_a_profile_says_what_was_found_and_on_what(tmp_path):
         level = profile.at_level(name)
         provenance = level.provenance
         assert (provenance.seed, provenance.device, provenance.source) == (7, "CPU", "a test")
-        assert provenance.prompts_sha256 == job.prompts.sha256
+        assert provenance.prompts_sha256 == sha256_of(job.prompts)
         assert provenance.bounds == {"error": bound.error, "p99": bound.p99}
         assert {"torch", "triton", "vllm-sparse-backend"} <= set(provenance.versions)
         assert set(provenance.held_out) >= {"heads_within_bound", "most_of_bound", "error", "p99_error"}

@@ -9,7 +9,7 @@ import pytest
 
 from vllm_sparse_backend.calibration import prompts
 from vllm_sparse_backend.calibration.capture import load_tokenizer
-from vllm_sparse_backend.calibration.prompts import PromptSet, make_prompts, read_prompts
+from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts, sha256_of
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
 
@@ -17,21 +17,20 @@ pytest.importorskip("transformers", reason="tokenizers are read with transformer
 
 
 @pytest.fixture(scope="module")
-def made(text) -> PromptSet:
+def made(text) -> list[list[int]]:
     return make_prompts(NEEDLE, text, 2048, 2, seed=3)
 
 
 def test_prompts_are_the_same_for_the_same_seed(text, made):
-    assert [len(ids) for ids in made.prompts] == [2048, 2048]
-    assert made.prompts[0] != made.prompts[1]
+    assert [len(ids) for ids in made] == [2048, 2048]
+    assert made[0] != made[1]
     assert make_prompts(NEEDLE, text, 2048, 2, seed=3) == made
-    other = make_prompts(NEEDLE, text, 2048, 2, seed=4)
-    assert other.sha256 != made.sha256 == PromptSet(made.prompts).sha256
+    assert sha256_of(make_prompts(NEEDLE, text, 2048, 2, seed=4)) != sha256_of(made)
 
 
 def test_questions_stand_inside_with_their_answers(made):
     tokenizer = load_tokenizer(NEEDLE)
-    for ids in made.prompts:
+    for ids in made:
         assert ids[0] == tokenizer.bos_token_id
         whole = tokenizer.decode(ids)
         facts = dict(re.findall(r"# The magic number of ([a-z ]+) is (\d{7})\.", whole))
@@ -52,14 +51,14 @@ def test_questions_stand_inside_with_their_answers(made):
 
 def test_passages_come_twice(text, made):
     """Each line of this text has a unique number."""
-    for ids in made.prompts:
-        pieces = [ids[start : start + 14] for start in range(len(ids) - 14)]
+    for ids in made:
+        pieces = [tuple(ids[start : start + 14]) for start in range(len(ids) - 14)]
         assert len(set(pieces)) < len(pieces) - 14
 
 
 def test_the_two_parts_have_no_text_in_common(text):
     tokenizer = load_tokenizer(NEEDLE)
-    parts = [tokenizer.decode(make_prompts(NEEDLE, text, 1024, 2, 0, part).prompts[1]) for part in (0, 1)]
+    parts = [tokenizer.decode(make_prompts(NEEDLE, text, 1024, 2, 0, part)[1]) for part in (0, 1)]
     files = [set(re.findall(r"def part_(\d)_", part)) for part in parts]
     assert files[0]
     assert files[1]
@@ -73,11 +72,11 @@ def test_files_of_prompts_and_chats(tmp_path):
     (tmp_path / "a.txt").write_text("one two three " * 50)
     lines = [{"text": "four"}, {"prompt": "fi\u2028ve"}, {"messages": [{"role": "user", "content": "six"}]}]
     (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n\n")
-    prompt_set = read_prompts(NEEDLE, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 64)
-    assert [len(ids) for ids in prompt_set.prompts[:1]] == [64]
-    assert all(ids[0] == tokenizer.bos_token_id for ids in prompt_set.prompts)
-    assert [tokenizer.decode(ids[1:]) for ids in prompt_set.prompts[1:3]] == ["four", "fi\u2028ve"]
-    assert "six" in tokenizer.decode(prompt_set.prompts[3])
+    read = read_prompts(NEEDLE, [tmp_path / "a.txt", tmp_path / "b.jsonl"], 64)
+    assert [len(ids) for ids in read[:1]] == [64]
+    assert all(ids[0] == tokenizer.bos_token_id for ids in read)
+    assert [tokenizer.decode(ids[1:]) for ids in read[1:3]] == ["four", "fi\u2028ve"]
+    assert "six" in tokenizer.decode(read[3])
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_a_tokenizer_of_many_tokens_gets_fewer_lines(tmp_path, num_tokens, token
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {number} of a text\n" for number in range(4000)))
     monkeypatch.setattr(prompts, "load_tokenizer", lambda model: ByteTokenizer(tokens_a_byte))
-    (ids,) = make_prompts(NEEDLE, text, num_tokens, 1, seed=0).prompts
+    (ids,) = make_prompts(NEEDLE, text, num_tokens, 1, seed=0)
     assert len(ids) == num_tokens
     texts = [bytes(ids[start::tokens_a_byte]).decode(errors="replace") for start in range(tokens_a_byte)]
     for start in (

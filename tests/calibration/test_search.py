@@ -138,7 +138,7 @@ def costs_of(kinds: dict[str, tuple[float, float]]) -> Costs:
 
 
 def job_of(num_tokens: int) -> SimpleNamespace:
-    return SimpleNamespace(costs=costs_of({}), prompts=SimpleNamespace(prompts=[range(num_tokens)]))
+    return SimpleNamespace(costs=costs_of({}), prompts=[range(num_tokens)])
 
 
 def cheapest(kinds: dict[str, tuple[float, float]]):

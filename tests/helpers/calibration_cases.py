@@ -12,7 +12,6 @@ from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.calibration.costs import Cost, Costs
 from vllm_sparse_backend.calibration.judge import Served
 from vllm_sparse_backend.calibration.loop import Job
-from vllm_sparse_backend.calibration.prompts import PromptSet
 
 COSTS = Costs(0.0, 4.0, lambda method: Cost(group_ms=0.01, head_ms=0.01, full_ms=1.0))
 """Preset times of a layer of four heads, which the tests' CPU cannot measure."""
@@ -40,7 +39,7 @@ class StructuredCapturer:
         made = Capture(folder, len(ids))
         for layer in range(LAYERS):
             if layer not in self.left_out:
-                made.add(layer, *self.layer(len(ids), random.Random(f"{layer}/{ids[:8]}").getrandbits(32)))
+                made.add(layer, *self.layer(len(ids), random.Random(f"{layer}/{tuple(ids[:8])}").getrandbits(32)))
         return made
 
     def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
@@ -56,9 +55,9 @@ class StructuredJob(Job):
         return self.capturer(prompts, self.folder)
 
 
-def random_prompts(count: int, num_tokens: int, seed: int) -> PromptSet:
+def random_prompts(count: int, num_tokens: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
-    return PromptSet(tuple(tuple(rng.randrange(1000) for _ in range(num_tokens)) for _ in range(count)))
+    return [[rng.randrange(1000) for _ in range(num_tokens)] for _ in range(count)]
 
 
 def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **changes: object) -> StructuredJob:

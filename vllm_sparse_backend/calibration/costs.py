@@ -10,13 +10,10 @@ The device is measured once, on the first layer that can run sparse.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
-from typing import Any
 
-from vllm_sparse_backend.calibration.cuda_device import Card
+from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.calibration.layer_timing import TimedLayer
-from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan
@@ -38,25 +35,16 @@ class Cost:
     """Attention time of a head over all pairs, in ms."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Costs:
-    """Times of a layer on this device. ``measure`` returns the times of a method's kind."""
+    """Times of a layer on this device."""
 
     base_ms: float
     """Attention time of a layer that keeps almost nothing, in ms."""
     dense_ms: float
     """Dense attention time of the whole layer, in ms."""
-    measure: Callable[[Method], Cost]
-
-    def __post_init__(self) -> None:
-        self._known: dict[Method, Cost] = {}
-
-    def of(self, method: Method) -> Cost:
-        """Return the times of a method's kind."""
-        kind = method.group_key
-        if kind not in self._known:
-            self._known[kind] = self.measure(method)
-        return self._known[kind]
+    of: Callable[[Method], Cost]
+    """Returns the times of a method's kind."""
 
     def head_ms(self, method: Method, density: float) -> float:
         """Return the time that one more head of a method's kind takes."""
@@ -67,27 +55,32 @@ class Costs:
 def measure_costs(card: Card, read_batches: Callable[[], Sequence[Batch]]) -> Costs:
     """Measure the times of a layer; ``read_batches`` returns its served chunks."""
     batches = read_batches()
-    plain = _layers(batches, [AShape(sink_tokens=64, local_tokens=128)] * batches[0].num_heads)
+    plain = _layers(card, batches, AShape(sink_tokens=64, local_tokens=128))
     for layer in plain:
         layer.select()
     dense = [("dense", card.dense(batch, batch.empty_out())) for batch in batches]
-    taken = _median_ms(card, batches, [_attentions(card, plain, "plain"), dense])
+    taken = _median_ms(card, batches, [_attentions(plain, "plain"), dense])
     # A time per pair measured on very few pairs is meaningless. None is less than that of a layer that keeps all pairs.
     least_full_ms = _measure_kind(card, batches, Dense(), taken["plain"]).full_ms
 
-    def measure(method: Method) -> Cost:
-        cost = _measure_kind(card, read_batches(), method, taken["plain"])
-        return replace(cost, full_ms=max(cost.full_ms, least_full_ms))
+    measured: dict[Method, Cost] = {}
 
-    return Costs(taken["plain"], taken["dense"], measure)
+    def of(method: Method) -> Cost:
+        kind = method.group_key
+        if kind not in measured:
+            cost = _measure_kind(card, read_batches(), method, taken["plain"])
+            measured[kind] = replace(cost, full_ms=max(cost.full_ms, least_full_ms))
+        return measured[kind]
+
+    return Costs(taken["plain"], taken["dense"], of)
 
 
 def _measure_kind(card: Card, batches: Sequence[Batch], method: Method, base_ms: float) -> Cost:
     num_heads = batches[0].num_heads
-    layers = _layers(batches, [method] * num_heads)
+    layers = _layers(card, batches, method)
     select = [("select", layer.select) for layer in layers]
     alone = [("alone", _alone(layer, method).select) for layer in layers]
-    taken = _median_ms(card, batches, [[*select, *_attentions(card, layers, "attend")], alone])
+    taken = _median_ms(card, batches, [[*select, *_attentions(layers, "attend")], alone])
     kept_pairs = sum(int(layer.index.kept_pairs()) for layer in layers)
     density = kept_pairs / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
     head_ms = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
@@ -95,11 +88,11 @@ def _measure_kind(card: Card, batches: Sequence[Batch], method: Method, base_ms:
     return Cost(group_ms, head_ms, max(0.0, taken["attend"] - base_ms) / (density * num_heads))
 
 
-def _attentions(card: Card, layers: Sequence[TimedLayer], name: str) -> list[Any]:
-    return [(name, partial(layer.attend, layer.engine(card.engines))) for layer in layers]
+def _attentions(layers: Sequence[TimedLayer], name: str) -> list[Span]:
+    return [(name, layer.attend) for layer in layers]
 
 
-def _median_ms(card: Card, batches: Sequence[Batch], contestants: Sequence[Sequence[Any]]) -> dict[str, float]:
+def _median_ms(card: Card, batches: Sequence[Batch], contestants: Sequence[Sequence[Span]]) -> dict[str, float]:
     """Return the median time by name. Each pass starts without state."""
 
     def new_pass() -> None:
@@ -109,8 +102,8 @@ def _median_ms(card: Card, batches: Sequence[Batch], contestants: Sequence[Seque
     return {name: median(ms) for name, ms in card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
 
 
-def _layers(batches: Sequence[Batch], methods: Sequence[Method]) -> list[TimedLayer]:
-    return [TimedLayer.of(batch, layer_plan(methods), AUTO) for batch in batches]
+def _layers(card: Card, batches: Sequence[Batch], method: Method) -> list[TimedLayer]:
+    return [TimedLayer.of(batch, layer_plan([method] * batch.num_heads), card.engines) for batch in batches]
 
 
 def _alone(layer: TimedLayer, method: Method) -> TimedLayer:

@@ -26,7 +26,7 @@ from vllm_sparse_backend.calibration.costs import Costs, measure_costs
 from vllm_sparse_backend.calibration.cuda_device import Card
 from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer, HeadResult, LayerPrompt, Served
 from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
-from vllm_sparse_backend.calibration.prompts import PromptSet
+from vllm_sparse_backend.calibration.prompts import sha256_of
 from vllm_sparse_backend.calibration.search import (
     Choose,
     choose_cheapest,
@@ -76,8 +76,9 @@ class Job:
     """The inputs of a calibration. Equal jobs with equal costs produce equal profiles."""
 
     model: Path
-    prompts: PromptSet
-    held_out: PromptSet
+    prompts: Sequence[Sequence[int]]
+    """Token ids of each prompt."""
+    held_out: Sequence[Sequence[int]]
     served: Served
     folder: Path
     """Folder for the captures, which the caller deletes."""
@@ -89,7 +90,7 @@ class Job:
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        shortest = min(len(ids) for ids in (*self.prompts.prompts, *self.held_out.prompts))
+        shortest = min(len(ids) for ids in (*self.prompts, *self.held_out))
         if shortest <= self.served.min_tokens:
             expected = f"prompts of more than {self.served.min_tokens} tokens, because shorter prompts run dense"
             raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
@@ -127,8 +128,8 @@ class Job:
     @cached_property
     def captures(self) -> dict[str, list[Capture]]:
         """Captures of ``prompts`` and ``held-out``, made with one load of the model."""
-        captures = self.capture([*self.prompts.prompts, *self.held_out.prompts])
-        num_prompts = len(self.prompts.prompts)
+        captures = self.capture([*self.prompts, *self.held_out])
+        num_prompts = len(self.prompts)
         return {"prompts": captures[:num_prompts], "held-out": captures[num_prompts:]}
 
     def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
@@ -165,15 +166,16 @@ class Job:
         min_tokens = self.served.min_tokens if self.sets_min_tokens else None
         return {"format": 1, "model": self.shape, "min_tokens": min_tokens}
 
-    def provenance(self, source: str) -> Provenance:
-        """Record how a profile was made: versions, device and prompts."""
+    def provenance(self, source: str, **figures: Any) -> Provenance:
+        """Record how a profile was made: versions, device, prompts and ``figures``."""
         return Provenance(
             tool_version=package_version(PACKAGE),
-            prompts_sha256=self.prompts.sha256,
+            prompts_sha256=sha256_of(self.prompts),
             device="CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
             source=source,
             seed=self.seed,
             versions=versions(),
+            **figures,
         )
 
 
@@ -214,7 +216,7 @@ def search_for_cheapest(job: Job, names: Sequence[str]) -> Choose:
 
 def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
     """Check that prompts are long enough for a setting to leave out any key."""
-    longest = max(len(ids) for ids in job.prompts.prompts)
+    longest = max(len(ids) for ids in job.prompts)
     most_eager = min(settings, key=lambda setting: setting.least_prompt_tokens)
     least = most_eager.least_prompt_tokens
     if longest <= least:
@@ -240,26 +242,24 @@ class LevelResult:
     def provenance(self, job: Job, source: str) -> Provenance:
         """Record how the level was made, with its bound and figures."""
         shares = [self.bound.used_fraction(head) for head in self.held_out]
-        held_out = {
-            "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
-            "most_of_bound": max(shares),
-            "error": fmean(head.error for head in self.held_out),
-            "p99_error": fmean(head.p99 for head in self.held_out),
-        }
         left_out = sum(1 - head.density for heads in self.figures.values() for head in heads)
-        figures = HeadFigures(
-            density={number: tuple(head.density for head in heads) for number, heads in self.figures.items()},
-            error={number: tuple(head.error for head in heads) for number, heads in self.figures.items()},
-            p99_error={number: tuple(head.p99 for head in heads) for number, heads in self.figures.items()},
+        return job.provenance(
+            source,
+            bounds=self.bound.numbers,
+            density=1 - left_out / sum(map(len, self.methods)),
+            figures=HeadFigures(
+                density=self._by_layer("density"), error=self._by_layer("error"), p99_error=self._by_layer("p99")
+            ),
+            held_out={
+                "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
+                "most_of_bound": max(shares),
+                "error": fmean(head.error for head in self.held_out),
+                "p99_error": fmean(head.p99 for head in self.held_out),
+            },
         )
-        return job.provenance(source).model_copy(
-            update={
-                "bounds": self.bound.numbers,
-                "density": float(f"{1 - left_out / sum(map(len, self.methods)):.4g}"),
-                "figures": figures,
-                "held_out": {name: float(f"{value:.4g}") for name, value in held_out.items()},
-            }
-        )
+
+    def _by_layer(self, name: str) -> dict[int, tuple[float, ...]]:
+        return {number: tuple(getattr(head, name) for head in heads) for number, heads in self.figures.items()}
 
 
 def calibrate(job: Job, choose: Choose, bounds: Mapping[str, Bound], source: str) -> Profile:

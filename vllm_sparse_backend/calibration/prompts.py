@@ -12,7 +12,6 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -45,20 +44,13 @@ LONGER_PROMPTS = "ask for longer prompts with --tokens, or give your own with --
 """What to do about prompts that are too short for their threads."""
 
 
-@dataclass(frozen=True)
-class PromptSet:
-    """Prompts as token ids."""
-
-    prompts: tuple[tuple[int, ...], ...]
-
-    @property
-    def sha256(self) -> str:
-        """Hash of all prompts in order."""
-        numbers = [x for prompt in self.prompts for x in (len(prompt), *prompt)]
-        return hashlib.sha256(" ".join(map(str, numbers)).encode()).hexdigest()
+def sha256_of(prompts: Sequence[Sequence[int]]) -> str:
+    """Hash all prompts in order."""
+    numbers = [x for prompt in prompts for x in (len(prompt), *prompt)]
+    return hashlib.sha256(" ".join(map(str, numbers)).encode()).hexdigest()
 
 
-def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> PromptSet:
+def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> list[list[int]]:
     """Make prompts from a text. Equal arguments give equal prompts."""
     tokenizer = load_tokenizer(model)
 
@@ -71,9 +63,7 @@ def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int
     # Passages that occur twice come from the text's last part, which fills no prompt.
     passages = text_ids[count * num_tokens :]
     stretches = [text_ids[i * num_tokens : (i + 1) * num_tokens] for i in range(count)]
-    return PromptSet(
-        tuple(insert_threads(stretch, passages, start, encode, rng, tokenizer=str(model)) for stretch in stretches)
-    )
+    return [insert_threads(stretch, passages, start, encode, rng, tokenizer=str(model)) for stretch in stretches]
 
 
 def insert_threads(
@@ -84,7 +74,7 @@ def insert_threads(
     rng: random.Random,
     tokenizer: str,
     remedy: str = LONGER_PROMPTS,
-) -> tuple[int, ...]:
+) -> list[int]:
     """Make a prompt: insert threads of each kind into a text, whose end is dropped to make room for them."""
     num_tokens = len(stretch)
     threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
@@ -93,7 +83,7 @@ def insert_threads(
     every = list(chain.from_iterable(threads.values()))
     room = num_tokens - len(start) - _tokens(every)
     cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in every]
-    return tuple(weave(start, stretch[:room], every, cuts)[0])
+    return weave(start, stretch[:room], every, cuts)[0]
 
 
 def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
@@ -167,7 +157,7 @@ def _lines(names: Sequence[str], value: int) -> list[str]:
     return [first, *hops, question]
 
 
-def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptSet:
+def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> list[list[int]]:
     """Read the operator's own prompts.
 
     Each line of a .jsonl file is a prompt: an object with ``messages``, which the model's chat template turns into
@@ -181,10 +171,10 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> PromptS
         ids = ids if ids[: len(start)] == start else start + ids
         if len(ids) < 2:
             raise ConfigurationError(f"{where}: given a prompt of {len(ids)} tokens, expected at least 2")
-        prompts.append(tuple(ids[:num_tokens]))
+        prompts.append(ids[:num_tokens])
     if not prompts:
         raise ConfigurationError(f"{', '.join(map(str, files))}: given no prompt, expected at least one")
-    return PromptSet(tuple(prompts))
+    return prompts
 
 
 def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:

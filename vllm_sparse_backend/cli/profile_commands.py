@@ -20,7 +20,6 @@ from vllm_sparse_backend.evaluation.output_files import write_text
 if TYPE_CHECKING:
     from vllm_sparse_backend.calibration.judge import Bound
     from vllm_sparse_backend.calibration.loop import Job, Progress
-    from vllm_sparse_backend.calibration.prompts import PromptSet
     from vllm_sparse_backend.config.profile import Profile
 
 _NUMBER = r"\d+(?:\.\d+)?"
@@ -113,7 +112,7 @@ class JobOptions(ABC):
 
         tokens = prompt_tokens(self.model, self.tokens)
 
-        def prompts_of(files: list[Path] | None, count: int, part: int) -> "PromptSet":
+        def prompts_of(files: list[Path] | None, count: int, part: int) -> list[list[int]]:
             if files:
                 return read_prompts(self.model, files, tokens)
             return make_prompts(self.model, self.text or default_text(), tokens, count, part, part)

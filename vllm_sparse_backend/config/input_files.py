@@ -33,8 +33,8 @@ def kind_of_file(path: Path) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
-def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """Read a regular file of at most ``max_bytes``."""
+def read_text(path: Path, max_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
+    """Read a regular file of at most ``max_bytes`` in UTF-8. Every line of it ends in a newline only."""
     try:
         if path.exists() and not path.is_file():
             raise ConfigurationError(f"{path}: given {kind_of_file(path)}, expected a file")
@@ -44,12 +44,7 @@ def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
     if len(content) > max_bytes:
         raise ConfigurationError(f"{path}: given more than {max_bytes} bytes, expected at most {max_bytes}")
-    return content
-
-
-def read_text(path: Path, max_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
-    """Read a regular file of at most ``max_bytes`` in UTF-8. Every line of it ends in a newline only."""
     try:
-        return read_bytes(path, max_bytes).decode(errors=errors).replace("\r\n", "\n").replace("\r", "\n")
+        return content.decode(errors=errors).replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not UTF-8 at byte {error.start}") from None

@@ -68,7 +68,6 @@ def _to_method(value: object) -> Method:
 
 MethodSpec = Annotated[Method, PlainValidator(_to_method), PlainSerializer(parameters_of)]
 """A method with its parameters: ``{method: NAME, PARAMETER: VALUE}``."""
-Share = Annotated[StrictFloat, Field(ge=0, le=1)]
 
 
 class LayerProfile(Section):
@@ -113,7 +112,7 @@ class Provenance(Section):
     """SHA-256 of the calibration prompts."""
     bounds: dict[StrictStr, StrictFloat] | None = None
     """Error bounds of the search, by the paper's name."""
-    density: Share | None = None
+    density: Fraction | None = None
     """Kept (query, key) pairs over causal pairs on the calibration prompts."""
     device: StrictStr | None = None
     """Name of the device, as torch reports it."""
@@ -123,7 +122,7 @@ class Provenance(Section):
     """Licence of the source."""
     figures: HeadFigures | None = None
     """Measured figures of each head."""
-    held_out: dict[StrictStr, StrictFloat] | None = None
+    held_out: dict[StrictStr, Annotated[StrictFloat, Rounded]] | None = None
     """Figures on prompts that the search did not use."""
     seed: StrictInt | None = None
     """Seed of the calibration prompts."""

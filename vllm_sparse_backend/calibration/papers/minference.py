@@ -23,6 +23,7 @@ Heads with the same pattern may have different numbers within one launch.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from vllm_sparse_backend.calibration.costs import Costs
@@ -79,9 +80,9 @@ def choose_pattern(
 
 def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] = BUDGETS) -> Iterator[Space]:
     """Resize the candidates to each budget, in at most twelve passes per candidate."""
-    dense_ms = _cost(judge, costs, Dense())[0]
+    dense_ms = _layer_ms(judge, costs, Dense())
     for budget in sorted(budgets):
-        aim = budget * _cost(judge, costs, TARGET)[0]
+        aim = budget * _layer_ms(judge, costs, TARGET)
         if aim < (1 - LEAST_SPARSITY) * dense_ms:
             fitted = [
                 candidate if (candidate, budget) == (TARGET, 1) else _fitted(judge, costs, candidate, aim)
@@ -102,19 +103,22 @@ def _fitted(judge: CapturedLayer, costs: Costs, candidate: Method, aim: float) -
     """Return the candidate at the size whose cost is closest to ``aim`` ms; None if none fits or it keeps all."""
 
     def taken(steps: int) -> float:
-        return _cost(judge, costs, resized(candidate, steps))[0]
+        return _layer_ms(judge, costs, resized(candidate, steps))
 
     over = 1 + bisect_left(range(1, MOST_STEPS), aim, key=taken)
     if over == 1:
         return None
     steps = min(over - 1, over, key=lambda steps: abs(taken(steps) - aim))
     fitted = resized(candidate, steps)
-    return fitted if _cost(judge, costs, fitted)[1] >= LEAST_SPARSITY else None
+    density = fmean(_densities(judge, fitted))
+    return fitted if 1 - density >= LEAST_SPARSITY else None
 
 
-def _cost(judge: CapturedLayer, costs: Costs, method: Method) -> tuple[float, float]:
-    """Return the time in ms of a layer with this method on all heads, and the share of pairs that it leaves out."""
-    densities = [result.density for result in judge.judge([method] * judge.num_heads)]
+def _layer_ms(judge: CapturedLayer, costs: Costs, method: Method) -> float:
+    """Return the time of a layer with this method on all heads."""
     shared = costs.of(method).group_ms + costs.base_ms
-    taken = shared + sum(costs.head_ms(method, density) for density in densities)
-    return taken, 1 - sum(densities) / judge.num_heads
+    return shared + sum(costs.head_ms(method, density) for density in _densities(judge, method))
+
+
+def _densities(judge: CapturedLayer, method: Method) -> list[float]:
+    return [result.density for result in judge.judge([method] * judge.num_heads)]

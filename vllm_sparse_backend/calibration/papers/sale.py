@@ -12,22 +12,14 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.sale.method import Sale
 
-FIRST_TAU, LAST_TAU = 0.008, 0.0001
-
-
-def thresholds() -> list[float]:
-    """Return the values of τ in the order in which they are tried."""
-    taus, tau = [], FIRST_TAU
-    while tau > LAST_TAU:
-        taus.append(tau)
-        tau /= 2
-    return taus
+TAUS = tuple(0.008 / 2**halvings for halvings in range(7))
+"""Values of τ in the order in which they are tried; the next one would be below 0.0001."""
 
 
 def choose_threshold(judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed) -> list[Method]:
     """Choose each head's largest τ within the bound."""
     chosen: list[Judged | None] = [None] * judge.num_heads
-    for tau in thresholds():
+    for tau in TAUS:
         setting = Sale(tau=tau)
         for head, judged in enumerate(judge_all(judge, bound, [setting] * judge.num_heads)):
             if chosen[head] is None and judged.holds and is_allowed(head, setting):

@@ -192,7 +192,7 @@ def cluster_heads(maps: torch.Tensor, device: torch.device, progress: Progress) 
 
 def shared_heads(job: Job) -> list[list[SharePrefill]]:
     """Cluster the heads of a model on the first prompt, and return the method of each layer and head."""
-    (captured,) = job.capture(job.prompts.prompts[:1])
+    (captured,) = job.capture(job.prompts[:1])
     side, layers, num_heads = map_side(captured.num_tokens, job.device), sorted(captured.scales), job.shape.num_heads
     maps = torch.empty(len(layers), num_heads, side, side, dtype=torch.float16)
     job.progress.begin("attention maps of layers", len(layers))
