@@ -150,7 +150,7 @@ class TestRows:
         sparse_at = {ON: (2, 3), "fast": (1, 2)}
         step = make_step(made[0], MIXED)
         metadata = builder.build(0, step.common)
-        assert [slab.level for slab in metadata.sparse.slabs] == ["fast", ON]
+        assert {slab.level.name for slab in metadata.sparse.slabs} == {"fast", ON}
         for number, layer in enumerate(made):
             dense, out = step.by_dense_backend(layer, builder), step.forward(layer, metadata)
             for row in range(len(MIXED)):
@@ -208,10 +208,10 @@ class TestRows:
     ) -> None:
         _, builder = built(0, **TAIL)
         monkeypatch.setattr(Requests, "step", Step({}, {"0": 1}))
-        rows = builder.row_classifier.classify(make_common(MIXED), 0, 1)
+        rows = builder.sparse_group.row_classifier.rows_of_step(make_common(MIXED), 0, 1)
         assert {rows[row].kind.reason for row in SPARSE_ROWS} == {Fallback.UNNAMED}
         _, builder = built(0, min_tokens=MIN_TOKENS, method="anchor_attention")
-        rows = builder.row_classifier.classify(make_common(MIXED), 0, 1)
+        rows = builder.sparse_group.row_classifier.rows_of_step(make_common(MIXED), 0, 1)
         assert {rows[row].kind.reason for row in SPARSE_ROWS} == {None}
 
     def test_each_row_keeps_the_share_that_its_request_gives(
@@ -271,6 +271,6 @@ class TestRows:
                 impl.levels = {name: on_engine(level) for name, level in impl.levels.items()}
 
         monkeypatch.setattr(worker_layers, "_make_ready", make_ready)
-        by_level = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).row_classifier.lengths
+        by_level = make_builder(config, make_layers(config, [1, 2, 3])[1:2]).sparse_group.row_classifier.lengths
         numbers = {level: (lengths.min_tokens, lengths.min_query_tokens) for level, lengths in by_level.items()}
         assert numbers == {ON: (100, 10), "fast": (300, 30)}

@@ -19,6 +19,7 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, SPARSE, RowKind
 from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadataBuilder
+from vllm_sparse_backend.serving.worker.rows import count_decodes
 
 MIN_TOKENS, MIN_QUERY_TOKENS = 100, 20
 DECODES, SPARSES = DECODE_ROW, RowKind(SPARSE)
@@ -37,7 +38,7 @@ def builder(built: Callable[..., Any]) -> SparsePrefillMetadataBuilder:
 def kinds(
     builder: SparsePrefillMetadataBuilder, lengths: list[tuple[int, int]], common_prefix_len: int = 0, **changes: Any
 ) -> list[RowKind]:
-    rows = builder.row_classifier.classify(
+    rows = builder.sparse_group.row_classifier.rows_of_step(
         make_common(lengths, **changes), common_prefix_len, builder.reorder_batch_threshold
     )
     return [row.kind for row in rows]
@@ -92,14 +93,15 @@ class TestClassification:
     ) -> None:
         got = kinds(builder, [(0, 200), (200, 1), (0, 0), (0, 0)], is_prefilling=is_prefilling)
         assert got == [SPARSES, DECODES, PADDING, PADDING]
-        assert kinds(builder, [(200, 1), (0, 0)], is_prefilling=is_prefilling) == [DECODES, PADDING]
+        assert count_decodes(make_common([(200, 1), (0, 0)], is_prefilling=is_prefilling)) == 1
 
     def test_drafts_under_speculation_are_decodes(
         self, builder: SparsePrefillMetadataBuilder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(builder, "reorder_batch_threshold", 24)
         assert kinds(builder, [(300, 24), (300, 25), (300, 1)]) == [DECODES, SPARSES, DECODES]
-        assert kinds(builder, [(300, 24), (300, 2)]) == [DECODES, DECODES]
+        assert kinds(builder, [(300, 24), (300, 2)]) == []
+        assert count_decodes(make_common([(300, 24), (300, 2), (0, 0)])) == 2
 
     @pytest.mark.parametrize(
         ("changes", "reason"),
@@ -118,10 +120,10 @@ class TestClassification:
     def test_lengths_on_the_device_are_not_asked_for(self, builder: SparsePrefillMetadataBuilder) -> None:
         """Only the upper bound decides. Without it, and on a device, lengths are unknown."""
         common = make_common([(0, 200)], seq_lens=torch.zeros(1, dtype=torch.int32, device="meta"))
-        classifier = builder.row_classifier
-        assert [row.kind for row in classifier.classify(common, 0, max_decode_tokens=1)] == [SPARSES]
+        classifier = builder.sparse_group.row_classifier
+        assert [row.kind for row in classifier.rows_of_step(common, 0, max_decode_tokens=1)] == [SPARSES]
         with pytest.raises(RuntimeError, match="no sequence lengths on the host"):
-            classifier.classify(dataclasses.replace(common, seq_lens_cpu_upper_bound=None), 0, max_decode_tokens=1)
+            classifier.rows_of_step(dataclasses.replace(common, seq_lens_cpu_upper_bound=None), 0, max_decode_tokens=1)
 
 
 class TestMetadata:

@@ -155,6 +155,23 @@ def test_listed_layers_and_draft_layers_run_dense(make_layers: Any) -> None:
         torch.testing.assert_close(output, layers.expected(step, expected), atol=2e-5, rtol=1e-4)
 
 
+def test_a_pipeline_stage_whose_layers_all_stay_dense_counts_no_rows(
+    make_layers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page shows the rows of the first stage that counts them, which must be one that runs some sparse."""
+    make_config = mla_layers.make_mla_config
+
+    def of_two_stages(*args: Any) -> Any:
+        config = make_config(*args)
+        config.parallel_config.pipeline_parallel_size = 2
+        return config
+
+    monkeypatch.setattr(mla_layers, "make_mla_config", of_two_stages)
+    layers = make_layers({"dense_layers": [0]}, numbers=(0,))
+    layers.run(layers.make_step(MIXED))
+    assert layers.worker.recorder.samples() == []
+
+
 def test_layers_with_another_scale_than_the_first_run_dense(make_layers: Any) -> None:
     layers = make_layers(scales=(mla_layers.SCALE, 2 * mla_layers.SCALE))
     assert [*layers.worker.mla.numbers.values()] == [0]

@@ -44,7 +44,7 @@ def config(configured: Configure) -> Any:
 
 
 def stays_dense(builder: SparsePrefillMetadataBuilder) -> bool:
-    return builder.sparse_layers == () and type(builder.build(0, make_common(LONG))) is compat.DenseMetadata
+    return builder.sparse_group is None and type(builder.build(0, make_common(LONG))) is compat.DenseMetadata
 
 
 class TestGroups:
@@ -53,7 +53,7 @@ class TestGroups:
         assert stays_dense(make_builder(config, windowed))
         assert f"sparse-prefill: layers 0,2 prefill dense: {Fallback.SLIDING_WINDOW.explain}" in lines
         builder = make_builder(config, windowed + full)  # a group may have both
-        assert builder.sparse_layers == (1, 3)
+        assert builder.sparse_group.numbers == (1, 3)
         step = make_step(windowed[0], [(150, 1), (0, 200), (3, 90)])
         metadata = builder.build(0, step.common)
         assert type(metadata) is SparsePrefillMetadata
@@ -76,7 +76,7 @@ class TestGroups:
         layers = make_layers(config, range(3)) + make_layers(config, [3], num_heads=8)
         first, second, third = (make_builder(config, part) for part in (layers[:1], layers[1:3], layers[3:]))
         assert stays_dense(first)
-        assert second.sparse_layers == (1,)
+        assert second.sparse_group.numbers == (1,)
         assert stays_dense(third)
         assert f"sparse-prefill: layers 2 prefill dense: {Fallback.DENSE_LAYER.explain}" in lines
         assert f"sparse-prefill: layers 3 prefill dense: {Fallback.OTHER_HEADS.explain}" in lines
@@ -129,7 +129,7 @@ class TestGroups:
         monkeypatch.setattr(config.scheduler_config, "max_num_batched_tokens", 125)
         monkeypatch.setattr(config.scheduler_config, "max_num_seqs", 10)
         builder = make_builder(config, make_layers(config, [0]))
-        assert builder.row_classifier.lengths["on"].min_query_tokens == 120
+        assert builder.sparse_group.row_classifier.lengths["on"].min_query_tokens == 120
 
     def test_each_rank_takes_its_own_heads_and_the_first_tells_the_plan(
         self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
@@ -158,9 +158,9 @@ class TestDrafts:
         names = layer_name(4), "draft_model.model.layers.0.self_attn.attn"
         drafts = [vllm_objects.make_layer(config, name) for name in names]
         builders = make_builder(config, served + drafts), make_builder(config, drafts)
-        assert builders[0].sparse_layers == (0, 1, 2, 3)
+        assert builders[0].sparse_group.numbers == (0, 1, 2, 3)
         assert stays_dense(builders[1])
-        assert [not layer.impl.is_adopted for layer in served + drafts] == [False] * 4 + [True] * 2
+        assert [bool(layer.impl.levels) for layer in served + drafts] == [True] * 4 + [False] * 2
 
     def test_a_drafts_builder_with_the_drafts_configuration(self, config: Any, tmp_path: Any) -> None:
         """No profile of the served model fits the draft's shape."""
@@ -198,8 +198,8 @@ class TestDerived:
         builder = make_builder(config, make_layers(config, [1]))
         chunked_builder = make_builder(config, [chunked])
         assert issubclass(type(chunked_builder), SparsePrefillMetadataBuilder)
-        assert builder.sparse_layers == (1,)
-        assert chunked_builder.sparse_layers == ()
+        assert builder.sparse_group.numbers == (1,)
+        assert chunked_builder.sparse_group is None
         metadata = chunked_builder.build(0, make_common([(200, 60), (0, 300)]))
         assert type(metadata) is compat.DenseMetadata
         assert metadata.seq_lens.tolist() == [128, 4, 128, 128, 44]
@@ -213,13 +213,13 @@ class TestDerived:
         layers = make_layers(config, [0, 1])
         cls = create_fast_prefill_custom_backend("FastPrefill", SparsePrefillBackend).get_builder_cls()
         builder = make_builder(config, layers[1:], cls)
-        assert builder.sparse_layers == ()
+        assert builder.sparse_group is None
         common = make_common([(0, 400)], logits_indices_padded=torch.tensor([200, 250, 399]), num_logits_indices=3)
         common.max_logits_per_req = 3
         metadata = builder.build(0, common)
         assert metadata.query_start_loc.tolist() == [0, 3]
         assert getattr(metadata, "sparse", None) is None
-        assert make_builder(config, layers[:1]).sparse_layers == (0,)
+        assert make_builder(config, layers[:1]).sparse_group.numbers == (0,)
 
 
 class TestCounting:

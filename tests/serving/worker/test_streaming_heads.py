@@ -197,7 +197,7 @@ class TestFinding:
         assert is_without(by_default, layers)
         assert model.runs == 0
         assert re.search(f"all heads score keys in long prompts: rank 0: {says}", lines[-1])
-        assert make_builder(by_default, layers).streaming_context_tokens is None
+        assert make_builder(by_default, layers).sparse_group.streaming_context_tokens is None
         assert sum("all heads score keys" in line for line in lines) == 1
 
     def test_a_long_text_makes_the_tokenizer_print_nothing(
@@ -301,7 +301,7 @@ class TestRunning:
         assert slabs == {False: (MIN_CONTEXT - 1, 100), True: (MIN_CONTEXT, MIN_CONTEXT + 500)}
         at_step([RequestLevel(SHARE, 0.8), ON, RequestLevel(SHARE, 0.8), ON])
         metadata = builder.build(0, make_common(rows))
-        kinds = {(slab.request.kept_mass, slab.is_long): slab.rows.context_lens for slab in metadata.sparse.slabs}
+        kinds = {(slab.level.kept_mass, slab.is_long): slab.rows.context_lens for slab in metadata.sparse.slabs}
         assert kinds == {
             (0.8, False): (MIN_CONTEXT - 1, MIN_CONTEXT + 500), (None, True): (MIN_CONTEXT,), (None, False): (100,),
         }  # fmt: skip

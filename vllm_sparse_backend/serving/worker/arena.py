@@ -121,7 +121,7 @@ class Room:
         self,
         rows: Sequence[SparseRow],
         block_table: torch.Tensor,
-        request: RequestLevel = SERVER_LEVEL,
+        level: RequestLevel = SERVER_LEVEL,
         is_long: bool = False,
     ) -> tuple[Slab, ...]:
         """Divide rows into as few slabs as possible. A row's chunks do not depend on other rows."""
@@ -132,7 +132,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(Slab(kernel_rows(part, block_table), request, is_long) for part in packed)
+        return tuple(Slab(kernel_rows(part, block_table), level, is_long) for part in packed)
 
     def _holds(self, rows: Sequence[SparseRow]) -> bool:
         num_tiles = sum(ceil_div(row.query_len, TILE_TOKENS) for row in rows)

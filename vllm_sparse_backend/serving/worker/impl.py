@@ -44,21 +44,12 @@ class SparsePrefillImpl(compat.DenseImpl):
         self.fallback: Fallback | None = layer_fallback(traits)
         self.worker: Worker | None = None
         self.levels: Mapping[str, LayerLevel] = {}
-
-    @property
-    def is_adopted(self) -> bool:
-        """Whether the layer runs sparse."""
-        return bool(self.levels)
+        """How the layer runs at each level; empty if it always runs dense."""
 
     @property
     def layer(self) -> Layer:
         """The methods and engines at the server's own level. The layer must run sparse."""
         return self.levels[ON].layer
-
-    @property
-    def attention_name(self) -> str:
-        """Name of the backend or engine that computes the attention of this layer's prefills."""
-        return self.layer.attention_name if self.is_adopted else "dense"
 
     def dense_reason(self, plans: Sequence[LayerPlan]) -> Fallback | None:
         """Return why the layer prefills dense."""
@@ -110,7 +101,7 @@ class SparsePrefillImpl(compat.DenseImpl):
 
     def _runs_sparse_in(self, step: SparseStep) -> bool:
         """Return whether the layer runs sparse at the level of any row of a step."""
-        return self.is_adopted and not all(self.levels[slab.level].stays_dense for slab in step.slabs)
+        return bool(self.levels) and not all(self.levels[slab.level.name].stays_dense for slab in step.slabs)
 
     def attend_sparse(
         self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, is_counted: bool = True
@@ -124,11 +115,11 @@ class SparsePrefillImpl(compat.DenseImpl):
             call = layer.new_call(query, cache, slab.rows, self.scale * cache.score_scale, arena)
             run(layer, call, output, self.sinks, self.worker.resolved.config.check_index)
             if is_counted:
-                self.worker.recorder.count_pairs(self.number, call.index, slab.level)
+                self.worker.recorder.count_pairs(self.number, call.index, slab.level.name)
 
     def _layer_of(self, slab: Slab) -> Layer:
         """Return the methods and engines for the level of a slab, with the p that its requests set."""
-        level, kept_mass = self.levels[slab.level], slab.request.kept_mass
+        level, kept_mass = self.levels[slab.level.name], slab.level.kept_mass
         if slab.is_long and level.streaming_layer is not None:
             return level.streaming_layer
         return level.layer if kept_mass is None else with_kept_mass(level.layer, kept_mass)

@@ -6,14 +6,13 @@ memory, engines and kernels.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.config.carried import finds_streaming_heads
-from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import BACKEND, LOGGER
@@ -23,6 +22,7 @@ from vllm_sparse_backend.serving.streaming_startup import do_without
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.owner import Worker
+from vllm_sparse_backend.serving.worker.rows import RowClassifier
 from vllm_sparse_backend.serving.worker.warmup import warm_up
 from vllm_sparse_kernels.cards import status_note
 
@@ -94,15 +94,18 @@ def reserve_memory(worker: Worker) -> None:
 # --- their start-up ---
 
 
-class AdoptedLayers(NamedTuple):
-    """The layers of a cache group that run sparse, and the lengths from which rows of each level do."""
+class SparseGroup(NamedTuple):
+    """The layers of a cache group that run sparse, and how the rows of its steps are classified."""
 
     numbers: tuple[int, ...]
-    lengths: Mapping[str, Lengths]
-    is_first_group: bool
+    row_classifier: RowClassifier
+    counts_rows: bool
+    """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
+    streaming_context_tokens: int | None
+    """Context length in tokens from which rows are long; None without streaming heads."""
 
 
-def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str = "") -> AdoptedLayers | None:
+def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str = "") -> SparseGroup | None:
     """Prepare the layers of a cache group to run sparse, and log the result; None if none of them does."""
     vllm_config, resolved = worker.vllm_config, worker.resolved
     layers = model_layers(vllm_config)
@@ -133,7 +136,14 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     if worker.rank == 0 and worker.should_log("plans"):
         startup_log.log_plans(vllm_config, resolved, lengths)
     first_sparse = min(number for number, reason in reasons.items() if reason is None)
-    return AdoptedLayers(tuple(impls), lengths, is_first_group=first_sparse in impls)
+    streaming = resolved.streaming_heads
+    has_heads = worker.streaming.count  # else long rows would need a launch
+    return SparseGroup(
+        tuple(impls),
+        RowClassifier(lengths, worker.requests, resolved.reads_prompt_length),
+        counts_rows=first_sparse in impls,
+        streaming_context_tokens=streaming.min_context_tokens if streaming and has_heads else None,
+    )
 
 
 def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: AttentionSpec, cpu_isa: str) -> None:

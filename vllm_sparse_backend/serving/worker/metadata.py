@@ -7,6 +7,7 @@ The first ``min_tokens`` positions of every row are dense, so their cached keys 
 or the chunk size. A row that crosses that boundary is cut there: its first tokens run dense, the others run sparse.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -17,14 +18,14 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
+from vllm_sparse_backend.config.request_levels import RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.arena import SparseRow
-from vllm_sparse_backend.serving.worker.layers import adopt_layers, require_sparse_layer
+from vllm_sparse_backend.serving.worker.layers import SparseGroup, adopt_layers, require_sparse_layer
 from vllm_sparse_backend.serving.worker.owner import worker_of
 from vllm_sparse_backend.serving.worker.rows import (
     BatchRow,
     DenseRun,
-    RowClassifier,
     Slab,
     SparseStep,
     copy_block_table_rows,
@@ -45,15 +46,8 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
     # Metadata that is reused for another cache group would contain this group's sparse rows.
     supports_update_block_table = False
 
-    sparse_layers: tuple[int, ...] = ()
-    """Numbers of the layers of this group that run sparse. If empty, all metadata is the dense backend's own."""
-
-    # Set only if there are such layers.
-    row_classifier: RowClassifier
-    counts_rows: bool
-    """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
-    streaming_context_tokens: int | None
-    """Context length in tokens from which rows are long; None without streaming heads."""
+    sparse_group: SparseGroup | None = None
+    """The layers of this group that run sparse. None if there are none: all metadata is the dense backend's own."""
 
     @classmethod
     def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
@@ -70,61 +64,43 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         require_sparse_layer(self.worker.vllm_config)
         # Builders that vLLM derives from this class split or lengthen requests. Their metadata stays dense.
         if type(self) is SparsePrefillMetadataBuilder:
-            self._adopt_layers()
-
-    def _adopt_layers(self) -> None:
-        """Make the layers of this group run sparse if they can."""
-        worker = self.worker
-        adopted = adopt_layers(worker, self.layer_names, self.kv_cache_spec, getattr(self, "isa", ""))
-        if adopted is None:
-            return
-        self.sparse_layers, self.counts_rows = adopted.numbers, adopted.is_first_group
-        self.row_classifier = RowClassifier(
-            adopted.lengths,
-            worker.memory is not None,
-            worker.requests,
-            worker.recorder,
-            worker.resolved.reads_prompt_length,
-        )
-        streaming = worker.resolved.streaming_heads
-        has_heads = worker.streaming.count  # else long rows would need a launch
-        self.streaming_context_tokens = streaming.min_context_tokens if streaming and has_heads else None
+            self.sparse_group = adopt_layers(
+                self.worker, self.layer_names, self.kv_cache_spec, getattr(self, "isa", "")
+            )
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> compat.DenseMetadata:
-        common = common_attn_metadata
-        if not self.sparse_layers:
+        common, group = common_attn_metadata, self.sparse_group
+        if group is None:
             return super().build(common_prefix_len, common, fast_build)
-        max_decode_tokens = self.reorder_batch_threshold or 1
-        rows = self.row_classifier.rows_of_step(common, common_prefix_len, max_decode_tokens, self.counts_rows)
+        rows = group.row_classifier.rows_of_step(common, common_prefix_len, self.reorder_batch_threshold or 1)
+        if group.counts_rows:
+            self.worker.count_rows(common, rows)
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._dense_run(common, *run, fast_build) for run in dense_runs(rows))
-        slabs = self._slabs(common, rows)
+        slabs = self._slabs(common, rows, group.streaming_context_tokens)
         # Built last: the dense backend keeps its schedule in a persistent buffer, and the entire batch's must remain.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
         return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, self.worker.requests.is_counted))
 
-    def _slabs(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> tuple[Slab, ...]:
+    def _slabs(
+        self, common: CommonAttentionMetadata, rows: Sequence[BatchRow], streaming_context_tokens: int | None
+    ) -> tuple[Slab, ...]:
         """Return the sparse parts of the rows by level and length, divided into slabs that fit into the arena."""
         assert self.worker.memory is not None
-        room = self.worker.memory.room
+        groups: dict[tuple[RequestLevel, bool], list[int]] = defaultdict(list)
+        for i, row in enumerate(rows):
+            if row.is_sparse:
+                groups[row.level, _is_long(row, streaming_context_tokens)].append(i)
         slabs: list[Slab] = []
-        kinds = {i: (row.request, self._is_long(row)) for i, row in enumerate(rows) if row.is_sparse}
-        for kind in sorted(set(kinds.values()), key=lambda kind: (kind[0].name, kind[0].kept_mass or 0, kind[1])):
-            ids = [i for i, row_kind in kinds.items() if row_kind == kind]
+        for (level, is_long), ids in groups.items():
             parts = [SparseRow.sparse_of(rows[i], number) for number, i in enumerate(ids)]
-            slabs += room.slabs(parts, copy_block_table_rows(common.block_table_tensor, ids), *kind)
+            block_table = copy_block_table_rows(common.block_table_tensor, ids)
+            slabs += self.worker.memory.room.slabs(parts, block_table, level, is_long)
         return tuple(slabs)
-
-    def _is_long(self, row: BatchRow) -> bool:
-        """Return whether streaming heads keep only the first and the nearest keys in a row."""
-        # A request that sets p gets that share in every head.
-        if self.streaming_context_tokens is None or row.request.kept_mass is not None:
-            return False
-        return row.context_len >= self.streaming_context_tokens
 
     def _dense_run(self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool) -> DenseRun:
         """Return a part of a batch, with the dense backend's metadata for this part."""
@@ -141,3 +117,11 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         part.max_seq_len = max(compat.host_seq_lens(part))
         part.is_prefilling = None if common.is_prefilling is None else common.is_prefilling[rows]
         return part
+
+
+def _is_long(row: BatchRow, streaming_context_tokens: int | None) -> bool:
+    """Return whether streaming heads keep only the first and the nearest keys in a row."""
+    # A request that sets p gets that share in every head.
+    if streaming_context_tokens is None or row.level.kept_mass is not None:
+        return False
+    return row.context_len >= streaming_context_tokens

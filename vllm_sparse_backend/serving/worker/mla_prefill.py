@@ -122,9 +122,7 @@ class MlaWorker:
         }
         self.worker.recorder.add_layers(numbers, resolved.plans)
         lengths = {level: resolved.lengths(level, {ENGINE}) for level in resolved.plans}
-        self.row_classifier = RowClassifier(
-            lengths, bool(numbers), self.worker.requests, self.worker.recorder, cuts_rows=False
-        )
+        self.row_classifier = RowClassifier(lengths, self.worker.requests, cuts_rows=False)
         if numbers and self.worker.rank == 0:
             self._log(vllm_config, numbers, lengths[ON])
 
@@ -146,12 +144,12 @@ class MlaWorker:
         startup_log.log_levels(vllm_config, self.worker.resolved, lengths)
         startup_log.warn_if_no_chunk_begins_after(vllm_config, lengths.min_tokens)
 
-    def prepare(self, request: RequestLevel, rows: Sequence[MlaRow], is_causal: bool) -> MlaCall:
+    def prepare(self, level: RequestLevel, rows: Sequence[MlaRow], is_causal: bool) -> MlaCall:
         """Prepare rows of requests of the same level for all layers of a step."""
         assert self.kernels is not None
         method = self.method
-        if isinstance(method, TopP) and request.kept_mass is not None:
-            method = method.with_kept_mass(request.kept_mass)
+        if isinstance(method, TopP) and level.kept_mass is not None:
+            method = method.with_kept_mass(level.kept_mass)
         return self.kernels.prepare(method, rows, is_causal=is_causal)
 
 
@@ -169,7 +167,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
     _layer: int | None = None
     """Number of the layer whose calls follow, if it runs sparse."""
     _serves = False
-    """Whether this is the copy for a group of the served model's layers, not of a draft model's."""
+    """Whether this is the copy for a group of the served model's layers (not a draft model's), and any runs sparse."""
     _counts_rows = False
     """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
 
@@ -208,7 +206,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         clone: SparseMlaPrefillBackend = super().clone()
         self.shared.adopt()
         served = [layer.prefill_backend for layer in self.shared.layers.values()]
-        clone._serves = self in served
+        clone._serves = self in served and bool(self.shared.numbers)
         clone._counts_rows = self is served[0]
         return clone
 
@@ -219,9 +217,10 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
     def begin_step(self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int) -> None:
         """Take the rows of a step, before ``prepare_metadata``. A draft model's stay dense and are not counted."""
         if self._serves:
-            classifier = self.shared.row_classifier
-            self._rows = classifier.rows_of_step(common, common_prefix_len, max_decode_tokens, self._counts_rows)
+            self._rows = self.shared.row_classifier.rows_of_step(common, common_prefix_len, max_decode_tokens)
             self._is_counted = self.shared.worker.requests.is_counted
+            if self._counts_rows:
+                self.shared.worker.count_rows(common, self._rows)
 
     def begin_layer(self, impl: Any) -> None:
         """Take the implementation of the layer whose calls follow."""

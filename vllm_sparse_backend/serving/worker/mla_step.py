@@ -24,7 +24,7 @@ Prepare = Callable[[RequestLevel, Sequence[MlaRow], bool], MlaCall]
 """Prepares the rows of requests of the same level, given whether their keys are the new tokens."""
 
 
-class DenseRun(NamedTuple):
+class MlaDenseRun(NamedTuple):
     """Consecutive queries of a call that run on vLLM's own prefill backend."""
 
     queries: slice
@@ -45,7 +45,7 @@ class SparseRows(NamedTuple):
 class StepCall:
     """The parts of one call of the prefill backend."""
 
-    dense: Sequence[DenseRun]
+    dense: Sequence[MlaDenseRun]
     sparse: Sequence[SparseRows]
     has_gaps: bool = False
     """Whether some row has no key in the call."""
@@ -89,10 +89,10 @@ class _Divider:
             lengths = [self.rows[i].query_len for i in run]
             part = compat.mla_new_tokens_part(self.metadata, self._offsets(lengths), max(lengths))
             tokens = self._queries(run)
-            dense.append(DenseRun(tokens, tokens, _prepared(self.stock, part)))
+            dense.append(MlaDenseRun(tokens, tokens, _prepared(self.stock, part)))
         for i, row in enumerate(self.rows):
             if row.is_sparse:
-                sparse.append((row.request, self._sparse_row(i, self.starts[i], row.query_len, row.context_len)))
+                sparse.append((row.level, self._sparse_row(i, self.starts[i], row.query_len, row.context_len)))
         return StepCall(dense, self._grouped(sparse, is_causal=True))
 
     def chunk(self, i_chunk: int, rows: slice, num_keys: list[int], positions: list[int]) -> StepCall:
@@ -113,11 +113,11 @@ class _Divider:
                 )
                 keys = slice(key_starts[places.start], key_starts[places.stop])
                 queries = self._queries(run_rows, first_query)
-                dense.append(DenseRun(queries, keys, _prepared(self.stock, self.metadata), part))
+                dense.append(MlaDenseRun(queries, keys, _prepared(self.stock, self.metadata), part))
         for place, i in enumerate(range(rows.start, rows.stop)):
             if self.rows[i].is_sparse and num_keys[place]:
                 row = self._sparse_row(i, key_starts[place], num_keys[place], positions[place])
-                sparse.append((self.rows[i].request, row._replace(query_start=row.query_start - first_query)))
+                sparse.append((self.rows[i].level, row._replace(query_start=row.query_start - first_query)))
         return StepCall(dense, self._grouped(sparse, is_causal=False), has_gaps=not all(num_keys))
 
     def _queries(self, rows: range, first_query: int = 0) -> slice:
@@ -139,9 +139,9 @@ class _Divider:
     def _grouped(self, rows: Sequence[tuple[RequestLevel, MlaRow]], is_causal: bool) -> list[SparseRows]:
         """Group rows by their requests' levels."""
         groups: dict[RequestLevel, list[MlaRow]] = defaultdict(list)
-        for request, row in rows:
-            groups[request].append(row)
-        return [SparseRows(request.name, self.prepare(request, group, is_causal)) for request, group in groups.items()]
+        for level, row in rows:
+            groups[level].append(row)
+        return [SparseRows(level.name, self.prepare(level, group, is_causal)) for level, group in groups.items()]
 
     def _offsets(self, lengths: Sequence[int]) -> torch.Tensor:
         """Return the offsets of parts with these lengths, on the device."""

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.metrics import METRICS
@@ -20,7 +21,7 @@ from vllm_sparse_backend.serving.resolution import resolve
 from vllm_sparse_backend.serving.worker import compile_monitor, startup_log
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
 from vllm_sparse_backend.serving.worker.counters import Key, Recorder, Sample
-from vllm_sparse_backend.serving.worker.rows import Requests
+from vllm_sparse_backend.serving.worker.rows import BatchRow, Requests, count_decodes
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, layer_plan
 from vllm_sparse_kernels.methods import name_of
 
@@ -132,6 +133,15 @@ class Worker:
         streaming = [STREAMING if head in heads else method for head, method in enumerate(plan.methods)]
         # The same block width: the other heads keep the same keys, and the arena has room for the index.
         return self.layer(layer_plan(streaming), head_dim, self.layer(plan, head_dim).block_tokens)
+
+    def count_rows(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> None:
+        """Count the rows of a batch, which are decodes if ``rows`` is empty. Dummy runs are not counted."""
+        if not self.requests.is_counted:
+            return
+        if rows:
+            self.recorder.count_rows(row.kind for row in rows)
+        else:
+            self.recorder.count_decodes(count_decodes(common))
 
     def should_log(self, line: str) -> bool:
         """Return whether to log a line: True only for the first call with the line."""

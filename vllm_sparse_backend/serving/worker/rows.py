@@ -18,7 +18,7 @@ from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, is_checked, level_in
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, PADDING_ROW, SPARSE, Recorder, RowKind
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, PADDING_ROW, SPARSE, RowKind
 from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.rows import ceil_div, to_device
 
@@ -109,21 +109,15 @@ class BatchRow:
     query_len: int
     context_len: int
     kind: RowKind
-    min_tokens: int = 0
-    request: RequestLevel = SERVER_LEVEL
+    dense_end: int
+    """Position after the tokens that run dense: for a sparse row, the tokens within ``min_tokens``."""
+    level: RequestLevel = SERVER_LEVEL
     prompt_len: int | None = None
 
     @property
     def end(self) -> int:
         """Position after its last query among the queries of the step."""
         return self.token + self.query_len
-
-    @property
-    def dense_end(self) -> int:
-        """Position after the tokens that run dense: for a sparse row, the tokens within ``min_tokens``."""
-        if self.kind.path != SPARSE:
-            return self.end
-        return self.token + max(self.min_tokens - self.context_len, 0)
 
     @property
     def is_sparse(self) -> bool:
@@ -137,38 +131,19 @@ class RowClassifier:
 
     lengths: Mapping[str, Lengths]
     """By level, the lengths from which rows run sparse."""
-    has_sparse_layers: bool
     requests: Requests
-    recorder: Recorder
     needs_prompts: bool = False
     """Whether a method depends on the length of a row's prompt."""
     cuts_rows: bool = True
     """Whether a row that crosses ``min_tokens`` runs sparse from there on. Otherwise all of it runs dense."""
 
     def rows_of_step(
-        self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int, counts_rows: bool
-    ) -> Sequence[BatchRow]:
-        """Classify the rows of a batch; none if all are decodes. ``counts_rows`` counts them."""
-        is_counted = counts_rows and self.requests.is_counted
-        if common.max_query_len <= 1:  # the path of every output token: rows are not inspected
-            if is_counted:
-                self.recorder.count_decodes(int(common.query_start_loc_cpu[common.num_reqs]))
-            return ()
-        rows = self.classify(common, common_prefix_len, max_decode_tokens)
-        if is_counted:
-            self.recorder.count_rows(row.kind for row in rows)
-        return rows
-
-    def classify(
         self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int
-    ) -> list[BatchRow]:
-        """Decide how each row of a batch runs."""
+    ) -> Sequence[BatchRow]:
+        """Decide how each row of a batch runs; return none if no row prefills."""
+        if common.max_query_len <= max_decode_tokens:  # the path of every output token: rows are not inspected
+            return ()
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        if common.max_query_len <= max_decode_tokens:  # no row prefills: sequence lengths and levels are not needed
-            return [
-                BatchRow(start, end - start, 0, DECODE_ROW if end > start else PADDING_ROW)
-                for start, end in pairwise(starts)
-            ]
         seq_lens = compat.host_seq_lens(common)
         requests = self.requests.of_rows(common.num_reqs, self.needs_prompts)
         batch_reason = Fallback.UNNAMED if requests is None else _dense_reason_of_batch(common, common_prefix_len)
@@ -186,9 +161,11 @@ class RowClassifier:
                 if reason is None:
                     reason = self._dense_reason(query_len, seq_len, level.name)
                 kind = RowKind(SPARSE if reason is None else DENSE, reason, level.name)
-            min_tokens = self.lengths[level.name].min_tokens if kind.path == SPARSE else 0
+            context_len, dense_end = seq_len - query_len, end
+            if kind.path == SPARSE:
+                dense_end = start + max(self.lengths[level.name].min_tokens - context_len, 0)
             prompt_len = requests[i].prompt_len if self.needs_prompts else None
-            rows.append(BatchRow(start, query_len, seq_len - query_len, kind, min_tokens, level, prompt_len))
+            rows.append(BatchRow(start, query_len, context_len, kind, dense_end, level, prompt_len))
         return rows
 
     def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:
@@ -197,7 +174,7 @@ class RowClassifier:
         if reason := lengths.dense_reason(query_len, seq_len):
             return reason
         begins_within = not self.cuts_rows and seq_len - query_len < lengths.min_tokens
-        return Fallback.TOO_SHORT if begins_within or not self.has_sparse_layers else None
+        return Fallback.TOO_SHORT if begins_within else None
 
 
 def _dense_reason_of_batch(common: CommonAttentionMetadata, common_prefix_len: int) -> Fallback | None:
@@ -205,6 +182,13 @@ def _dense_reason_of_batch(common: CommonAttentionMetadata, common_prefix_len: i
     if common.causal is not True:
         return Fallback.NON_CAUSAL
     return Fallback.CASCADE if common_prefix_len > 0 else None
+
+
+def count_decodes(common: CommonAttentionMetadata) -> int:
+    """Return the number of rows of a batch in which no row prefills, without those that pad it."""
+    if common.max_query_len <= 1:  # each row has one token
+        return int(common.query_start_loc_cpu[common.num_reqs])
+    return int(common.query_start_loc_cpu[: common.num_reqs + 1].diff().count_nonzero())
 
 
 def dense_runs(rows: Sequence[BatchRow]) -> Iterator[tuple[slice, slice]]:
@@ -239,14 +223,9 @@ class Slab(NamedTuple):
     """
 
     rows: Rows
-    request: RequestLevel = SERVER_LEVEL
-    """Level of the requests of all these rows."""
+    level: RequestLevel = SERVER_LEVEL
     is_long: bool = False
     """Whether all these rows have so long a context that streaming heads keep only the first and the nearest keys."""
-
-    @property
-    def level(self) -> str:
-        return self.request.name
 
 
 @dataclass(frozen=True)
