@@ -35,9 +35,9 @@ from scipy.stats import linregress
 from benchmarks.options import Json
 from benchmarks.traffic import CacheReads, Settings, endpoint_of, show
 from vllm_sparse_backend.cli.commands import run_alone
-from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens, mean_and_error
+from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
 from vllm_sparse_backend.evaluation.answer_run import require_room
-from vllm_sparse_backend.evaluation.answer_tables import ratio_of_answers
+from vllm_sparse_backend.evaluation.answer_tables import mean_and_error, ratio_of_answers
 from vllm_sparse_backend.evaluation.answers import Encode, Statement
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics

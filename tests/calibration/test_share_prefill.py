@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.calibration_cases import HEADS, StructuredCapturer, make_job
-from vllm_sparse_backend.calibration.loop import CPU, Progress
+from vllm_sparse_backend.calibration.loop import CPU
 from vllm_sparse_backend.calibration.papers import share_prefill as module
 from vllm_sparse_backend.calibration.papers.share_prefill import (
     attention_maps,
@@ -19,6 +19,7 @@ from vllm_sparse_backend.calibration.papers.share_prefill import (
     ward_labels,
 )
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.evaluation.report import Progress
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 SIDE = 16

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from tests.helpers.command_line import COMMANDS
 from tests.helpers.external_tools import ROOT
 from tests.helpers.stub_server import Api, running
-from vllm_sparse_backend.cli import app, common, profile_commands
+from vllm_sparse_backend.cli import app, common, profile
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
@@ -157,8 +157,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(profile_commands.Calibrate, "search", stop)
-    monkeypatch.setattr(profile_commands.Best, "search", stop)
+    monkeypatch.setattr(profile.Calibrate, "search", stop)
+    monkeypatch.setattr(profile.Best, "search", stop)
     for command in (("best",), ("calibrate", "--method", "sale")):
         result = run("profile", *command, BUNDLED, "--out", tmp_path / "out.yaml", "--tokens", 1024)
         assert result.exit_code == 130

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from vllm_sparse_backend.evaluation.agreement import NextTokens, kl_divergence, mean_and_error
+from vllm_sparse_backend.evaluation.agreement import NextTokens, kl_divergence
+from vllm_sparse_backend.evaluation.answer_tables import mean_and_error
 
 VOCABULARY = 50
 

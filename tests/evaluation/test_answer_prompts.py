@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.stub_server import FACT, QUESTION, Words, entry
-from vllm_sparse_backend.evaluation.answers import Prompt, Statement, TokenScores, build_prompt, standard_error
+from vllm_sparse_backend.evaluation.answer_tables import error_of_share
+from vllm_sparse_backend.evaluation.answers import Prompt, Statement, TokenScores, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -155,10 +156,10 @@ def test_what_is_missing_or_no_number_is_an_error_and_no_answer(place: int, valu
 
 def test_the_standard_error_knows_that_a_prompts_answers_fall_together() -> None:
     binomial = math.sqrt(0.75 * 0.25 / 24)
-    assert standard_error([[True] * 18 + [False] * 6]) == pytest.approx(binomial)
-    assert standard_error([[True] * 9 + [False] * 3] * 2) == pytest.approx(binomial)
+    assert error_of_share([[True] * 18 + [False] * 6]) == pytest.approx(binomial)
+    assert error_of_share([[True] * 9 + [False] * 3] * 2) == pytest.approx(binomial)
     # Means of two prompts, 0.5 and 1: their deviation is 0.354, divided by the root of two.
-    assert standard_error([[True, False] * 6, [True] * 12]) == pytest.approx(0.25)
+    assert error_of_share([[True, False] * 6, [True] * 12]) == pytest.approx(0.25)
 
 
 def test_texts_are_files_or_folders(tmp_path: Path) -> None:

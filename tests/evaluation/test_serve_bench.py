@@ -18,7 +18,7 @@ from vllm_sparse_backend.cli.bench import Serve
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import compared_servers, serve_bench, vllm_server
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, Progress
 from vllm_sparse_backend.evaluation.serve_bench import Length
 from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU, Settings
 
@@ -240,7 +240,7 @@ def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log,
     with running(Stub("stock", log, lambda n: 0, clock)) as url:
         servers = [Endpoint.connect("stock", url)] * 2
         workload = serve_bench.ServeWorkload((Length(40_000),), output_tokens=1, most_repeats=1, text=None)
-        list(serve_bench.alternate_requests(servers, workload, Prompts(list(range(2000))), lambda: None))
+        list(serve_bench.alternate_requests(servers, workload, Prompts(list(range(2000))), Progress()))
     assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
 
 

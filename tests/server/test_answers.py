@@ -19,7 +19,7 @@ import yaml
 
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import answer_run, answer_tables, compared_servers
-from vllm_sparse_backend.evaluation.report import Report
+from vllm_sparse_backend.evaluation.report import Progress, Report
 from vllm_sparse_backend.evaluation.vllm_server import Settings
 from vllm_sparse_kernels.methods import METHODS
 
@@ -69,7 +69,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     _, *served = compared_servers.started(BUNDLED, [Settings.parse(str(profile))], TOKENS + 1, levels=names)
     asking = answer_run.AnswerWorkload.from_text(None, [TOKENS], 1, FACTS)
     report = Report("answers", "CPU")
-    answer_run.ask_all(served, asking, report)
+    answer_run.ask_all(served, asking, report, Progress())
     assert [case["error"] for case in report.cases] == [None] * len(names)
     assert len({case["sha256"] for case in report.cases}) == 1  # the same for all
     summaries = answer_tables.summaries(report.cases, [endpoint.label for endpoint in served])

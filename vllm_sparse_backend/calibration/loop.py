@@ -11,7 +11,7 @@ A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each to
 
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
@@ -39,7 +39,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, un
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import HeadFigures, Level, Profile, Provenance
-from vllm_sparse_backend.evaluation.report import versions
+from vllm_sparse_backend.evaluation.report import Progress, versions
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods import METHODS
@@ -59,16 +59,6 @@ SHARE_PREFILL = "share_prefill"
 
 PAPERS = (SHARE_PREFILL, "minference", "sale", "sparge_attn", "sparge_attn+skip")
 """The methods whose papers describe a calibration."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Callbacks through which a run reports its progress."""
-
-    begin: Callable[[str, int], None] = lambda what, steps: None
-    """Called with the name of a stage and its number of steps."""
-    step: Callable[[], None] = lambda: None
-    say: Callable[[str], None] = lambda text: None
 
 
 @dataclass(frozen=True)
@@ -135,7 +125,7 @@ class Job:
     def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
         """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
         self._check_disk(prompts)
-        self.progress.say(f"capturing {len(prompts)} prompts")
+        self.progress.print(f"capturing {len(prompts)} prompts")
         return capture_prompts(self.model, prompts, self.folder, self.device, self.dtype)
 
     def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:

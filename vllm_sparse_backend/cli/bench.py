@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill bench`: speed on this machine, compared with dense attention and stock vLLM."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.evaluation.report import BenchError, Report, line_of, table_of
+from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.serve_bench import Length
@@ -48,22 +47,24 @@ class Serve(common.ServerOptions):
             workload = serve_bench.ServeWorkload(tuple(self._lengths()), self.output_tokens, self.repeats, text)
             servers = self.contestants(workload.longest)
             report = self.report("serve")
-            report.announce = progress.print
-            report.on_case = lambda case: progress.print(f"{case['label']}: {line_of(serve_bench.COLUMNS, case)}")
-            progress.begin("requests", workload.steps * len(servers))
-            serve_bench.compare_servers(servers, workload, report, progress.step)
-        _show_serve(report.cases)
+            serve_bench.compare_servers(servers, workload, report, progress)
+        common.say(serve_bench.tables(report.cases))
+        for case in report.cases:
+            for said in case["said"]:
+                common.say(f"failed: {case['label']}, {case['case']}: {said}")
+        if any(case["failures"] for case in report.cases):
+            raise typer.Exit(1)
         if self.model is not None and not has_cuda():
             common.say(NOT_FASTER_ON_CPU)
 
     def _lengths(self) -> "list[Length]":
         """Parse --lengths, such as ``8192,200+32768``; by default, return those that fit into the model's positions."""
         from vllm_sparse_backend.evaluation.serve_bench import LENGTHS, Length
-        from vllm_sparse_backend.evaluation.vllm_server import max_positions
 
         if self.lengths is None:
-            most = None if self.model is None else max_positions(self.model)
-            return [Length(n) for n in LENGTHS if most is None or n + self.output_tokens <= most]
+            if self.model is None:
+                return [Length(n) for n in LENGTHS]
+            return [Length(n) for n in common.fitting_lengths("--lengths", LENGTHS, self.output_tokens, self.model)]
         parts = [part.split("+") for part in common.split(self.lengths)]
         if not parts or any(len(part) > 2 or not all(n.isdecimal() and int(n) for n in part) for part in parts):
             expected = "whole numbers above 0, or NEW+CACHED, separated by commas"
@@ -74,18 +75,6 @@ class Serve(common.ServerOptions):
 add_command(
     bench, Serve, name="serve", example="sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768"
 )
-
-
-def _show_serve(cases: Sequence[dict[str, Any]]) -> None:
-    """Print tables and failed requests; exit with code 1 if a request failed."""
-    from vllm_sparse_backend.evaluation.serve_bench import tables
-
-    common.say(tables(cases))
-    for case in cases:
-        for said in case["said"]:
-            common.say(f"failed: {case['label']}, {case['case']}: {said}")
-    if any(case["failures"] for case in cases):
-        raise typer.Exit(1)
 
 
 @bench.command(epilog="Example: sparse-prefill bench crossover MODEL --out mine.json")
@@ -116,12 +105,11 @@ def crossover(
         configurations = [Settings.parse(text, model) for text in settings or ("{}",)]
         crossovers = [part.Crossover(model, configuration, longest, server_args) for configuration in configurations]
         report = Report("crossover", device_name(), json_path)
-        report.announce = progress.print
-        progress.begin("requests", sum(2 * measured.workload.steps for measured in crossovers))
         for measured in crossovers:
-            engine, cells = measured.measure(report, progress.step)
+            engine, cells = measured.measure(progress)
             lengths = part.fit_lengths(cells)
-            part.replace_entry(out, entry := measured.entry(report.device, engine, lengths, report.command))
+            entry = measured.entry(report.device, engine, lengths, report.command)
+            part.replace_entry(out, entry)
             cases = [cell.case(lengths) for cell in cells]
             for case in cases:
                 report.add_case(case)

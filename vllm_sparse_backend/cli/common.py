@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from itertools import chain
@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.config.input_files import kind_of_file
 from vllm_sparse_backend.evaluation.output_files import require_output_file
 from vllm_sparse_backend.evaluation.report import BenchError, Report
@@ -192,6 +192,26 @@ def token_counts(option: str, text: str) -> list[int]:
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise BenchError(f"{option}: given {text!r}, expected whole numbers above 0, separated by commas")
     return [int(part) for part in parts]
+
+
+def names_among(option: str, text: str, known: Collection[str]) -> list[str]:
+    """Parse comma-separated names, each of which must be known."""
+    names = split(text)
+    for name in names:
+        if name not in known:
+            raise BenchError(f"{option}: {not_one_of(name, known)}")
+    return names
+
+
+def fitting_lengths(option: str, lengths: Sequence[int], output_tokens: int, model: Path) -> list[int]:
+    """Return the lengths of an option's default that fit into the model's positions with their answers."""
+    from vllm_sparse_backend.evaluation.vllm_server import max_positions
+
+    most = max_positions(model)
+    fitting = [length for length in lengths if most is None or length + output_tokens <= most]
+    if not fitting:
+        raise BenchError(f"{option}: given none, expected lengths within the {most:,} positions of {model}")
+    return fitting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.config.errors import not_one_of
-from vllm_sparse_backend.evaluation.report import BenchError, options_of
+from vllm_sparse_backend.evaluation.report import options_of
 
 evaluate = common.group("Measure accuracy against stock vLLM.")
 
@@ -48,34 +47,27 @@ class Answers(common.ServerOptions):
         common.exit_on_sigterm()
         go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
-            from vllm_sparse_backend.evaluation import answer_run as evaluation, answer_tables
+            from vllm_sparse_backend.evaluation import answer_run, answer_tables
             from vllm_sparse_backend.evaluation.compared_servers import resume
             from vllm_sparse_backend.evaluation.tasks import TASKS
 
             lengths = common.token_counts("--lengths", self.lengths)
-            evaluation.require_room(lengths, self.facts)
-            tasks = common.split(self.tasks)
-            if unknown := [task for task in tasks if task not in TASKS]:
-                raise BenchError(f"--tasks: {not_one_of(unknown[0], TASKS)}")
-            workload = evaluation.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
+            answer_run.require_room(lengths, self.facts)
+            tasks = common.names_among("--tasks", self.tasks, TASKS)
+            workload = answer_run.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
             servers = self.contestants(workload.longest + 1)
             report = self.report("answers")
             options = options_of(workload, server_args=self.server_args)
             del options["tasks"]  # prompts of a task do not depend on the other tasks
             resume(report, options, servers)
-            progress.begin("prompts", sum(map(len, evaluation.missing_requests(servers, workload, report).values())))
-
-            def show_progress(case: dict[str, Any]) -> None:
-                progress.step()
-                place = f"{case['task']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
-                progress.print(f"{case['label']}, {place}: {evaluation.describe_case(case)}")
-
-            report.announce = progress.print
-            report.on_case = show_progress
-            evaluation.ask_all(servers, workload, report)
+            answer_run.ask_all(servers, workload, report, progress)
             rows = answer_tables.summaries(report.cases, [server.label for server in servers])
             report.write(summary=rows)
-        _show(rows, report.cases)
+        common.say(answer_tables.tables(rows))
+        for line in answer_tables.failure_lines(report.cases):
+            common.say(line)
+        if any(case["error"] for case in report.cases):
+            raise typer.Exit(1)
 
 
 add_command(
@@ -84,17 +76,6 @@ add_command(
     name="answers",
     example="sparse-prefill eval answers MODEL --settings mine.yaml --lengths 32768 --json a.json",
 )
-
-
-def _show(rows: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
-    """Print a table and failed requests; exit with code 1 if a request failed."""
-    from vllm_sparse_backend.evaluation.answer_tables import failure_lines, tables
-
-    common.say(tables(rows))
-    for line in failure_lines(cases):
-        common.say(line)
-    if any(case.get("error") for case in cases):
-        raise typer.Exit(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +117,7 @@ class ModelReport:
             from vllm_sparse_backend.evaluation.prompt_texts import project_text, read_prompt_text
             from vllm_sparse_backend.evaluation.vllm_server import Settings, device_name
 
-            parts = common.split(self.parts) or model_report.PARTS
-            if unknown := [part for part in parts if part not in model_report.PARTS]:
-                raise BenchError(f"--parts: {not_one_of(unknown[0], model_report.PARTS)}")
+            parts = common.names_among("--parts", self.parts, model_report.PARTS) or model_report.PARTS
             text = read_prompt_text(self.text) if self.text else project_text()
             report = model_report.ModelReport(
                 self.folder, self.model, [Settings.parse(given, self.model) for given in self.settings or ["{}"]],
@@ -146,30 +125,17 @@ class ModelReport:
                 self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
                 self.count, text, self.server_args, device_name(), parts,
             )  # fmt: skip
-            speed, answers = report.results(model_report.TTFT), report.results(model_report.ANSWERS)
-            if model_report.TTFT in parts and not speed.cases:
-                with bar("ttft") as progress:
-                    progress.begin("ttft", report.ttft_steps)
-                    report.measure_ttft(progress.print, progress.step)
-            if missing := report.missing_answers(answers):
-                with bar("answers") as progress:
-                    progress.begin("answers", missing)
-                    answers.announce, answers.on_case = progress.print, lambda case: progress.step()
-                    report.measure_answers(answers)
+            with bar("report") as progress:
+                report.measure(progress)
             common.say(report.write())
 
     def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> tuple[int, ...]:
         """Parse prompt lengths; by default, return those that fit into the model's positions."""
         from vllm_sparse_backend.evaluation.model_report import OUTPUT_TOKENS
-        from vllm_sparse_backend.evaluation.vllm_server import max_positions
 
         if text is not None:
             return tuple(common.token_counts(option, text))
-        most = max_positions(self.model)
-        fitting = tuple(n for n in defaults if most is None or n + OUTPUT_TOKENS <= most)
-        if not fitting:
-            raise BenchError(f"{option}: given none, expected lengths within the {most:,} positions of {self.model}")
-        return fitting
+        return tuple(common.fitting_lengths(option, defaults, OUTPUT_TOKENS, self.model))
 
 
 add_command(evaluate, ModelReport, name="report", example="sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")

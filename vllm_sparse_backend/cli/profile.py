@@ -1,21 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sparse-prefill profile`: list and check profiles, import other tools' files, and make profiles."""
+"""`sparse-prefill profile`: list and check profiles, import other tools' files, and make profiles from prompts."""
 
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_sparse_backend.cli import profile_commands
-from vllm_sparse_backend.cli.common import MaybeModel, Model, NewProfile, failures, group, say
+from vllm_sparse_backend.cli.commands import add_command
+from vllm_sparse_backend.cli.common import Chunk, MaybeModel, Model, NewProfile, exit_on_sigterm, failures, group, say
+from vllm_sparse_backend.cli.progress import bar
+from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.evaluation.report import Progress, table_of
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.calibration.judge import Bound
+    from vllm_sparse_backend.calibration.loop import Job
+    from vllm_sparse_backend.config.profile import Profile
 
 profile_app = group("List, check, import and make profiles. A profile has a method for each layer and head.")
 
 ProfileName = Annotated[
     str, typer.Argument(metavar="PROFILE", help="Name of a bundled profile, or path of a YAML file.")
+]
+
+_NUMBER = r"\d+(?:\.\d+)?"
+LEVEL = re.compile(
+    rf"\w+=(?:(?P<of_default>{_NUMBER})x|(?P<absolute>{_NUMBER})abs|(?P<error>{_NUMBER})(?::(?P<p99>{_NUMBER}))?)"
+)
+"""A level's name and bound. The names of the groups are those of ``Bound``'s fields."""
+
+Level = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=BOUND",
+        help="Error bound of a level (high or fast), as NAME=MEAN[:P99]: the largest mean and p99 over "
+        "a head's queries; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: |o - dense| summed over channels, "
+        "mean over tokens. Repeatable. Default: high=0.1:0.4.",
+    ),
 ]
 
 
@@ -77,4 +105,211 @@ def _describe(name: str, model: Path | None) -> None:
             say(f"level {plan.level}, {line}" if profile.levels else line)
 
 
-profile_commands.add_commands(profile_app)
+@dataclass(frozen=True, kw_only=True)
+class JobOptions(ABC):
+    """Options of `best` and `calibrate`: a model, prompts and the output file."""
+
+    model: Model
+    out: NewProfile
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A text, or .jsonl of prompts or chats; repeatable. Default: made from --text."
+        ),
+    ] = None
+    held_out: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="The same, for the final check.")] = None
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text file, or folder of *.py, to make prompts from. Default: vLLM's sources."
+        ),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Length of generated prompts, and limit for --prompts. Default: 32,768, or the model's positions.",
+            min=64,
+        ),
+    ] = None
+    count: Annotated[int, typer.Option(metavar="N", help="Number of generated prompts.", min=1)] = 3
+    chunk: Chunk = 8192
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Dense first positions, set in the profile. Default: not set; errors leave out the first 4,096.",
+            min=0,
+        ),
+    ] = None
+
+    @abstractmethod
+    def bounds(self) -> "Mapping[str, Bound]":
+        """Check the options, and return the bound of each level. Called before prompts are made, which takes time."""
+
+    @abstractmethod
+    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
+        """Make the profile."""
+
+    def run(self) -> None:
+        """Make the profile, write it, and report its figures."""
+        exit_on_sigterm()
+        with (
+            failures(),
+            bar("prompts") as progress,
+            TemporaryDirectory(prefix=".sparse-prefill-", dir=self.out.parent) as folder,
+        ):
+            bounds = self.bounds()
+            job = self._job(Path(folder), progress)
+            profile = self.search(job, bounds)
+            write_text(self.out, profile.to_yaml())
+        _report(profile, self.out)
+
+    def _job(self, folder: Path, progress: Progress) -> "Job":
+        import torch
+
+        from vllm_sparse_backend.calibration.capture import default_text, prompt_tokens
+        from vllm_sparse_backend.calibration.judge import Served
+        from vllm_sparse_backend.calibration.loop import Job
+        from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts
+        from vllm_sparse_backend.calibration.streaming_heads import default_context_tokens
+
+        tokens = prompt_tokens(self.model, self.tokens)
+
+        def prompts_of(files: list[Path] | None, count: int, part: int) -> list[list[int]]:
+            if files:
+                return read_prompts(self.model, files, tokens)
+            return make_prompts(self.model, self.text or default_text(), tokens, count, part, part)
+
+        return Job(
+            self.model,
+            prompts_of(self.prompts, self.count, 0),
+            prompts_of(self.held_out, max(1, self.count // 2), 1),
+            Served(
+                self.chunk,
+                min(4096, tokens // 2) if self.min_tokens is None else self.min_tokens,
+                default_context_tokens(self.model, self.chunk),
+            ),
+            folder,
+            torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            seed=None if self.prompts else 0,
+            sets_min_tokens=self.min_tokens is not None,
+            progress=progress,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best(JobOptions):
+    """Choose each head's fastest method on this device.
+
+    Each head's error is close to that of the default method.
+    """
+
+    high: Annotated[
+        float, typer.Option(metavar="FACTOR", help="Largest error of a head, relative to the default method's.", min=1)
+    ] = 1.5
+    fast: Annotated[float | None, typer.Option(metavar="FACTOR", help="The same for a second level.", min=1)] = None
+    method: Annotated[
+        list[str] | None, typer.Option(metavar="METHOD", help="A method to choose from; repeatable. Default: all.")
+    ] = None
+
+    def bounds(self) -> "Mapping[str, Bound]":
+        from vllm_sparse_backend.calibration import loop
+        from vllm_sparse_backend.calibration.judge import Bound
+
+        loop.require_methods(self.method or (), loop.independent_methods())
+        factors = {"high": self.high, "fast": self.fast}
+        return {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
+
+    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
+        from vllm_sparse_backend.calibration import loop
+        from vllm_sparse_backend.config.method_parameters import make_method
+
+        choose = loop.search_for_cheapest(job, self.method or loop.independent_methods())
+        profile = loop.calibrate(job, choose, bounds, "sparse-prefill profile best")
+        # No head takes longer than with the default method, which is a candidate. The other methods were measured in
+        # all heads at once, and would keep longer prompts dense.
+        return profile.model_copy(update={"lengths_of": make_method("default", {})})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(JobOptions):
+    """Calibrate one method as its paper does.
+
+    Each head gets its sparsest setting within the bound, or stays dense.
+    """
+
+    method: Annotated[
+        str,
+        typer.Option(
+            metavar="METHOD",
+            help="minference, sale, share_prefill (without --level), sparge_attn, sparge_attn+skip (with its λ), or a "
+            "method with a ladder.",
+        ),
+    ]
+    level: Level = None
+
+    def bounds(self) -> "Mapping[str, Bound]":
+        from vllm_sparse_backend.calibration import loop
+        from vllm_sparse_backend.calibration.papers.share_prefill import require_scipy
+
+        loop.require_methods([self.method], {*loop.PAPERS, *loop.independent_methods()})
+        if self.method != loop.SHARE_PREFILL:
+            return _parse_bounds(self.level)
+        if self.level is not None:
+            raise ConfigurationError(
+                "--level: given with --method share_prefill, expected none: the paper has one γ for all heads; leave "
+                "it out"
+            )
+        require_scipy()
+        return {}
+
+    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
+        from vllm_sparse_backend.calibration import loop
+        from vllm_sparse_backend.calibration.papers.share_prefill import shared_heads
+        from vllm_sparse_backend.config.profile import Profile
+
+        command = f"sparse-prefill profile calibrate --method {self.method}"
+        if self.method == loop.SHARE_PREFILL:
+            return Profile.of_heads(shared_heads(job), job.provenance(command), **job.profile_fields)
+        return loop.calibrate(job, loop.search_of_method(job, self.method), bounds, command)
+
+
+add_command(profile_app, Best, name="best", example="sparse-prefill profile best MODEL --out mine.yaml")
+add_command(
+    profile_app,
+    Calibrate,
+    name="calibrate",
+    example="sparse-prefill profile calibrate MODEL --method sale --out mine.yaml",
+)
+
+
+def _report(profile: "Profile", out: Path) -> None:
+    for name in profile.level_names[1:]:
+        provenance = profile.at_level(name).provenance
+        bounds = ", ".join(f"{quantity} {value:g}" for quantity, value in (provenance.bounds or {}).items())
+        say(f"{name}: {bounds}; density {provenance.density:.3f} over all heads")
+        figures = (provenance.held_out or {}).items()
+        held_out = ", ".join(f"{quantity.replace('_', ' ')} {value:.4g}" for quantity, value in figures)
+        say(f"  on held-out prompts: {held_out}")
+    say(f"Written to {out}")
+
+
+def _parse_bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
+    """Parse the bounds of --level options, by the level's name."""
+    from vllm_sparse_backend.calibration.judge import Bound
+    from vllm_sparse_backend.config.profile import BOUNDS
+
+    bounds: dict[str, Bound] = {}
+    for text in levels or ("high=0.1:0.4",):
+        name, match = text.partition("=")[0], LEVEL.fullmatch(text)
+        limits = {limit: float(number) for limit, number in match.groupdict().items() if number} if match else {}
+        if not limits or not all(limits.values()) or name in bounds:
+            expected = "NAME=MEAN:P99, NAME=1.5x or NAME=0.4abs, with numbers above 0, and each level only once"
+            raise ConfigurationError(f"--level: {unexpected(text, expected)}")
+        if name not in BOUNDS:
+            raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
+        if limits.get("of_default", 1) < 1:
+            raise ConfigurationError(f"--level: {unexpected(text, 'a number of at least 1 before the x')}")
+        bounds[name] = Bound(**limits)
+    return bounds

@@ -8,19 +8,20 @@ from rich import progress as rich_bar
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_sparse_backend.evaluation.report import Progress
+
 LOG_INTERVAL_S = 30.0
 """Seconds between two lines of a stage, if there is no terminal."""
 
 
-class Bar:
-    """Progress of one stage at a time."""
+class Bar(Progress):
+    """A bar for one stage at a time."""
 
     def __init__(self, progress: rich_bar.Progress) -> None:
         self._progress = progress
         self._logged_s = 0.0
 
     def begin(self, what: str, steps: int) -> None:
-        """Begin a stage of ``steps`` steps."""
         (task,) = self._progress.tasks
         self._progress.reset(task.id, description=what, total=steps)
         self._logged_s = 0.0

@@ -10,7 +10,7 @@ inequality), so the result is a lower bound of the divergence over the vocabular
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 
 TOP = 20
@@ -74,9 +74,3 @@ def kl_divergence(reference: Mapping[int, float], other: Mapping[int, float]) ->
 def _likeliest(tokens: Mapping[int, float]) -> set[int]:
     most = max(tokens.values())
     return {token for token, logprob in tokens.items() if logprob == most}
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean over prompts and its standard error; None for what too few prompts do not determine."""
-    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return fmean(values) if values else None, error

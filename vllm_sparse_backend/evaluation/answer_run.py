@@ -17,7 +17,7 @@ from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
-from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report
 from vllm_sparse_backend.evaluation.tasks import TASKS
 
 Case = dict[str, Any]
@@ -141,13 +141,14 @@ def missing_requests(
     return {label: [key for key in workload.wanted if (label, key) not in answered] for label in labels}
 
 
-def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report) -> None:
+def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report, progress: Progress) -> None:
     """Add a case for each server and prompt that the report lacks. Raises BenchError or ServerError."""
     todo = missing_requests(contestants, workload, report)
+    progress.begin(report.bench, sum(map(len, todo.values())))
     prompts: dict[PromptKey, Prompt] = {}
     sample: list[int] = []
     for group in groups([contestant for contestant in contestants if todo[contestant.label]]):
-        with opened(group, report) as endpoints:
+        with opened(group, progress) as endpoints:
             for contestant, endpoint in zip(group, endpoints, strict=True):
                 tokens = workload.sample_tokens(endpoint)
                 if not prompts:  # the first server that is ready makes the prompts for all servers
@@ -159,7 +160,10 @@ def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report:
                 about = {"label": contestant.label, "what": contestant.what, "model": contestant.model}
                 wanted = {prompt_key: prompts[prompt_key] for prompt_key in todo[contestant.label]}
                 for case in _ask_server(endpoint, wanted):
-                    report.add_case(about | {"level": contestant.level} | case)
+                    case = about | {"level": contestant.level} | case
+                    report.add_case(case)
+                    progress.step()
+                    progress.print(f"{name_case(case)}: {describe_case(case)}")
 
 
 def _ask_server(endpoint: Endpoint, prompts: Mapping[PromptKey, Prompt]) -> Iterator[Case]:
@@ -181,6 +185,11 @@ def describe_case(case: Case) -> str:
     if case["error"] is not None:
         return f"failed: {case['error']}"
     return f"{sum(right_answers(case))} of {len(case['ranks'])} right, {case['seconds']:.1f} s"
+
+
+def name_case(case: Case) -> str:
+    """Return the server and the prompt of a request."""
+    return f"{case['label']}, {case['task']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
 
 
 def right_answers(case: Case) -> list[bool]:

@@ -4,13 +4,12 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import stdev
+from statistics import fmean, stdev
 
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
-from vllm_sparse_backend.evaluation.agreement import NextTokens, mean_and_error
-from vllm_sparse_backend.evaluation.answer_run import Case, right_answers
-from vllm_sparse_backend.evaluation.answers import standard_error
+from vllm_sparse_backend.evaluation.agreement import NextTokens
+from vllm_sparse_backend.evaluation.answer_run import Case, name_case, right_answers
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs
 from vllm_sparse_backend.evaluation.report import table_of
 
@@ -90,7 +89,7 @@ def summaries(cases: Sequence[Case], labels: Sequence[str]) -> list[Case]:
             rows.append({
                 "label": label, "task": task, "tokens": length, "right": right, "asked": asked,
                 "share": right / asked if asked else None,
-                "share_error": standard_error(list(answers.values())) if asked else None,
+                "share_error": error_of_share(list(answers.values())) if asked else None,
                 "of_first": of_first,
                 "of_first_error": of_first_error,
                 "perplexity": math.exp(sum(case["nats"] for case in good.values()) / others) if others else None,
@@ -101,6 +100,21 @@ def summaries(cases: Sequence[Case], labels: Sequence[str]) -> list[Case]:
     return rows
 
 
+def error_of_share(answers: Sequence[Sequence[bool]]) -> float:
+    """Return the standard error of the share of right answers, which are given by prompt.
+
+    It is the binomial error, or the error between prompts if that is larger: answers of a prompt are not independent,
+    because a block of keys that is left out may lose several of them.
+    """
+    total, count = sum(map(len, answers)), len(answers)
+    share = sum(map(sum, answers)) / total
+    binomial = math.sqrt(share * (1 - share) / total)
+    if count < 2:
+        return binomial
+    squares = math.fsum((sum(of_prompt) - share * len(of_prompt)) ** 2 for of_prompt in answers)
+    return max(binomial, math.sqrt(squares * count / (count - 1)) / total)
+
+
 def ratio_of_answers(right: Sequence[int], baseline: Sequence[int]) -> tuple[float | None, float | None]:
     """Return right answers ÷ the baseline's, and the standard error over prompts, from the differences."""
     total = sum(baseline)
@@ -108,6 +122,12 @@ def ratio_of_answers(right: Sequence[int], baseline: Sequence[int]) -> tuple[flo
         return None, None
     changes = [(ours - theirs) / total for ours, theirs in zip(right, baseline)]
     return sum(right) / total, math.sqrt(len(changes)) * stdev(changes) if len(changes) > 1 else None
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return the mean over prompts and its standard error; None for what too few prompts do not determine."""
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return fmean(values) if values else None, error
 
 
 def tables(rows: Sequence[Case]) -> str:
@@ -135,12 +155,7 @@ def with_error(value: float | None, error: float | None, form: str) -> str:
 
 def failure_lines(cases: Sequence[Case]) -> list[str]:
     """Return a line for each failed request, and for each server of this backend without sparse prefill."""
-    lines = [
-        f"failed, and not counted: {case['label']}, {case['task']}, {case['tokens']:,} tokens, "
-        f"prompt {case['prompt'] + 1}: {case['error']}"
-        for case in cases
-        if case["error"]
-    ]
+    lines = [f"failed, and not counted: {name_case(case)}: {case['error']}" for case in cases if case["error"]]
     explained = {fallback.value: fallback.explain for fallback in Fallback}
     counted = [case for case in cases if "dense_rows" in case and case["level"] not in (0, EXACT)]
     for label in dict.fromkeys(case["label"] for case in counted):

@@ -8,7 +8,6 @@ gives the rank of each token of an answer. The answer is right if all of its tok
 """
 
 import hashlib
-import math
 import random
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -184,18 +183,3 @@ class TokenScores:
     def of_answers(self, prompt: Prompt) -> list[list[int]]:
         """Return the ranks of each answer's tokens."""
         return [self.ranks[begin:end] for begin, end in prompt.answers]
-
-
-def standard_error(answers: Sequence[Sequence[bool]]) -> float:
-    """Return the standard error of the share of right answers, which are given by prompt.
-
-    It is the binomial error, or the error between prompts if that is larger: answers of a prompt are not independent,
-    because a block of keys that is left out may lose several of them.
-    """
-    total, count = sum(map(len, answers)), len(answers)
-    share = sum(map(sum, answers)) / total
-    binomial = math.sqrt(share * (1 - share) / total)
-    if count < 2:
-        return binomial
-    squares = math.fsum((sum(of_prompt) - share * len(of_prompt)) ** 2 for of_prompt in answers)
-    return max(binomial, math.sqrt(squares * count / (count - 1)) / total)

@@ -14,7 +14,7 @@ from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.config.model_shape import name_of_path
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.report import BenchError, Report, read_results
+from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, read_results
 from vllm_sparse_backend.evaluation.vllm_server import (
     Server,
     Settings,
@@ -80,11 +80,11 @@ def groups(contestants: Sequence[Contestant]) -> list[list[Contestant]]:
 
 
 @contextmanager
-def opened(contestants: Sequence[Contestant], report: Report) -> Iterator[list[Endpoint]]:
-    """Open all servers of a group at the same time, each only once. Announces a start, which takes a minute."""
+def opened(contestants: Sequence[Contestant], progress: Progress) -> Iterator[list[Endpoint]]:
+    """Open all servers of a group at the same time, each only once. A start takes a minute."""
     first = contestants[0]
     if not first.is_running:
-        report.announce(f"starting {'stock vLLM' if first.label == STOCK else f'sparse-prefill ({first.what})'}")
+        progress.print(f"starting {'stock vLLM' if first.label == STOCK else f'sparse-prefill ({first.what})'}")
     with ExitStack() as stack:
         servers = {
             start: stack.enter_context(start())

@@ -12,8 +12,8 @@ tokens keep the device busy during the launches:
 b / a more for each new token, are at least c / a.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.client import Prompts
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Report, write_json
-from vllm_sparse_backend.evaluation.serve_bench import Length, ServerResults, ServeWorkload, alternate_requests
+from vllm_sparse_backend.evaluation.report import BenchError, Progress, write_json
+from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload, alternate_requests
 from vllm_sparse_backend.evaluation.vllm_server import Settings, sparse_args, split_args
 from vllm_sparse_backend.identity import package_version
 from vllm_sparse_kernels.methods import name_of
@@ -91,29 +91,33 @@ def lengths_to_measure(longest: int) -> tuple[Length, ...]:
     lengths = [Length(new, cached) for cached in CACHED_TOKENS for new in NEW_TOKENS if new + cached <= longest]
     least = LEAST.min_tokens + LEAST.min_query_tokens
     measured = tuple(length for length in lengths if length.new_tokens + length.cached_tokens >= least)
-    if len(measured) <= len(("a", "b", "c")):
+    if len(measured) < 4:  # one more than the fit's parameters
         raise BenchError(f"--longest: given {longest:,}, expected enough tokens for four cells, such as 32,768")
     return measured
 
 
 def fit_lengths(cells: Sequence[Cell]) -> Lengths:
     """Return the lengths from which a step saves time by the fit; ``NEVER`` if it does in no cell."""
-    weights = torch.tensor([1 / cell.dense_s for cell in cells], dtype=torch.float64)
-    saved = weights * torch.tensor([cell.dense_s - cell.sparse_s for cell in cells], dtype=torch.float64)
-    columns = [[cell.pairs for cell in cells], [-1] * len(cells), [cell.sparse_tokens for cell in cells]]
-    for terms in (columns, columns[:2]):  # without new tokens, if they would cost time
-        scales = [max(map(abs, column)) for column in terms]  # pairs are up to 1e9
-        scaled = torch.tensor(terms, dtype=torch.float64).T / torch.tensor(scales) * weights[:, None]
-        solution = torch.linalg.lstsq(scaled, saved[:, None]).solution[:, 0] / torch.tensor(scales)
-        of_pair, fixed, *of_token = solution.tolist()
-        if min(of_token, default=0) >= 0:
-            break
-    if of_pair <= 0:
+    dense_s = torch.tensor([[cell.dense_s] for cell in cells], dtype=torch.float64)
+    terms = torch.tensor([[cell.pairs, -1, cell.sparse_tokens] for cell in cells], dtype=torch.float64) / dense_s
+    saved = torch.tensor([[cell.dense_s - cell.sparse_s] for cell in cells], dtype=torch.float64) / dense_s
+    s_per_pair, fixed_s, s_per_token = _least_squares(terms, saved)
+    if s_per_token < 0:  # new tokens would cost time
+        s_per_pair, fixed_s = _least_squares(terms[:, :2], saved)
+        s_per_token = 0.0
+    if s_per_pair <= 0:
         return NEVER
-    pairs = max(round(fixed / of_pair), 0), max(round(sum(of_token) / of_pair), 0)
-    lengths = Lengths(LEAST.min_tokens, LEAST.min_query_tokens, *pairs)
+    min_pairs, pairs_per_token = max(round(fixed_s / s_per_pair), 0), round(s_per_token / s_per_pair)
+    lengths = Lengths(LEAST.min_tokens, LEAST.min_query_tokens, min_pairs, pairs_per_token)
     paying = [cell.sparse_tokens for cell in cells if cell.runs_sparse(lengths)]
-    return Lengths(LEAST.min_tokens, min(paying), *pairs) if paying else NEVER
+    return replace(lengths, min_query_tokens=min(paying)) if paying else NEVER
+
+
+def _least_squares(terms: torch.Tensor, values: torch.Tensor) -> list[float]:
+    """Return the factor of each column of ``terms``."""
+    scales = terms.abs().amax(0)  # pairs are up to 1e9
+    solution: list[float] = (torch.linalg.lstsq(terms / scales, values).solution[:, 0] / scales).tolist()
+    return solution
 
 
 @dataclass(frozen=True)
@@ -142,21 +146,19 @@ class Crossover:
     def workload(self) -> ServeWorkload:
         return ServeWorkload(lengths_to_measure(self.longest), 1, REPEATS, None)
 
-    def measure(self, report: Report, step: Callable[[], None]) -> tuple[str, list[Cell]]:
+    def measure(self, progress: Progress) -> tuple[str, list[Cell]]:
         """Return the server's engine, and the cells."""
-        with opened(self.contestants(), report) as servers:
+        workload, cells = self.workload, list[Cell]()
+        progress.begin(f"crossover of {self.settings}", 2 * workload.num_requests)
+        with opened(self.contestants(), progress) as servers:
             layers = parse_metrics(servers[0].metrics()).attention
-            prompts = Prompts.of(servers[0])
-            cells = list(self._cells(alternate_requests(servers, self.workload, prompts, step)))
+            for length, (dense, sparse) in alternate_requests(servers, workload, Prompts.of(servers[0]), progress):
+                if dense.first_s is None or sparse.first_s is None:
+                    raise BenchError(f"{length}: no request was answered: {(dense.failures + sparse.failures)[0]}")
+                cells.append(Cell(length.new_tokens, length.cached_tokens, dense.first_s, sparse.first_s))
         del layers["dense"]
-        engine = max(layers, key=lambda name: layers[name])
+        ((engine, _),) = layers.most_common(1)
         return "portable" if engine == "torch" else engine, cells
-
-    def _cells(self, results: Iterator[tuple[Length, list[ServerResults]]]) -> Iterator[Cell]:
-        for length, (dense, sparse) in results:
-            if dense.first_s is None or sparse.first_s is None:
-                raise BenchError(f"{length}: no request was answered: {(dense.failures + sparse.failures)[0]}")
-            yield Cell(length.new_tokens, length.cached_tokens, dense.first_s, sparse.first_s)
 
     def entry(self, device: str, engine: str, lengths: Lengths, command: str) -> dict[str, Any]:
         """Return the table's entry."""

@@ -5,16 +5,16 @@ Stock vLLM and then this backend start once for speed and once for the answers o
 kept, so an interrupted run continues.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
-from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all, missing_requests
+from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, resume, started
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError, Report, options_of, versions, write_json
+from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, options_of, versions, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
 from vllm_sparse_backend.evaluation.vllm_server import Settings
@@ -79,29 +79,22 @@ class ModelReport:
         resume(report, options | versions(), self.servers)
         return report
 
-    @property
-    def ttft_steps(self) -> int:
-        return self.speed.steps * len(self.servers)
+    def measure(self, progress: Progress) -> None:
+        """Measure what the folder lacks. Raises BenchError if a request failed or nothing ran sparse."""
+        speed, answers = self.results(TTFT), self.results(ANSWERS)
+        if TTFT in self.parts and not speed.cases:
+            # Speed is kept only as a whole, so its cases are collected in a report without a file.
+            report = Report(TTFT, self.device)
+            serve_bench.compare_servers(self.servers, self.speed, report, progress)
+            self._require(TTFT, [said for case in report.cases for said in case["said"]])
+            speed.cases = report.cases
+            speed.write()
+        ask_all(self.servers, self.questions, answers, progress)
+        self._require(ANSWERS, answer_tables.failure_lines(answers.cases))
 
-    def measure_ttft(self, announce: Callable[[str], object], step: Callable[[], None]) -> None:
-        """Measure speed, and write its file. Raises BenchError if a request failed."""
-        report = Report(TTFT, self.device)
-        report.announce = announce
-        serve_bench.compare_servers(self.servers, self.speed, report, step)
-        if problems := [said for case in report.cases for said in case["said"]]:
-            raise BenchError("\n".join([f"{TTFT}: not finished", *problems]))
-        results = self.results(TTFT)
-        results.cases = report.cases
-        results.write()
-
-    def missing_answers(self, report: Report) -> int:
-        return sum(map(len, missing_requests(self.servers, self.questions, report).values()))
-
-    def measure_answers(self, report: Report) -> None:
-        """Ask all questions that ``report`` lacks. Raises BenchError if a request failed or nothing ran sparse."""
-        ask_all(self.servers, self.questions, report)
-        if problems := answer_tables.failure_lines(report.cases):
-            raise BenchError("\n".join([f"{ANSWERS}: not finished", *problems]))
+    def _require(self, part: str, problems: Sequence[str]) -> None:
+        if problems:
+            raise BenchError("\n".join([f"{part}: not finished", *problems]))
 
     def write(self) -> str:
         """Write the page and its JSON from all results, and return the page."""

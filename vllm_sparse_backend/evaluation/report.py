@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a benchmark by case, as a file and as tables."""
+"""Results of a benchmark by case, as a file and as tables, and its progress."""
 
 import hashlib
 import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,14 +24,23 @@ class BenchError(RuntimeError):
     """A benchmark could not run. The message has the reason and the remedy."""
 
 
+class Progress:
+    """Progress of a long run. This class shows nothing; a command's bar derives from it."""
+
+    def begin(self, what: str, steps: int) -> None:
+        """Begin a stage of ``steps`` steps."""
+
+    def step(self) -> None:
+        """Count a finished step of the stage."""
+
+    def print(self, line: str) -> None:
+        """Show a result, or what begins and takes long."""
+
+
 class Report:
     """Cases of one run. The file is rewritten after each case, so an interrupted run keeps its results."""
 
     def __init__(self, bench: str, device: str, json_path: Path | None = None, command: str | None = None) -> None:
-        self.on_case: Callable[[dict[str, Any]], object] = lambda case: None
-        """Called with each new case."""
-        self.announce: Callable[[str], object] = lambda line: None
-        """Called with a line before something that takes long."""
         self.bench, self.device, self.json_path = bench, device, json_path
         self.command = command or command_of(sys.argv[1:])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -43,7 +52,6 @@ class Report:
         # JSON has no NaN.
         self.cases.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in case.items()})
         self.write()
-        self.on_case(self.cases[-1])
 
     def write(self, **more: object) -> None:
         """Write the file, if there is one, with ``more`` before the cases."""

@@ -5,7 +5,7 @@ Running servers alternate: each prompt goes through the servers in order and the
 command starts are measured one after the other, each with the whole device to itself. The levels of a server alternate.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import STOCK, Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of
+from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, line_of, table_of
 
 OURS = "ours"
 """Name in cases of the server that is compared with the first one. The first is called ``STOCK``, also if it is another
@@ -121,13 +121,13 @@ class ServeWorkload:
         return max(length.new_tokens + length.cached_tokens for length in self.lengths) + self.output_tokens
 
     @property
-    def steps(self) -> int:
+    def num_requests(self) -> int:
         """Requests that each server gets."""
         return sum(repeats_of(length, self.most_repeats) + 1 for length in self.lengths)
 
 
 def alternate_requests(
-    servers: Sequence[Endpoint], workload: ServeWorkload, prompts: Prompts, step: Callable[[], None]
+    servers: Sequence[Endpoint], workload: ServeWorkload, prompts: Prompts, progress: Progress
 ) -> Iterator[tuple[Length, list[ServerResults]]]:
     """Send each prompt to all servers, every second prompt in reverse order (ABBA).
 
@@ -153,13 +153,13 @@ def alternate_requests(
                     result.failures.append(str(error))  # including warm-up requests, which must also be answered
                 if i == 0:
                     result.pairs = parse_metrics(server.metrics()).pairs - before
-                step()
+                progress.step()
             pairs.reverse()
         yield length, results
 
 
 def compare_servers(
-    contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, step: Callable[[], None]
+    contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, progress: Progress
 ) -> None:
     """Add a case for every server after the first, compared with the first. Raises BenchError or ServerError."""
     baselines: dict[Length, ServerResults] = {}
@@ -171,12 +171,15 @@ def compare_servers(
         )
     if len(set(labels)) < len(labels):
         raise BenchError(f"--label: given {', '.join(labels)} next to the first server, expected each label only once")
+    progress.begin(report.bench, len(contestants) * workload.num_requests)
     for group in groups(contestants):
-        with opened(group, report) as servers:
+        with opened(group, progress) as servers:
             prompts = Prompts.of(servers[0], workload.text)  # each time the same
-            for length, results in alternate_requests(servers, workload, prompts, step):
+            for length, results in alternate_requests(servers, workload, prompts, progress):
                 for contestant, result in zip(group, results, strict=True):
                     if contestant is contestants[0]:
                         baselines[length] = result
                     else:
-                        report.add_case(case_of(contestant.label, length, baselines[length], result, first))
+                        case = case_of(contestant.label, length, baselines[length], result, first)
+                        report.add_case(case)
+                        progress.print(f"{contestant.label}: {line_of(COLUMNS, case)}")

@@ -33,8 +33,9 @@ import torch
 from torch import nn
 
 from vllm_sparse_backend.calibration.external import require_module
-from vllm_sparse_backend.calibration.loop import Job, Progress
+from vllm_sparse_backend.calibration.loop import Job
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.evaluation.report import Progress
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 LATENT = 64
@@ -157,7 +158,7 @@ def representations(maps: torch.Tensor, device: torch.device, progress: Progress
             progress.step()
             losses.append(float(total) / len(maps))  # the only wait for the device in an epoch
             if has_converged(losses, device.type):
-                progress.say(f"autoencoder: converged after {epoch} epochs")
+                progress.print(f"autoencoder: converged after {epoch} epochs")
                 break
         with torch.no_grad():
             return torch.cat([encoder(part.float().unsqueeze(1)).float() for part in on_device.split(batch)])
