@@ -87,7 +87,7 @@ class TestPendingCounts:
         def late(self: Recorder) -> None:
             start_copy(self)
             assert self._pending is not None
-            self._pending.listed._event = event  # type: ignore[assignment]
+            self._pending._event = event  # type: ignore[assignment]
 
         monkeypatch.setattr(Recorder, "_start_copy", late)
         return event

@@ -27,7 +27,7 @@ from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.layers import model_layers
+from vllm_sparse_backend.serving.worker.layers import plain_impls, served_layers
 from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadata, SparsePrefillMetadataBuilder
 from vllm_sparse_backend.serving.worker.owner import Worker
 from vllm_sparse_backend.serving.worker.rows import Requests, Step
@@ -178,8 +178,8 @@ class TestDrafts:
         vllm_objects.make_layer(config, "mtp.layers.0.self_attn.attn")
         vllm_objects.make_layer(config, "model.layers.2.block.1.attn")  # two numbers, neither of them the plan's
         monkeypatch.setattr(type(config.model_config), "get_layers_start_end_indices", lambda *_: (2, 4))
-        layers = model_layers(config)
-        assert {name: layer.number for name, layer in layers.items()} == {layer_name(2): 2, layer_name(3): 3}
+        plain = plain_impls(config)
+        assert served_layers(config, plain) == {2: plain[layer_name(2)], 3: plain[layer_name(3)]}
 
 
 class TestDerived:

@@ -49,13 +49,16 @@ DECODE_ROW = RowKind(DECODE, level="")
 PADDING_ROW = RowKind(PADDING)
 
 
-class HostCopy:
-    """An asynchronous copy of a tensor to the host, queued behind the work that computes the tensor."""
+class PendingCounts:
+    """Counts of one moment. The copy of the device's part to the host is queued behind the work that computes it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        on_device = tensor.device.type == "cuda"
-        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
-        self.host.copy_(tensor, non_blocking=on_device)
+    def __init__(self, counts: dict[Key, int], listed: torch.Tensor) -> None:
+        on_device = listed.device.type == "cuda"
+        self.counts = counts
+        """Counted on the host, as integers of any size."""
+        self.listed = torch.empty(listed.shape, dtype=listed.dtype, pin_memory=on_device)
+        """Listed pairs, counted on the device."""
+        self.listed.copy_(listed, non_blocking=on_device)
         self._event = torch.cuda.Event() if on_device else None
         if self._event is not None:
             self._event.record()
@@ -63,15 +66,6 @@ class HostCopy:
     def arrived(self) -> bool:
         """Return whether the copy is complete. Does not wait."""
         return self._event is None or bool(self._event.query())
-
-
-class PendingCounts(NamedTuple):
-    """Counts of one moment. The copy of the device's part to the host may still be running."""
-
-    host_counts: dict[Key, int]
-    """Counted on the host, as integers of any size."""
-    listed: HostCopy
-    """Listed pairs, counted on the device."""
 
 
 class Recorder:
@@ -140,14 +134,14 @@ class Recorder:
         return self._arrived
 
     def _start_copy(self) -> None:
-        self._pending = PendingCounts(dict(self._counts), HostCopy(self._listed))
+        self._pending = PendingCounts(dict(self._counts), self._listed)
 
     def _take_arrived(self) -> None:
         """Turn pending counts into samples, if they have arrived."""
-        if self._pending is None or not self._pending.listed.arrived():
+        if self._pending is None or not self._pending.arrived():
             return
-        counts, listed = self._pending
-        totals = listed.host.tolist()  # of 64 bits, which the fastest GPU fills in ten years
+        counts = self._pending.counts
+        totals = self._pending.listed.tolist()  # of 64 bits, which the fastest GPU fills in ten years
         for (layer, level), place in self._places.items():
             key = "kept_pairs", (str(layer), level)
             if key in counts:

@@ -6,8 +6,8 @@ memory, engines and kernels.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -27,6 +27,7 @@ from vllm_sparse_backend.serving.worker.warmup import warm_up
 from vllm_sparse_kernels.cards import status_note
 
 logger = logging.getLogger(LOGGER)
+T = TypeVar("T")
 
 
 # --- which layers are ours ---
@@ -49,27 +50,19 @@ def _path(backend: type) -> str:
     return f"{backend.__module__}.{backend.__qualname__}"
 
 
-class ModelLayer(NamedTuple):
-    """A layer of the served model: its number, and its attention implementation."""
-
-    number: int
-    impl: SparsePrefillImpl
-
-
-def model_layers(vllm_config: VllmConfig) -> dict[str, ModelLayer]:
-    """Return the served model's layers among ``plain_impls``.
+def served_layers(vllm_config: VllmConfig, layers: Mapping[str, T]) -> dict[int, T]:
+    """Return the served model's layers in this worker, by number.
 
     A draft model's layers may have the same numbers. They are built after the served model's, so the first layer
     with a number belongs to the served model.
     """
     first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
-    names: dict[int, str] = {}
-    impls = plain_impls(vllm_config)
-    for name in impls:
+    by_number: dict[int, T] = {}
+    for name, layer in layers.items():
         number = compat.layer_number(name)
         if number is not None and first <= number < end:
-            names.setdefault(number, name)
-    return {name: ModelLayer(number, impls[name]) for number, name in names.items()}
+            by_number.setdefault(number, layer)
+    return by_number
 
 
 def require_sparse_layer(vllm_config: VllmConfig) -> None:
@@ -108,13 +101,15 @@ class SparseGroup(NamedTuple):
 def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str = "") -> SparseGroup | None:
     """Prepare the layers of a cache group to run sparse, and log the result; None if none of them does."""
     vllm_config, resolved = worker.vllm_config, worker.resolved
-    layers = model_layers(vllm_config)
-    group = {layers[name].number: layers[name].impl for name in names if name in layers}
+    plain = plain_impls(vllm_config)
+    layers = served_layers(vllm_config, plain)
+    in_group = [plain[name] for name in names if name in plain]
+    group = {number: impl for number, impl in layers.items() if impl in in_group}
     if not group:
         return None
-    worker.attention_names = dict.fromkeys((number for number, _ in layers.values()), "dense") | worker.attention_names
-    plans = {number: resolved.layer(number) for number, _ in layers.values()}
-    reasons = {number: impl.dense_reason(plans[number]) for number, impl in layers.values()}
+    worker.attention_names = dict.fromkeys(layers, "dense") | worker.attention_names
+    plans = {number: resolved.layer(number) for number in layers}
+    reasons = {number: impl.dense_reason(plans[number]) for number, impl in layers.items()}
     if worker.rank == 0:
         startup_log.log_dense_layers({number: reasons[number] for number in group})
     impls = {number: impl for number, impl in sorted(group.items()) if reasons[number] is None}

@@ -29,6 +29,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
+from vllm_sparse_backend.serving.worker.layers import served_layers
 from vllm_sparse_backend.serving.worker.mla_step import MlaStep, SparseRows, StepCall
 from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
 from vllm_sparse_backend.serving.worker.rows import BatchRow, RowClassifier
@@ -100,7 +101,14 @@ class MlaWorker:
             return
         self.reserve_memory()
         vllm_config, resolved = self.worker.vllm_config, self.worker.resolved
-        self.layers = mla_layers(vllm_config)
+        self.layers = served_layers(
+            vllm_config,
+            {
+                name: layer
+                for name, layer in vllm_config.compilation_config.static_forward_context.items()
+                if isinstance(getattr(layer, "prefill_backend", None), SparseMlaPrefillBackend)
+            },
+        )
         supported = [
             number
             for number, layer in self.layers.items()
@@ -311,15 +319,3 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         assert self._layer is not None
         causal_pairs = self.num_heads * rows.call.causal_pairs
         return self.shared.worker.recorder.kept_pairs_counter(self._layer, rows.level, causal_pairs)
-
-
-def mla_layers(vllm_config: VllmConfig) -> dict[int, Any]:
-    """Return the served model's layers with our prefill backend, without those of a draft model."""
-    first, end = vllm_config.model_config.get_layers_start_end_indices(vllm_config.parallel_config)
-    layers: dict[int, Any] = {}
-    for name, layer in vllm_config.compilation_config.static_forward_context.items():
-        number = compat.layer_number(name)
-        has_ours = isinstance(getattr(layer, "prefill_backend", None), SparseMlaPrefillBackend)
-        if has_ours and number is not None and first <= number < end:
-            layers.setdefault(number, layer)
-    return layers

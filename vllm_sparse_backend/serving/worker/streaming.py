@@ -25,7 +25,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.streaming_startup import describe, do_without
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-from vllm_sparse_backend.serving.worker.layers import model_layers, plain_impls
+from vllm_sparse_backend.serving.worker.layers import plain_impls, served_layers
 from vllm_sparse_backend.serving.worker.owner import StreamingHeads, Worker, worker_of
 from vllm_sparse_backend.serving.worker.prompt_run import run_model
 
@@ -44,12 +44,13 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
         return
     start = time.monotonic()
     try:
-        search = _on_all_ranks(worker, lambda: _Search(vllm_config, get_model()))
-        heads = _on_all_ranks(worker, search.run)
-    except _SearchError as failed:
-        do_without(vllm_config, str(failed), is_logged=compat.is_first_rank(vllm_config))
+        layers, prompt = _on_all_ranks(worker, lambda: _layers_and_prompt(vllm_config))
+        heads = _on_all_ranks(worker, lambda: measure(vllm_config, get_model(), layers, prompt))
+    except _SearchError as error:
+        do_without(vllm_config, str(error), is_logged=compat.is_first_rank(vllm_config))
         return
-    by_rank = compat.gather_over_stages((worker.rank, search.num_heads, heads))
+    num_heads = {number: impl.num_heads for number, impl in layers.items()}
+    by_rank = compat.gather_over_stages((worker.rank, num_heads, heads))
     worker.streaming = StreamingHeads(heads, fingerprint(by_rank))
     if compat.is_first_rank(vllm_config):
         _log(worker, by_rank, time.monotonic() - start)
@@ -74,21 +75,13 @@ def _on_all_ranks(worker: Worker, function: Callable[[], T]) -> T:
     return result
 
 
-class _Search:
-    """What a rank needs to find its streaming heads. The constructor raises an error if it cannot."""
-
-    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module) -> None:
-        self.vllm_config, self.model = vllm_config, model
-        self.impls = {layer.number: layer.impl for layer in model_layers(vllm_config).values()}
-        if not self.impls:
-            raise ConfigurationError("this worker has no layer that can run sparse")
-        refuse_layers(vllm_config)
-        self.num_heads = {number: impl.num_heads for number, impl in self.impls.items()}
-        self.prompt = _prompt(vllm_config)
-
-    def run(self) -> dict[int, frozenset[int]]:
-        """Run the model, and return the streaming heads of this rank by layer."""
-        return measure(self.vllm_config, self.model, self.impls, self.prompt)
+def _layers_and_prompt(vllm_config: VllmConfig) -> tuple[dict[int, SparsePrefillImpl], list[int]]:
+    """Return the layers whose heads this rank measures, and the prompt. Raises an error if it cannot measure them."""
+    layers = served_layers(vllm_config, plain_impls(vllm_config))
+    if not layers:
+        raise ConfigurationError("this worker has no layer that can run sparse")
+    refuse_layers(vllm_config)
+    return layers, _prompt(vllm_config)
 
 
 def refuse_layers(vllm_config: VllmConfig) -> None:
