@@ -17,6 +17,9 @@ from vllm_sparse_kernels.compile_time import Constant
 TILE_TOKENS = 128
 """Queries of a tile. Tiles of 64 queries are about half as fast on Hopper, because keys are read twice as often."""
 
+TILE = Constant(TILE_TOKENS)
+"""``TILE_TOKENS`` in kernels."""
+
 TILE_FIELDS = Constant(4)
 """Columns of ``Rows.tiles``: row, first token in q, number of queries, position of the first query."""
 

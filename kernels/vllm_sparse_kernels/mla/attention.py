@@ -17,12 +17,10 @@ from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, TILE_FIELDS, VALUE_D, MlaCall, Part, Tensors
 from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
-from vllm_sparse_kernels.rows import TILE_TOKENS
+from vllm_sparse_kernels.rows import TILE
 
 MAIN_D, EXTRA_D = Constant(128), Constant(KEY_D.value - 128)
 """Channels of the two products."""
-
-TILE = Constant(TILE_TOKENS)
 
 
 class BlockLists(NamedTuple):

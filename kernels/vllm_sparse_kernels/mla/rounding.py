@@ -13,9 +13,9 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
-from vllm_sparse_kernels.methods.top_p.scored import SCORED, TILE, num_scored, scored_offsets
+from vllm_sparse_kernels.methods.top_p.scored import SCORED, num_scored, scored_offsets
 from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, ROW_FIELDS, Part, Tensors
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 
 KEPT_D = Constant(128)

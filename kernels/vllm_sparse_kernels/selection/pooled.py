@@ -18,7 +18,7 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_args, load_block, load_queries, query_args
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE, TILE_FIELDS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
 
@@ -27,8 +27,6 @@ KEY_BLOCK = Constant(64)
 
 SPLIT_BLOCKS = Constant(8)
 """Blocks that one program pools one after the other."""
-
-TILE = Constant(TILE_TOKENS)
 
 POOL_STEP = Constant(64)
 """Queries that are loaded at a time to be averaged."""

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
 
-STEP_TOKENS = 128
+STEP_TOKENS = Constant(128)
 """Keys of a row are rounded in whole steps."""
 
 SLAB_TOKENS = 1 << 17
@@ -28,7 +29,7 @@ RUN_BYTES = 272 << 20
 """Bytes of one launch's tiles, unless a single tile needs more. For top_p with 32 heads on Hopper, these are 64 tiles
 at 32,768 tokens, or 16 at 131,072. Smaller launches leave a card idle at their end."""
 
-SET_FIELDS = 3
+SET_FIELDS = Constant(3)
 """Numbers of a tile set: first tile, tiles, and where the row's keys begin in the slab."""
 
 
@@ -103,7 +104,7 @@ def most_at_once(sizes: Sequence[int], most: int) -> int:
 
 def padded(seq_len: int) -> int:
     """Return the number of keys of a row, in whole steps of 128."""
-    return ceil_div(seq_len, STEP_TOKENS) * STEP_TOKENS
+    return ceil_div(seq_len, STEP_TOKENS.value) * STEP_TOKENS.value
 
 
 def ranges_of_runs(
@@ -155,7 +156,7 @@ def _tile_sets(
             end = min(end_tile, rows.tile_starts[row + 1])
             for tile in range(max(first_tile, rows.tile_starts[row]), end, set_tiles):
                 flat += [tile, min(set_tiles, end - tile), start]
-        return to_device(flat, torch.int32, rows.device).view(-1, SET_FIELDS)
+        return to_device(flat, torch.int32, rows.device).view(-1, SET_FIELDS.value)
 
     return rows.once((_tile_sets, first_tile, end_tile, key_starts, set_tiles), make)
 

@@ -82,7 +82,7 @@ def test_sums_of_layers_add_up_apart(lengths: list[tuple[int, int]], stripes: in
 def test_more_lists_than_one_program_adds_up_and_more_pairs_than_32_bits_hold() -> None:
     rows = Rows((0,), (9 * 128 + 5,), (10_000_000,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
     index = SparseIndex.allocate(rows, 120, 128)
-    assert index.block_counts.numel() > CHUNK_LISTS
+    assert index.block_counts.numel() > CHUNK_LISTS.value
     index.block_counts.fill_(70_000)
     add_listed_pairs(index, totals := torch.zeros(1, dtype=torch.int64, device=DEVICE), 0)
     assert totals.item() == 120 * rows.query_lens[0] * 70_000 * 128

@@ -35,7 +35,13 @@ import torch
 import triton
 
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
-from vllm_sparse_kernels.attention.flash.kernels import SliceShape, UnitShape, finish_kernel, prepare_kernel
+from vllm_sparse_kernels.attention.flash.kernels import (
+    SLICE_TOKENS,
+    SliceShape,
+    UnitShape,
+    finish_kernel,
+    prepare_kernel,
+)
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import compile_time
@@ -50,9 +56,6 @@ need 0.2 GB with blocks only, and 0.3 GB with room for 8,192 stripes per tile.
 
 PART_SEQUENCES = 32768
 """Maximum number of sequences of a call: FlashAttention-2 launches them along a grid axis of at most 65,535."""
-
-SLICE_TOKENS = 32
-"""Queries that one program of the surrounding kernels copies."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,9 @@ def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: P
     sequences = _allocate_sequences(index, cache, part)
     lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
-    shape = compile_time(SliceShape(cache.head_dim, triton.next_power_of_2(cache.head_dim), group, SLICE_TOKENS))
+    shape = compile_time(SliceShape(cache.head_dim, triton.next_power_of_2(cache.head_dim), group))
     units = compile_time(UnitShape(index.block_tokens, unit))
-    grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS)
+    grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS.value)
     stripe_table = sequences.stripe_table
     prepare_kernel[grid](
         queries, *lists, _granule_strides(cache), sequences, *varying,

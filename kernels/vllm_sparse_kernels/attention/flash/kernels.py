@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels that surround FlashAttention's calls (``flash/engine.py``).
 
-A program handles a slice of a sequence's queries, ``ROWS`` of the tile's 128.
+A program handles a slice of a sequence's queries, ``SLICE_TOKENS`` of the tile's 128.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,9 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.selection.lists import load_tile
+
+SLICE_TOKENS = Constant(32)
+"""Queries of a program."""
 
 CHUNK = Constant(512)
 """Units of a step."""
@@ -27,7 +30,6 @@ class SliceShape(NamedTuple):
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     GROUP: Any  # query heads of a kv head
-    ROWS: Any  # queries of a program
 
 
 class UnitShape(NamedTuple):
@@ -44,9 +46,9 @@ class Slice(NamedTuple):
     i_kv: Any
     i_tile: Any
     i_row: Any
-    o_q: Any  # [ROWS] int64, tokens in q
-    o_s: Any  # [ROWS] int64, places among the part's queries
-    in_tile: Any  # [ROWS], whether the tile has the query
+    o_q: Any  # [SLICE_TOKENS] int64, tokens in q
+    o_s: Any  # [SLICE_TOKENS] int64, places among the part's queries
+    in_tile: Any  # [SLICE_TOKENS], whether the tile has the query
     start: Any  # place of the sequence's first query among the part's queries
     length: Any  # queries of the sequence
     last: Any  # position of its last query
@@ -63,7 +65,7 @@ def _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE):
     i_row, token, length, position = load_tile(lists.tiles, i_tile)
     last = position + length - 1
     start = (i_kv * num_tokens + tl.load(starts + i_rank)) * SHAPE.GROUP + i_member * length - first_token
-    o_m = tl.program_id(1) * SHAPE.ROWS + tl.arange(0, SHAPE.ROWS)
+    o_m = tl.program_id(1) * SLICE_TOKENS + tl.arange(0, SLICE_TOKENS)
     o_q = (token + o_m).to(tl.int64)
     o_s = (start + o_m).to(tl.int64)
     i_head = i_kv * SHAPE.GROUP + i_member
@@ -77,8 +79,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """Copy a slice of a sequence's queries, and list a share of its units and stripes.
 
-    Grid: (sequences of the part, 128 / ROWS). Bound by memory bandwidth: each query is read and written once, and 4
-    bytes are written for each unit and stripe.
+    Grid: (sequences of the part, 128 / SLICE_TOKENS). Bound by memory bandwidth: each query is read and written once,
+    and 4 bytes are written for each unit and stripe.
 
     Args:
         queries: ``AttendArgs``; reads q [tokens, query heads, HEAD_DIM].

@@ -50,7 +50,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE_TOKENS, Rows
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE, Rows
 from vllm_sparse_kernels.selection.last_queries import MOST_QUERIES, Estimate, Sums, least_shared_bytes
 from vllm_sparse_kernels.selection.lines import Lines, select_lines
 from vllm_sparse_kernels.selection.lists import append
@@ -73,8 +73,6 @@ ROW_STRIPES = Constant(1 << 19)
 """Room for the stripes of one row, all of its tiles together: 2 MiB per head."""
 
 FEWEST_STRIPES = Constant(1024)
-
-TILE = Constant(TILE_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,7 @@ from vllm_sparse_kernels.gluon_compat import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from vllm_sparse_kernels.selection import slabs
-
-SET_FIELDS = Constant(slabs.SET_FIELDS)
+from vllm_sparse_kernels.selection.slabs import SET_FIELDS
 
 STAGES = Constant(4)
 """Number of steps of keys that shared memory holds and that each round of the loop handles."""

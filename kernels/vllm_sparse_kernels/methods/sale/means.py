@@ -14,14 +14,11 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import load_queries, query_args
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_TOKENS
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.key_sums import key_sums
 from vllm_sparse_kernels.selection.lists import load_tile
-
-TILE = Constant(TILE_TOKENS)
 
 MEAN = 0
 """Place of the mean among a row's moments; the mean square follows it."""

@@ -16,10 +16,10 @@ from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant, compile_tim
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.online_softmax import add_exponentials
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
-from vllm_sparse_kernels.rows import TILE_TOKENS
-from vllm_sparse_kernels.selection import slabs
+from vllm_sparse_kernels.rows import TILE, TILE_TOKENS
 from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
 
 QUERY_BLOCK = Constant(64)  # b_q
 KEY_BLOCK = Constant(32)  # b_k
@@ -29,9 +29,6 @@ TINY = Constant(1e-20)  # stands in for the largest magnitude of a vector of zer
 
 BLOCK_N = Constant(64)
 """Keys of one program that rounds keys, and of one step of a program that rounds queries."""
-
-TILE = Constant(TILE_TOKENS)
-STEP = Constant(slabs.STEP_TOKENS)
 
 
 class RoundShape(NamedTuple):
@@ -69,7 +66,7 @@ class RoundedKeys(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def round_keys(call: Call, means: Means, slab: slabs.KeySlab, integers: RoundedFormat) -> RoundedKeys:
+def round_keys(call: Call, means: Means, slab: KeySlab, integers: RoundedFormat) -> RoundedKeys:
     """Round the keys of a slab's rows to 4 bits, in whole steps; keys past a row's end count as zeros."""
     cache, rows, group, empty = call.cache, call.rows, call.group, call.index.workspace.empty
     num_selected, num_keys = len(call.heads), slab.num_keys
@@ -83,7 +80,7 @@ def round_keys(call: Call, means: Means, slab: slabs.KeySlab, integers: RoundedF
         num_keys=num_keys,
     )
     shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, group)
-    num_programs = slabs.padded(slab.longest) // BLOCK_N.value
+    num_programs = padded(slab.longest) // BLOCK_N.value
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"), num_selected,
         rows.device_seq_lens, slab.first_row, slab.key_starts, compile_time(shape),
@@ -142,7 +139,7 @@ def _round_keys_kernel(
         (b_heads[None, :] == (i_kv * SHAPE.GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < SHAPE.GROUP)[:, None]
     )
     b_tested = tl.sum(b_matches.to(tl.int32), 1) > 0
-    if (first < (seq_len + STEP - 1) // STEP * STEP) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
+    if (first < (seq_len + STEP_TOKENS - 1) // STEP_TOKENS * STEP_TOKENS) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
         o_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(key_starts + tl.program_id(2)) + first
         o_d = tl.arange(0, SHAPE.BLOCK_D)

@@ -18,10 +18,10 @@ from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.engine_choice import gluon_refusal
 from vllm_sparse_kernels.methods.sale.rounding import QUERY_BLOCK, RoundedKeys, RoundedQueries, local_start
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
-from vllm_sparse_kernels.selection import slabs
+from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
+from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
 
 TILES = Constant(2)
 """Tiles that a program tests together, so keys are read half as often as for a single tile. L2 could not keep up
@@ -32,9 +32,6 @@ WARPS = Constant(4)
 
 SPAN_TOKENS = 8192
 """Keys that a program tests: enough to hide its start (256 queries to load), and few enough to fill a card."""
-
-TILE = Constant(TILE_TOKENS)
-SET_FIELDS = Constant(slabs.SET_FIELDS)
 
 FLAGS_AT_ONCE = Constant(2048)
 """Flags that ``_first_flags_kernel`` writes per step."""
@@ -91,7 +88,7 @@ def marks_bytes(num_selected: int, reach: int) -> int:
 
 def _test_stages(kept_d: int, limit_bytes: int) -> int:
     """Return the pipeline stages of ``_test_kernel``'s loop over keys."""
-    query_bytes, step_bytes = TILES.value * TILE_TOKENS * kept_d, 64 * (kept_d + 4) + 32
+    query_bytes, step_bytes = TILES.value * TILE.value * kept_d, 64 * (kept_d + 4) + 32
     return max(2, min(4, 1 + (limit_bytes - query_bytes) // step_bytes))
 
 
@@ -105,7 +102,7 @@ def first_flags(call: Call, kept: torch.Tensor) -> None:
 
 
 def flag_blocks(
-    call: Call, queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, run: slabs.Run, in_half: bool
+    call: Call, queries: RoundedQueries, keys: RoundedKeys, kept: torch.Tensor, run: Run, in_half: bool
 ) -> None:
     """Set the flags of the blocks in which an element passes, for a run of a slab's tiles."""
     index, method = call.index, call.method

@@ -50,10 +50,10 @@ from vllm_sparse_kernels.gluon_compat import (
 )
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
-from vllm_sparse_kernels.methods.top_p.scored import GROUP_TILES, SCORED, SET_TILES, TILE, scored_offsets
-from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection import slabs
+from vllm_sparse_kernels.methods.top_p.scored import GROUP_TILES, SCORED, SET_TILES, scored_offsets
+from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
 
 STAGES = Constant(4)
 """Steps of keys in shared memory."""
@@ -75,8 +75,6 @@ ROUND = Constant(512)
 
 SPAN = Constant(8192)
 """Keys of a program: enough to hide its start, and few enough to fill a card."""
-
-SET_FIELDS = Constant(slabs.SET_FIELDS)
 
 PERMUTED = True
 """Whether keys are stored permuted within steps."""
@@ -112,7 +110,7 @@ def tile_bytes(num_selected: int, reach: int) -> int:
     return num_selected * SCORED.value * (16 * rounds + 4 * spans + 8) + mass_bytes(num_selected, reach)
 
 
-def compute_masses(call: Call, rounded: Rounded, run: slabs.Run, masses: torch.Tensor) -> None:
+def compute_masses(call: Call, rounded: Rounded, run: Run, masses: torch.Tensor) -> None:
     """Do as ``portable.compute_masses``; the first of a tile's own blocks gets all of their mass, the others 0."""
     empty, tiles, method = call.index.workspace.empty, call.rows.tiles, call.method
     heads, kept_mass, group, first_tile = call.head_ids, call.parameters("kept_mass"), call.group, run.first_tile

@@ -21,13 +21,11 @@ from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.methods.top_p.scored import SCORED, SET_TILES, num_scored, scored_offsets
 from vllm_sparse_kernels.online_softmax import add_exponentials
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
-from vllm_sparse_kernels.selection import slabs
 from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
 
 PERMUTED = False
 """Whether keys are stored permuted within steps."""
-
-SET_FIELDS = Constant(slabs.SET_FIELDS)
 
 STEP = Constant(128)
 """Keys of one matrix product."""
@@ -62,7 +60,7 @@ def blocks_of(reach: int) -> int:
     return ceil_div(reach, STEP.value) * STEP_BLOCKS.value
 
 
-def compute_masses(call: Call, rounded: Rounded, run: slabs.Run, masses: torch.Tensor) -> None:
+def compute_masses(call: Call, rounded: Rounded, run: Run, masses: torch.Tensor) -> None:
     """Compute, for each tile and block, the mean share of the tile's scored queries in the block."""
     empty, tiles, method, num_selected = call.index.workspace.empty, call.rows.tiles, call.method, len(call.heads)
     num_blocks, num_spans, scored = blocks_of(run.reach), ceil_div(run.reach, SPAN.value), SCORED.value

@@ -11,8 +11,6 @@ import triton.language as tl
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
-TILE = Constant(TILE_TOKENS)
-
 SCORED = Constant(TILE_TOKENS // 2)
 """Queries that are scored in a whole tile."""
 
