@@ -24,8 +24,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.options import Json
-from benchmarks.traffic import STATISTICS, CacheReads, Settings, compare, endpoint_of, show, texts_of
+from benchmarks.options import Json, numbers
+from benchmarks.traffic import STATISTICS, CacheReads, Settings, compare, endpoint_of, show_rows, texts_of
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, TimedAnswer
 
@@ -107,8 +107,8 @@ class Agents:
 
     def run(self) -> None:
         endpoints = [endpoint_of(setting) for setting in self.settings]
-        limits = [int(limit) for limit in self.to.split(",")]
-        fewest, most = map(int, self.growth.split(","))
+        limits = numbers(self.to)
+        fewest, most = numbers(self.growth)
         texts, rng, began = texts_of(self.text, endpoints[0], self.seed), random.Random(self.seed), time.monotonic()
         sessions: list[Session] = []
         answers: dict[str, list[list[TimedAnswer]]] = {endpoint.name: [] for endpoint in endpoints}
@@ -121,7 +121,7 @@ class Agents:
                 share_s = (began + self.budget - now) / runs_left
                 answers[endpoint.name] += run_sessions(endpoint, drawn, self.tokens, now + share_s)
                 runs_left -= 1
-        show(rows(answers, sessions, limits), self.out)
+        show_rows(rows(answers, sessions, limits), self.out)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ class Attend:
             card = Card()
             report = Report("attend", card.name, self.json_path, self.results)
             rows = run_attend(card, cases, report)
-            show(f"attend against {card.dense_name}, {card.name}, {Heads()}", COLUMNS, rows)
+            show(f"attend against {card.dense_name}, {card.name}, {Heads()}", rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.options import Json
-from benchmarks.traffic import Settings, compare, endpoint_of, show, texts_of
+from benchmarks.options import Json, numbers
+from benchmarks.traffic import Settings, compare, endpoint_of, show_rows, texts_of
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 
 
@@ -45,8 +45,7 @@ def main(
 ) -> None:
     """Measure median TTFT of new tokens after cached tokens."""
     endpoints = [endpoint_of(setting) for setting in settings]
-    new_tokens, cached_tokens = ([int(number) for number in numbers.split(",")] for numbers in (new, cached))
-    show(measure(endpoints, texts_of(text, endpoints[0]), new_tokens, cached_tokens, times), out)
+    show_rows(measure(endpoints, texts_of(text, endpoints[0]), numbers(new), numbers(cached), times), out)
 
 
 if __name__ == "__main__":

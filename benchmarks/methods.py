@@ -227,7 +227,7 @@ class MeasureMethods:
                 )
             rows = run_methods(card, inputs, plans, lengths, self.chunk, report)
             title = f"methods against {card.dense_name}, {card.name}, {inputs.name}, chunk of {self.chunk:,}"
-            show(title, FP8_COLUMNS if is_fp8 else COLUMNS, rows)
+            show(title, rows, FP8_COLUMNS if is_fp8 else COLUMNS)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.options import Json
-from benchmarks.traffic import CacheReads, Settings, compare, endpoint_of, show, texts_of
+from benchmarks.options import Json, numbers
+from benchmarks.traffic import CacheReads, Settings, compare, endpoint_of, show_rows, texts_of
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -103,7 +103,7 @@ class OpenLoop:
     def draw(self, texts: Prompts, rate: float) -> list[Request]:
         """Return requests that arrive at ``rate`` per second. Other rates have the same lengths and scaled gaps."""
         rng = random.Random(self.seed)
-        ranges = {kind: tuple(map(int, text.split(","))) for kind, text in (("short", self.short), ("long", self.long))}
+        ranges = {"short": numbers(self.short), "long": numbers(self.long)}
         requests: list[Request] = []
         arrival_s = rng.expovariate(rate)
         while arrival_s < self.seconds:
@@ -123,7 +123,7 @@ class Capacity(OpenLoop):
     budget: Annotated[float, typer.Option(help="Seconds for all trials of all settings.")] = 3600.0
 
     def run(self) -> None:
-        show(self.trials(), self.out)
+        show_rows(self.trials(), self.out)
 
     def trials(self) -> Iterator[dict[str, Any]]:
         """Yield one row for each trial. The last row of a setting has its capacity."""
@@ -154,7 +154,7 @@ class Latency(OpenLoop):
     at: Annotated[str, typer.Option(help="Shares of the capacity.")] = "0.5,0.8,1.1"
 
     def run(self) -> None:
-        show(self.rows(), self.out)
+        show_rows(self.rows(), self.out)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         endpoints = [endpoint_of(setting) for setting in self.settings]

@@ -32,10 +32,12 @@ def difference(out: torch.Tensor, dense: torch.Tensor) -> float:
     return float((out.float() - dense.float()).norm() / dense.float().norm())
 
 
-def show(title: str, columns: Mapping[str, str], cases: Iterable[dict[str, Any]]) -> None:
-    """Print each case when it is measured, and a table at the end."""
-    shown = []
+def show(title: str, cases: Iterable[dict[str, Any]], columns: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Print each case when it is measured and a table at the end, and return the cases. By default, show all fields."""
+    shown: list[dict[str, Any]] = []
     for case in cases:
+        columns = columns or {column: column for column in case}
         shown.append(case)
         print(line_of(columns, case), file=sys.stderr)
-    say(table_of(title, columns, shown))
+    say(table_of(title, columns or {}, shown))
+    return shown

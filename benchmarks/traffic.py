@@ -13,10 +13,11 @@ import numpy as np
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.options import show
 from vllm_sparse_backend.cli.common import levels_of
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
-from vllm_sparse_backend.evaluation.report import BenchError, line_of, table_of
+from vllm_sparse_backend.evaluation.report import BenchError
 
 RESAMPLES = 1000
 CACHE_TOLERANCE = 0.05
@@ -112,14 +113,10 @@ def compare(
     return row
 
 
-def show(rows: Iterable[Mapping[str, Any]], out: Path | None, **more: Any) -> None:
-    """Print each row when it is measured and a table at the end, and write them as JSON, with ``more`` beside them."""
-    shown: list[Mapping[str, Any]] = []
-    for row in rows:
-        shown.append(row)
-        print(line_of({column: column for column in row}, row), flush=True)
+def show_rows(rows: Iterable[dict[str, Any]], out: Path | None, **more: Any) -> None:
+    """Print rows, and write them as JSON, with ``more`` beside them."""
+    shown = show("", rows)
     if not shown:
         raise BenchError("nothing was measured within the --budget, expected some results; raise it")
-    print(table_of("", {column: column for column in shown[0]}, shown))
     if out:
         out.write_text(json.dumps({"rows": shown, **more}))

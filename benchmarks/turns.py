@@ -33,7 +33,7 @@ import typer
 from scipy.stats import linregress
 
 from benchmarks.options import Json
-from benchmarks.traffic import CacheReads, Settings, endpoint_of, show
+from benchmarks.traffic import CacheReads, Settings, endpoint_of, show_rows
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
 from vllm_sparse_backend.evaluation.answer_run import require_room
@@ -158,7 +158,9 @@ class Turns:
             first, *others = pool.map(partial(run_all, drawn), endpoints)
         compared = {endpoint.name: Comparison.of(outcomes, first) for endpoint, outcomes in zip(endpoints[1:], others)}
         slopes = [row for name, comparison in compared.items() for row in comparison.slopes(name)]
-        show((row for name, comparison in compared.items() for row in comparison.rows(name)), self.out, slopes=slopes)
+        show_rows(
+            (row for name, comparison in compared.items() for row in comparison.rows(name)), self.out, slopes=slopes
+        )
         print(table_of("Change per turn", {column: column for column in slopes[0]}, slopes))
 
     def draw(self) -> Iterator[Conversation]:

@@ -261,6 +261,8 @@ def test_servers_get_room_for_what_is_asked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     assert Serve(model=tmp_path)._lengths() == [Length(1024), Length(8192)]
     assert Serve()._lengths() == [Length(n) for n in serve_bench.LENGTHS]
+    with pytest.raises(BenchError, match="--lengths: given none, expected lengths within the 16,384 positions"):
+        Serve(model=tmp_path, output_tokens=16_000)._lengths()
     with pytest.raises(
         BenchError, match=r"given requests of 20,000 tokens, including answers, expected at most the 16,384 positions"
     ):

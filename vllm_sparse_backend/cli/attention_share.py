@@ -17,7 +17,7 @@ ratios of the rates differ.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.layer_weights import layer_sizes
@@ -43,26 +43,20 @@ HARDLY_PAYS = 1.2
 """Largest possible speed-up below which sparse prefill is hardly worth its errors."""
 
 
-class Reach(NamedTuple):
-    """Attention reach of a layer: all earlier tokens, a sliding window, or the query's own chunk of positions."""
-
-    window: int = 0
-    chunk: int = 0
-
-    def pairs(self, first: int, end: int) -> int:
-        """Count the causal (query, key) pairs of a range of queries."""
-        return self._pairs_up_to(end) - self._pairs_up_to(first)
-
-    def _pairs_up_to(self, end: int) -> int:
-        if self.chunk:
-            full_chunks, remainder = divmod(end, self.chunk)
-            return full_chunks * _triangle(self.chunk) + _triangle(remainder)
-        within = min(self.window or end, end)
-        return _triangle(within) + (end - within) * within
+def causal_pairs(num_tokens: int) -> int:
+    """Count the (query, key) pairs of a prompt in which each query attends to all tokens up to its own."""
+    return num_tokens * (num_tokens + 1) // 2
 
 
-def _triangle(length: int) -> int:
-    return length * (length + 1) // 2
+def pairs_in_windows(num_tokens: int, window: int) -> int:
+    within = min(window, num_tokens)
+    return causal_pairs(within) + (num_tokens - within) * within
+
+
+def pairs_in_chunks(num_tokens: int, chunk: int) -> int:
+    """Count the pairs if each query attends to the tokens of its own chunk of positions."""
+    num_chunks, remainder = divmod(num_tokens, chunk)
+    return num_chunks * causal_pairs(chunk) + causal_pairs(remainder)
 
 
 @dataclass(frozen=True)
@@ -97,8 +91,11 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
     Raises a ConfigurationError that names ``source`` if the config has no heads or a width is not a single number.
     """
     shape = ModelShape.from_config(config, source)
-    window, chunk = (config.get(name) or 0 for name in ("sliding_window", "attention_chunk_size"))
-    near = Reach(window) if window else Reach(chunk=chunk)
+    near_pairs = all_pairs = causal_pairs(num_tokens)
+    if window := config.get("sliding_window"):
+        near_pairs = pairs_in_windows(num_tokens, window)
+    elif chunk := config.get("attention_chunk_size"):
+        near_pairs = pairs_in_chunks(num_tokens, chunk)
     rate = next(
         (rate for head_dim, rate in ATTENTION_FLOPS.items() if shape.head_dim <= head_dim), ATTENTION_FLOPS[256]
     )
@@ -106,7 +103,7 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
     seconds = {"sparse": 0.0, "dense": 0.0}
     for reason in layer_reasons(config):
         if reason is not Fallback.NOT_DECODER:
-            pairs = (near if reason is Fallback.SLIDING_WINDOW else Reach()).pairs(0, num_tokens)
+            pairs = near_pairs if reason is Fallback.SLIDING_WINDOW else all_pairs
             seconds["dense" if reason else "sparse"] += pair_s * pairs
     weights, states = zip(*layer_sizes(config, shape, source), strict=True)
     linear_s = 2 * sum(weights) * num_tokens / LINEAR_FLOPS

@@ -95,12 +95,13 @@ def crossover(
     """
     common.exit_on_sigterm()
     with common.failures(f"{out} holds the measurements so far."), bar("crossover") as progress:
+        from vllm_sparse_backend.config.model_check import max_positions, read_config
         from vllm_sparse_backend.evaluation import crossover_bench as part
-        from vllm_sparse_backend.evaluation.vllm_server import Settings, max_positions
+        from vllm_sparse_backend.evaluation.vllm_server import Settings
         from vllm_sparse_backend.serving.compat import device_name
 
         part.read_entries(out)  # fails before measuring if the file is not a table
-        if (most := max_positions(model)) is not None:
+        if (most := max_positions(read_config(model))) is not None:
             longest = min(longest, most - 1)
         configurations = [Settings.parse(text, model) for text in settings or ("{}",)]
         crossovers = [part.Crossover(model, configuration, longest, server_args) for configuration in configurations]

@@ -205,9 +205,9 @@ def names_among(option: str, text: str, known: Collection[str]) -> list[str]:
 
 def fitting_lengths(option: str, lengths: Sequence[int], output_tokens: int, model: Path) -> list[int]:
     """Return the lengths of an option's default that fit into the model's positions with their answers."""
-    from vllm_sparse_backend.evaluation.vllm_server import max_positions
+    from vllm_sparse_backend.config.model_check import max_positions, read_config
 
-    most = max_positions(model)
+    most = max_positions(read_config(model))
     fitting = [length for length in lengths if most is None or length + output_tokens <= most]
     if not fitting:
         raise BenchError(f"{option}: given none, expected lengths within the {most:,} positions of {model}")

@@ -86,8 +86,7 @@ class CheckedModel:
 
     @property
     def max_positions(self) -> int | None:
-        positions = self.config.get("max_position_embeddings")
-        return int(positions) if positions else None
+        return model_check.max_positions(self.config)
 
 
 def doctor(model: MaybeModel = None) -> None:

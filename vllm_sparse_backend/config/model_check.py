@@ -71,6 +71,12 @@ def read_config(model: Path) -> dict[str, Any]:
     return fields
 
 
+def max_positions(config: Mapping[str, Any]) -> int | None:
+    """Return a model's positions by its text config; None if unknown."""
+    positions = config.get("max_position_embeddings")
+    return int(positions) if positions else None
+
+
 def _with_defaults(path: Path) -> dict[str, Any] | None:
     # A config.json may omit fields that its architecture fixes (Gemma's alternating windows); vLLM completes them.
     try:

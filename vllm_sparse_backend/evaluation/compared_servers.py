@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.config.metrics import PREFIX
+from vllm_sparse_backend.config.model_check import max_positions, read_config
 from vllm_sparse_backend.config.model_shape import name_of_path
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.evaluation.client import Endpoint
@@ -18,7 +19,6 @@ from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, 
 from vllm_sparse_backend.evaluation.vllm_server import (
     Server,
     Settings,
-    max_positions,
     sparse_args,
     split_args,
 )
@@ -105,7 +105,7 @@ def started(
 
     ``extra`` has further arguments for all servers.
     """
-    if (most := max_positions(model)) is not None and max_len > most:
+    if (most := max_positions(read_config(model))) is not None and max_len > most:
         raise BenchError(
             f"--lengths: given requests of {max_len:,} tokens, including answers, expected at most the {most:,} "
             f"positions of {model}"

@@ -2,8 +2,7 @@
 """Output files of all commands: checked before the work begins, and written atomically."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -15,38 +14,31 @@ PROBE_BYTES = 4096
 
 def require_output_file(option: str, path: Path) -> None:
     """Check that a file can be written at ``path``, by writing and deleting a few bytes next to it."""
-    expected = "a file in an existing, writable folder"
     try:
-        target = _target(path)
-        _write_probe(_beside(target))
+        probe = _beside(_target(path))
+        try:
+            _write(probe, bytes(PROBE_BYTES))
+        finally:
+            _delete(probe)
     except OSError as error:
         problem = f"there is no folder {path.parent}" if not path.parent.exists() else error.strerror
+        expected = "a file in an existing, writable folder"
         raise ConfigurationError(f"{option}: given {str(path)!r}: {problem}; expected {expected}") from None
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which replaces ``path`` when the block ends, and is deleted if the block fails."""
-    partial_path = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        target = _target(path)
-        partial_path = _beside(target)
-        yield partial_path
-        partial_path.replace(target)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be written: {error.strerror or error}") from error
-    finally:
-        if partial_path is not None:
-            _delete(partial_path)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` in UTF-8 to ``path`` atomically."""
-    with whole_file(path) as partial_path, partial_path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # some file systems report a full disk only here
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = _target(path)
+        partial = _beside(target)
+        try:
+            _write(partial, text.encode())
+            partial.replace(target)
+        finally:
+            _delete(partial)
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _target(path: Path) -> Path:
@@ -61,14 +53,11 @@ def _beside(target: Path) -> Path:
     return target.with_name(f".{target.name}.new")
 
 
-def _write_probe(path: Path) -> None:
-    try:
-        with path.open("wb") as file:
-            file.write(bytes(PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    finally:
-        _delete(path)
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # some file systems report a full disk only here
 
 
 def _delete(path: Path) -> None:

@@ -20,7 +20,6 @@ from typing import Any, Self
 
 from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import load_profile, name_of_profile
 from vllm_sparse_backend.config.settings import KEY, load_config
@@ -108,13 +107,6 @@ class Settings:
         profile = self.values.get("profile")
         name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items())])
-
-
-def max_positions(model: Path) -> int | None:
-    """Return the model's positions; None if unknown. Raises ConfigurationError without a config.json."""
-    config = read_config(model)
-    positions = (config.get("text_config") or config).get("max_position_embeddings")
-    return int(positions) if positions else None
 
 
 def split_args(text: str) -> tuple[str, ...]:
