@@ -14,7 +14,7 @@ from tests.helpers.folders import LLAMA_8B, model_folder
 from vllm_sparse_backend.config.crossover_table import NEVER, Lengths, load_crossover
 from vllm_sparse_backend.evaluation import crossover_bench
 from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
-from vllm_sparse_backend.evaluation.compared_servers import Contestant
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
 from vllm_sparse_backend.evaluation.crossover_bench import (
     Cell,
     Crossover,
@@ -23,7 +23,6 @@ from vllm_sparse_backend.evaluation.crossover_bench import (
     replace_entry,
 )
 from vllm_sparse_backend.evaluation.report import BenchError, Progress
-from vllm_sparse_backend.evaluation.vllm_server import Settings
 
 
 def cells(saved_s: Callable[[Cell], float]) -> list[Cell]:

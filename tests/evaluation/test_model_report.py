@@ -2,8 +2,10 @@
 """`eval report` against stand-ins of servers."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
 
 import pytest
 from click.testing import Result
@@ -28,26 +30,19 @@ def test_an_interrupted_report_continues_and_refuses_other_options(
     starts: list[str] = []
     encode = Words(digits=7)
 
-    class OneServer:
-        """Its fourth start, that of our server for the answers, is interrupted."""
+    @contextmanager
+    def server(model: Path, args: tuple[str, ...]) -> Iterator[SimpleNamespace]:
+        """Stand in for a server. The fourth start, that of our server for the answers, is interrupted."""
+        is_ours = "sparse-prefill" in args
+        starts.append("ours" if is_ours else "stock")
+        if len(starts) == 4:
+            raise KeyboardInterrupt
+        stub = Stub(lambda distance: 1, kept_of_100=25 if is_ours else None)
+        stub.encode = encode
+        with running(stub) as url:
+            yield SimpleNamespace(url=url)
 
-        def __init__(self, model: Path, args: tuple[str, ...]) -> None:
-            self.name = "ours" if "sparse-prefill" in args else "stock"
-
-        def __enter__(self) -> Self:
-            starts.append(self.name)
-            if len(starts) == 4:
-                raise KeyboardInterrupt
-            stub = Stub(lambda distance: 1, kept_of_100=25 if self.name == "ours" else None)
-            stub.encode = encode
-            self.running = running(stub)
-            self.url = self.running.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.running.__exit__(*error)
-
-    monkeypatch.setattr(compared_servers, "Server", OneServer)
+    monkeypatch.setattr(compared_servers, "Server", server)
     text = tmp_path / "text.txt"
     text.write_text("The old ship left the harbor in the morning.\n" * 500)
     options = ("--text", text, "--out", tmp_path / "report", "--count")

@@ -4,8 +4,9 @@
 import json
 import random
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from vllm_sparse_backend.cli.bench import Serve
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import compared_servers, serve_bench, vllm_server
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
+from vllm_sparse_backend.evaluation.compared_servers import Settings
 from vllm_sparse_backend.evaluation.report import BenchError, Progress
 from vllm_sparse_backend.evaluation.serve_bench import Length
-from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU, Settings
+from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU
 
 
 def run(*args: object):
@@ -98,23 +100,16 @@ def test_servers_that_are_started_run_one_at_a_time_and_are_asked_the_same(log, 
     """The servers are stand-ins that count how many of them run at a time."""
     up = []
 
-    class OneServer:
-        def __init__(self, model, args):
-            self.is_ours = "sparse-prefill" in args
+    @contextmanager
+    def server(model, args):
+        name, first_s = ("ours", 0.02) if "sparse-prefill" in args else ("stock", 0.08)
+        up.append(name)
+        assert len(up) == 1
+        with running(Stub(name, log, lambda n: first_s, clock)) as url:
+            yield SimpleNamespace(url=url)
+        up.remove(name)
 
-        def __enter__(self):
-            name, first_s = ("ours", 0.02) if self.is_ours else ("stock", 0.08)
-            self.running = running(Stub(name, log, lambda n: first_s, clock))
-            self.url = self.running.__enter__()
-            up.append(self)
-            assert len(up) == 1
-            return self
-
-        def __exit__(self, *error):
-            up.remove(self)
-            self.running.__exit__(*error)
-
-    monkeypatch.setattr(compared_servers, "Server", OneServer)
+    monkeypatch.setattr(compared_servers, "Server", server)
     monkeypatch.setattr(vllm_server, "has_cuda", lambda: False)
     settings = ("--settings", '{"method": "a_shape"}', "--settings", "streaming")
     out = tmp_path / "all.json"
@@ -266,4 +261,4 @@ def test_servers_get_room_for_what_is_asked(tmp_path):
     with pytest.raises(
         BenchError, match=r"given requests of 20,000 tokens, including answers, expected at most the 16,384 positions"
     ):
-        compared_servers.started(tmp_path, [], 20_000)
+        compared_servers.servers_to_start(tmp_path, [], 20_000)

@@ -18,9 +18,9 @@ import torch
 import yaml
 
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation import answer_run, answer_tables, compared_servers
+from vllm_sparse_backend.evaluation import answer_run, answer_tables
+from vllm_sparse_backend.evaluation.compared_servers import Settings, servers_to_start
 from vllm_sparse_backend.evaluation.report import Progress, Report
-from vllm_sparse_backend.evaluation.vllm_server import Settings
 from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = [
@@ -66,7 +66,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     starved = {"format": 1, "model": "any", "level": "starved", **STARTS, **STARVED}
     profile.write_text(yaml.safe_dump(starved | {"levels": levels}))
     names = ["exact", "starved", *levels]
-    _, *served = compared_servers.started(BUNDLED, [Settings.parse(str(profile))], TOKENS + 1, levels=names)
+    _, *served = servers_to_start(BUNDLED, [Settings.parse(str(profile))], TOKENS + 1, levels=names)
     asking = answer_run.AnswerWorkload.from_text(None, [TOKENS], 1, FACTS)
     report = Report("answers", "CPU")
     answer_run.ask_all(served, asking, report, Progress())

@@ -96,23 +96,24 @@ def crossover(
     common.exit_on_sigterm()
     with common.failures(f"{out} holds the measurements so far."), bar("crossover") as progress:
         from vllm_sparse_backend.config.model_check import max_positions, read_config
-        from vllm_sparse_backend.evaluation import crossover_bench as part
-        from vllm_sparse_backend.evaluation.vllm_server import Settings
+        from vllm_sparse_backend.evaluation import crossover_bench
         from vllm_sparse_backend.serving.compat import device_name
 
-        part.read_entries(out)  # fails before measuring if the file is not a table
+        crossover_bench.read_entries(out)  # fails before measuring if the file is not a table
         if (most := max_positions(read_config(model))) is not None:
             longest = min(longest, most - 1)
-        configurations = [Settings.parse(text, model) for text in settings or ("{}",)]
-        crossovers = [part.Crossover(model, configuration, longest, server_args) for configuration in configurations]
+        crossovers = [
+            crossover_bench.Crossover(model, configuration, longest, server_args)
+            for configuration in common.settings_of(settings, model)
+        ]
         report = Report("crossover", device_name(), json_path)
         for measured in crossovers:
             engine, cells = measured.measure(progress)
-            lengths = part.fit_lengths(cells)
+            lengths = crossover_bench.fit_lengths(cells)
             entry = measured.entry(report.device, engine, lengths, report.command)
-            part.replace_entry(out, entry)
+            crossover_bench.replace_entry(out, entry)
             cases = [cell.case(lengths) for cell in cells]
             for case in cases:
                 report.add_case(case)
-            common.say(table_of(f"{measured.settings}, {report.device}", part.COLUMNS, cases))
-            common.say(table_of(f"in {out}; empty: never faster", part.LENGTHS_COLUMNS, [entry]))
+            common.say(table_of(f"{measured.settings}, {report.device}", crossover_bench.COLUMNS, cases))
+            common.say(table_of(f"in {out}; empty: never faster", crossover_bench.LENGTHS_COLUMNS, [entry]))

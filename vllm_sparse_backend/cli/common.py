@@ -24,7 +24,16 @@ from vllm_sparse_backend.evaluation.output_files import require_output_file
 from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 if TYPE_CHECKING:
-    from vllm_sparse_backend.evaluation.compared_servers import Contestant
+    from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
+
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Write errors that only the operator can solve: full disk or quota, file limit, read-only file system."""
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""Pattern of a model's name. Other texts are paths of folders."""
+
+USAGE = re.compile(r"--[a-z]|[A-Z]+:")
+"""Start of a message about the command line: the option or argument."""
 
 
 def group(help: str) -> typer.Typer:
@@ -104,12 +113,6 @@ def local_model(model: Path | None) -> Path | None:
     )
 
 
-STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Write errors that only the operator can solve: full disk or quota, file limit, read-only file system."""
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""Pattern of a model's name. Other texts are paths of folders."""
-
 MODEL_HELP = "Model folder, or a name in the local hub cache."
 Json = Annotated[
     Path | None,
@@ -133,9 +136,6 @@ ServerArgs = Annotated[
     str, typer.Option("--server-args", metavar="ARGS", help="Further arguments for all servers, as one text.")
 ]
 Chunk = Annotated[int, typer.Option(metavar="N", help="Maximum tokens of a step (--max-num-batched-tokens).", min=1)]
-
-USAGE = re.compile(r"--[a-z]|[A-Z]+:")
-"""Start of a message about the command line: the option or argument."""
 
 
 @contextmanager
@@ -194,6 +194,13 @@ def token_counts(option: str, text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def settings_of(texts: Sequence[str] | None, model: Path) -> "list[Settings]":
+    """Parse --settings for a model. The default is a server without settings."""
+    from vllm_sparse_backend.evaluation.compared_servers import Settings
+
+    return [Settings.parse(text, model) for text in texts or ["{}"]]
+
+
 def names_among(option: str, text: str, known: Collection[str]) -> list[str]:
     """Parse comma-separated names, each of which must be known."""
     names = split(text)
@@ -237,8 +244,7 @@ class ServerOptions:
 
         Raises BenchError if the options contradict each other, or if requests of ``max_len`` tokens are too long.
         """
-        from vllm_sparse_backend.evaluation.compared_servers import Contestant, started
-        from vllm_sparse_backend.evaluation.vllm_server import Settings
+        from vllm_sparse_backend.evaluation.compared_servers import Contestant, servers_to_start
 
         urls, levels = self.url or (), levels_of(self.level)
         labels = self.label or [""] * len(urls)
@@ -248,8 +254,8 @@ class ServerOptions:
         if len(labels) != len(urls):
             raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
         if self.model is not None:
-            settings = [Settings.parse(text, self.model) for text in self.settings or ["{}"]]
-            return started(self.model, settings, max_len, self.server_args, levels)
+            settings = settings_of(self.settings, self.model)
+            return servers_to_start(self.model, settings, max_len, self.server_args, levels)
         options = (("--settings", self.settings), ("--server-args", self.server_args))
         if useless := [name for name, value in options if value]:
             raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")

@@ -58,7 +58,7 @@ class Finding(NamedTuple):
     text: str
 
 
-ok, note, bad = (partial(Finding, level) for level in STYLES)
+ok, note, bad = partial(Finding, "ok"), partial(Finding, "note"), partial(Finding, "bad")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def doctor(model: MaybeModel = None) -> None:
 
     def show(findings: Iterable[Finding]) -> None:
         for finding in findings:
-            wrong.extend([finding] if finding.level == "bad" else [])
+            if finding.level == "bad":
+                wrong.append(finding)
             mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
             console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
 

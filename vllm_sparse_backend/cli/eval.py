@@ -115,12 +115,12 @@ class ModelReport:
         with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
             from vllm_sparse_backend.evaluation.prompt_texts import project_text, read_prompt_text
-            from vllm_sparse_backend.evaluation.vllm_server import Settings, device_name
+            from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             parts = common.names_among("--parts", self.parts, model_report.PARTS) or model_report.PARTS
             text = read_prompt_text(self.text) if self.text else project_text()
             report = model_report.ModelReport(
-                self.folder, self.model, [Settings.parse(given, self.model) for given in self.settings or ["{}"]],
+                self.folder, self.model, common.settings_of(self.settings, self.model),
                 self._lengths("--lengths", self.lengths, model_report.LENGTHS),
                 self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
                 self.count, text, self.server_args, device_name(), parts,

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -10,21 +11,61 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from vllm_sparse_backend.config.crossover_table import load_crossover
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.config.model_check import max_positions, read_config
-from vllm_sparse_backend.config.model_shape import name_of_path
-from vllm_sparse_backend.config.profile import load_profile
+from vllm_sparse_backend.config.model_shape import ModelShape, name_of_path
+from vllm_sparse_backend.config.profile import load_profile, name_of_profile
+from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, read_results
-from vllm_sparse_backend.evaluation.vllm_server import (
-    Server,
-    Settings,
-    sparse_args,
-    split_args,
-)
+from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 
 STOCK = "stock"
 """Label of the server without this backend."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One configuration of this backend: the object under ``sparse_prefill``."""
+
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def parse(text: str, model: Path | None = None) -> "Settings":
+        """Parse JSON, or the name or path of a profile, and check it against the model's folder if that is local.
+
+        Raises BenchError for wrong settings. Otherwise a server would fail only after an hour of measuring other
+        servers.
+        """
+        try:
+            values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
+            config = load_config({KEY: values})
+            load_crossover(config.crossover)
+            if config.profile is not None:
+                profile = load_profile(config.profile)
+                if model is not None:
+                    profile.check_model(ModelShape.from_folder(model), config.profile)
+        except (ValueError, ConfigurationError) as error:
+            raise BenchError(f"--settings {text!r}: {error}") from None
+        return Settings(values)
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "no configuration"
+        params = self.values.get("params") or {}
+        profile = self.values.get("profile")
+        name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
+        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items())])
+
+    @property
+    def identity(self) -> str:
+        """The settings in full, with a hash of their profile, because a profile may be rebuilt under the same name."""
+        text = json.dumps(dict(self.values))
+        if (profile := self.values.get("profile")) is None:
+            return text
+        return f"{text}, {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +139,15 @@ def opened(contestants: Sequence[Contestant], progress: Progress) -> Iterator[li
         ]
 
 
-def started(
+def split_server_args(text: str) -> tuple[str, ...]:
+    """Split the value of --server-args as a shell does."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise BenchError(f"--server-args: given {text!r}, expected arguments in shell syntax: {error}") from None
+
+
+def servers_to_start(
     model: Path, settings: Sequence[Settings], max_len: int, extra: str = "", levels: Sequence[float | str] = ()
 ) -> list[Contestant]:
     """Return stock vLLM and each setting at each level, for this process to start, for requests of ``max_len`` tokens.
@@ -110,13 +159,13 @@ def started(
             f"--lengths: given requests of {max_len:,} tokens, including answers, expected at most the {most:,} "
             f"positions of {model}"
         )
-    args = ("--max-model-len", str(max_len), *split_args(extra))
+    args = ("--max-model-len", str(max_len), *split_server_args(extra))
     contestants = [Contestant.served(STOCK, model, args, STOCK)]
     names = [str(setting) for setting in settings]
     for name, setting in zip(names, settings):
-        text = json.dumps(dict(setting.values))
-        label = text if names.count(name) > 1 else name  # settings with equal short names go by their whole text
-        ours = Contestant.served(label, model, (*args, *sparse_args(setting.values)), text + _content_of(setting))
+        is_unique = names.count(name) == 1
+        label = name if is_unique else json.dumps(dict(setting.values))
+        ours = Contestant.served(label, model, (*args, *sparse_args(setting.values)), setting.identity)
         contestants += ours.at(levels)
     return contestants
 
@@ -132,11 +181,3 @@ def resume(report: Report, options: Mapping[str, Any], contestants: Sequence[Con
         results = read_results(report.json_path, report.options)
         report.options = {**results["options"], **report.options}
         report.cases.extend(case for case in results["cases"] if not case.get("error"))
-
-
-def _content_of(settings: Settings) -> str:
-    """Hash a setting's profile, because a profile may be rebuilt under the same name."""
-    profile = settings.values.get("profile")
-    if profile is None:
-        return ""
-    return f", {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"

@@ -27,11 +27,11 @@ from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.client import Prompts
-from vllm_sparse_backend.evaluation.compared_servers import Contestant, opened
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings, opened, split_server_args
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload, alternate_requests
-from vllm_sparse_backend.evaluation.vllm_server import Settings, sparse_args, split_args
+from vllm_sparse_backend.evaluation.vllm_server import sparse_args
 from vllm_sparse_backend.identity import package_version
 from vllm_sparse_kernels.methods import name_of
 
@@ -139,7 +139,7 @@ class Crossover:
         """Return the server at its exact and its own level."""
         values = {**self.settings.values, "min_tokens": LEAST.min_tokens, "min_query_tokens": LEAST.min_query_tokens}
         steps = ("--max-model-len", str(self.longest + 1), "--max-num-batched-tokens", str(STEP_TOKENS))
-        args = (*steps, *split_args(self.server_args), *sparse_args(values))
+        args = (*steps, *split_server_args(self.server_args), *sparse_args(values))
         return Contestant.served(str(self.settings), self.model, args, str(self.settings)).at([0, 1])
 
     @property

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
 from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
-from vllm_sparse_backend.evaluation.compared_servers import Contestant, resume, started
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings, resume, servers_to_start
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, options_of, versions, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
-from vllm_sparse_backend.evaluation.vllm_server import Settings
 
 TTFT, ANSWERS = "ttft", "answers"
 """Names of the files of results."""
@@ -65,7 +64,7 @@ class ModelReport:
     def servers(self) -> list[Contestant]:
         """Stock vLLM, and this backend with each of the settings, with room for the longest prompt."""
         longest = max(self.speed.longest, self.questions.longest) + 1
-        return started(self.model, self.settings, longest, self.all_args)
+        return servers_to_start(self.model, self.settings, longest, self.all_args)
 
     @property
     def all_args(self) -> str:

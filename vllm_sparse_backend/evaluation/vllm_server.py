@@ -14,17 +14,10 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_sparse_backend.config.crossover_table import load_crossover
-from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.profile import load_profile, name_of_profile
-from vllm_sparse_backend.config.settings import KEY, load_config
 from vllm_sparse_backend.evaluation.client import RequestError, connected
-from vllm_sparse_backend.evaluation.report import BenchError
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -73,48 +66,6 @@ def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
     files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
     settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
     return ("--attention-backend", "sparse-prefill", "--additional-config", json.dumps({"sparse_prefill": settings}))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One configuration of this backend: the object under ``sparse_prefill``."""
-
-    values: Mapping[str, Any]
-
-    @staticmethod
-    def parse(text: str, model: Path | None = None) -> "Settings":
-        """Parse JSON, or the name or path of a profile, and check it against the model's folder if that is local.
-
-        Raises BenchError for wrong settings. Otherwise a server would fail only after an hour of measuring other
-        servers.
-        """
-        try:
-            values = json.loads(text) if text.lstrip().startswith("{") else {"profile": text}
-            config = load_config({KEY: values})
-            load_crossover(config.crossover)
-            if config.profile is not None:
-                profile = load_profile(config.profile)
-                if model is not None:
-                    profile.check_model(ModelShape.from_folder(model), config.profile)
-        except (ValueError, ConfigurationError) as error:
-            raise BenchError(f"--settings {text!r}: {error}") from None
-        return Settings(values)
-
-    def __str__(self) -> str:
-        if not self.values:
-            return "no configuration"
-        params = self.values.get("params") or {}
-        profile = self.values.get("profile")
-        name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
-        return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items())])
-
-
-def split_args(text: str) -> tuple[str, ...]:
-    """Split the value of --server-args as a shell does."""
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise BenchError(f"--server-args: given {text!r}, expected arguments in shell syntax: {error}") from None
 
 
 def device_name() -> str:
