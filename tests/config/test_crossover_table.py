@@ -12,7 +12,7 @@ from tests.helpers.folders import profile_file
 from vllm_sparse_backend.config.crossover_table import (
     NEVER,
     UNMEASURED,
-    Crossover,
+    CrossoverTable,
     LayerSize,
     Lengths,
     Place,
@@ -32,11 +32,11 @@ SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=4, num_heads=32, 
 WEIGHTS_8B = 218_103_808
 
 
-def table(*entries: dict[str, Any]) -> Crossover:
-    return Crossover.model_validate({"format": 1, "entries": entries})
+def table(*entries: dict[str, Any]) -> CrossoverTable:
+    return CrossoverTable.model_validate({"format": 1, "entries": entries})
 
 
-def settings(measured: Crossover, device: str = CARD, ranks: tuple[int, int] = (0, 1), **fields: Any) -> Resolved:
+def settings(measured: CrossoverTable, device: str = CARD, ranks: tuple[int, int] = (0, 1), **fields: Any) -> Resolved:
     """Return resolved settings with another table."""
     if "profile" not in fields:
         fields = {"method": "a_shape"} | fields
@@ -44,7 +44,7 @@ def settings(measured: Crossover, device: str = CARD, ranks: tuple[int, int] = (
     return replace(resolved, table=measured)
 
 
-def resolved(measured: Crossover, device: str = CARD, **fields: Any) -> Lengths:
+def resolved(measured: CrossoverTable, device: str = CARD, **fields: Any) -> Lengths:
     return settings(measured, device, **fields).lengths(ON, ["flash"])
 
 

@@ -53,7 +53,7 @@ def test_kinds_of_layers_that_are_numbers_count_as_attention(tmp_path: Path) -> 
     assert mean_layer_weights(config, ModelShape.from_config(config), "config.json") == WEIGHTS_8B
 
 
-@pytest.mark.parametrize("width", ["wide", [1, "2"], -1])
+@pytest.mark.parametrize("width", ["wide", [1, "2"], -1, 10**400], ids=["text", "list", "negative", "huge"])
 def test_a_width_that_is_no_number_names_its_file(width: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"config.json: intermediate_size: .*one number for all layers"):
         weights_of({**LLAMA_8B, "intermediate_size": width}, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.crossover_cases import entry, written
 from tests.helpers.folders import LLAMA_8B, model_folder
-from vllm_sparse_backend.config.crossover_table import NEVER, Lengths, load_crossover
+from vllm_sparse_backend.config.crossover_table import NEVER, Entry, Lengths, load_crossover
 from vllm_sparse_backend.evaluation import crossover_bench
 from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
@@ -107,7 +107,7 @@ def test_what_saves_time_in_no_cell_never_pays(saved_s: Callable[[Cell], float],
 
 def test_an_entry_replaces_that_of_the_same_layers(tmp_path: Path) -> None:
     (table := tmp_path / "table.json").write_text(written(entry(9000), entry(8000, layer_weights=1)))
-    replace_entry(table, entry(3000))
+    replace_entry(table, Entry(**entry(3000)))
     assert [measured.min_tokens for measured in load_crossover(str(table)).entries] == [8000, 3000]
 
 

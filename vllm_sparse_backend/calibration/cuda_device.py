@@ -84,9 +84,6 @@ class Card:
 
         return run
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
     def spans_ms(
         self, contestants: Sequence[Sequence[Span]], new_pass: Run = lambda: None, budget_s: float = 2.0
     ) -> dict[str, list[float]]:
@@ -124,7 +121,7 @@ class Card:
             run()
             stop.record()
             events.append((name, start, stop))
-        self.synchronize()
+        torch.cuda.synchronize(self.device)
         sums = dict.fromkeys((name for name, _ in spans), 0.0)
         for name, start, stop in events:
             sums[name] += start.elapsed_time(stop)

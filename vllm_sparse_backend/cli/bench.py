@@ -99,7 +99,7 @@ def crossover(
         from vllm_sparse_backend.evaluation import crossover_bench
         from vllm_sparse_backend.serving.compat import device_name
 
-        crossover_bench.read_entries(out)  # fails before measuring if the file is not a table
+        crossover_bench.read_table(out)  # fails before measuring if the file is not a table
         if (most := max_positions(read_config(model))) is not None:
             longest = min(longest, most - 1)
         crossovers = [
@@ -116,4 +116,6 @@ def crossover(
             for case in cases:
                 report.add_case(case)
             common.say(table_of(f"{measured.settings}, {report.device}", crossover_bench.COLUMNS, cases))
-            common.say(table_of(f"in {out}; empty: never faster", crossover_bench.LENGTHS_COLUMNS, [entry]))
+            common.say(
+                table_of(f"in {out}; empty: never faster", crossover_bench.LENGTHS_COLUMNS, [entry.model_dump()])
+            )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm_sparse_backend.config.crossover_table import Crossover, crossover_file, load_crossover, parse_crossover
+from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover, parse_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.keys import CARRIED, OPTION
@@ -65,7 +65,7 @@ class Carried:
             raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
         return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method})
 
-    def parse_crossover(self) -> Crossover:
+    def parse_crossover(self) -> CrossoverTable:
         """Parse the crossover table."""
         if self.crossover is None:
             return load_crossover()

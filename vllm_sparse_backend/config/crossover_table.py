@@ -7,6 +7,7 @@ the log says so.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -192,6 +193,11 @@ class Entry(Section):
         return make_method(self.method, self.params)
 
     @property
+    def layer_size(self) -> "LayerSize":
+        """The size of the measured layers."""
+        return LayerSize(self.num_heads * self.head_dim, self.layer_weights)
+
+    @property
     def lengths(self) -> Lengths:
         """The measured lengths."""
         if self.min_tokens is None or self.min_query_tokens is None:
@@ -223,7 +229,7 @@ class Place(NamedTuple):
     size: LayerSize
 
 
-class Crossover(Section):
+class CrossoverTable(Section):
     """A table of measurements, as stored in its file."""
 
     format: Literal[1]
@@ -236,30 +242,28 @@ class Crossover(Section):
         """List the engines that were measured on a device."""
         return sorted({entry.engine for entry in self.entries if entry.device.casefold() == device.casefold()})
 
-    def find(self, place: Place, method: Method) -> tuple[Entry, ...]:
+    def find(self, place: Place, method: Method) -> list[Entry]:
         """Find the closest measurements of a method.
 
         Entries with equal parameters are closer than others. Among these, those of the most similar layers are closest:
         in smaller layers the device needs less time, but the host needs as long to launch selection, so sparse prefill
         pays off only for longer prompts.
         """
-        entries = [
-            entry
-            for entry in self.entries
-            if (entry.device.casefold(), entry.engine) == (place.device.casefold(), place.engine)
-            and name_of(entry.parameters) == name_of(method)
-        ]
-
-        def distance(entry: Entry) -> tuple[bool, float]:
-            size = LayerSize(entry.num_heads * entry.head_dim, entry.layer_weights)
-            return entry.parameters != method, size.distance(place.size)
-
-        nearest = min(map(distance, entries), default=None)
-        return tuple(entry for entry in entries if distance(entry) == nearest)
+        by_distance: dict[tuple[bool, float], list[Entry]] = defaultdict(list)
+        for entry in self.entries:
+            is_there = (entry.device.casefold(), entry.engine) == (place.device.casefold(), place.engine)
+            if is_there and name_of(entry.parameters) == name_of(method):
+                distance = entry.parameters != method, entry.layer_size.distance(place.size)
+                by_distance[distance].append(entry)
+        return by_distance[min(by_distance)] if by_distance else []
 
 
 def resolve_lengths(
-    min_tokens: TokenCount, min_query_tokens: TokenCount, methods: Collection[Method], table: Crossover, place: Place
+    min_tokens: TokenCount,
+    min_query_tokens: TokenCount,
+    methods: Collection[Method],
+    table: CrossoverTable,
+    place: Place,
 ) -> Lengths:
     """Replace ``auto`` by the strictest lengths that were measured for any of the methods.
 
@@ -303,12 +307,12 @@ def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
     return file
 
 
-def parse_crossover(text: str, source: str) -> Crossover:
+def parse_crossover(text: str, source: str) -> CrossoverTable:
     """Parse a table."""
-    return Crossover.read(text, f"{source}: ")
+    return CrossoverTable.read(text, f"{source}: ")
 
 
-def load_crossover(path: str | None = None) -> Crossover:
+def load_crossover(path: str | None = None) -> CrossoverTable:
     """Read a table from its file."""
     file = crossover_file(path)
     return parse_crossover(read_text(file), str(file))

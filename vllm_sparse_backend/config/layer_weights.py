@@ -13,11 +13,11 @@ from vllm_sparse_backend.config.model_shape import ModelShape, layer_kinds
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 
 WIDTHS = (
-    *("hidden_size", "n_embd", "intermediate_size", "n_inner", "num_experts_per_tok", "first_k_dense_replace"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts"),
-    *("moe_shared_expert_intermediate_size", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads"),
-    *("linear_value_head_dim", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
-)
+    "hidden_size", "n_embd", "intermediate_size", "n_inner", "num_experts_per_tok", "first_k_dense_replace",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts",
+    "moe_shared_expert_intermediate_size", "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads",
+    "linear_value_head_dim", "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size",
+)  # fmt: skip
 
 OTHER_NAMES = {
     "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head", "n_groups": "mamba_n_groups",
@@ -37,15 +37,7 @@ UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "
 
 def mean_layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str) -> int:
     """Return the weights of linear layers that apply to each token, mean over a model's layers."""
-    widths = {
-        name: round(fmean(value)) if name in WIDTHS and _are_integers(value) else value
-        for name, value in config.items()
-    }
-    return round(fmean(weights for weights, _ in layer_sizes(widths, shape, source)))
-
-
-def _are_integers(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(width) is int for width in value)
+    return round(fmean(weights for weights, _ in layer_sizes(config, shape, source)))
 
 
 def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int | None]]:
@@ -77,13 +69,15 @@ def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> It
 
 
 def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
-    """Return the widths and expert counts of a config; 0 for absent values."""
+    """Return the widths and expert counts of a config: 0 for absent values, the mean of a list with one per layer."""
     others = {name: config[other] for name, other in OTHER_NAMES.items() if type(config.get(other)) is int}
     widths = {name: config.get(name) or others.get(name, 0) for name in WIDTHS}
     for name, width in widths.items():
-        if type(width) is not int or not 0 <= width <= MOST_COUNT:  # some models list a width for each layer
-            expected = f"one number for all layers, at most {MOST_COUNT}"
+        numbers = width if isinstance(width, list) else [width]
+        if not all(type(number) is int and 0 <= number <= MOST_COUNT for number in numbers):
+            expected = f"one number for all layers or one for each, at most {MOST_COUNT}"
             raise ConfigurationError(f"{source}: {name}: {unexpected(width, expected)}")
+        widths[name] = round(fmean(numbers))
     return widths
 
 

@@ -25,9 +25,9 @@ from vllm_sparse_backend.config.model_shape import (
 WINDOWED_KINDS = {"sliding_attention", "local_attention", "chunked_attention"}
 ALIBI_MODELS = {"bloom", "mpt"}
 ENCODER_MODELS = {
-    *("albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "nomic_bert"),
-    *("roberta", "xlm-roberta"),
-}
+    "albert", "bert", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "nomic_bert", "roberta",
+    "xlm-roberta",
+}  # fmt: skip
 
 QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM = 128, 64, 128
 """Head dimensions of DeepSeek-V2, V3 and R1, and of Kimi-K2: kernels for multi-head latent attention support no others.

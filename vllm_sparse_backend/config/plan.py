@@ -87,19 +87,15 @@ class Plan:
         lines = []
         if dense_layers := [i for i, layer in enumerate(self.layers) if layer is None]:
             lines.append(f"layers {format_ranges(dense_layers)}: dense")
-        layers: dict[str, set[int]] = defaultdict(set)
-        heads: dict[str, int] = defaultdict(int)
-        methods: dict[str, dict[Method, list[Method]]] = defaultdict(lambda: defaultdict(list))
+        heads: dict[str, list[tuple[int, Method]]] = defaultdict(list)
         for i, layer in enumerate(self.layers):
             for method in layer.methods if layer is not None else ():
-                name = name_of(method)
-                layers[name].add(i)
-                heads[name] += 1
-                methods[name][method.group_key].append(method)
-        for name, settings in methods.items():
-            first_setting = next(iter(settings.values()))
-            text = summarize(first_setting) if len(settings) == 1 else f"{name} ({len(settings)} settings)"
-            lines.append(f"layers {format_ranges(layers[name])}: {text} on {heads[name]} heads of this rank")
+                heads[name_of(method)].append((i, method))
+        for name, layers_and_methods in heads.items():
+            layers, methods = zip(*layers_and_methods, strict=True)
+            num_settings = len({method.group_key for method in methods})
+            text = summarize(methods) if num_settings == 1 else f"{name} ({num_settings} settings)"
+            lines.append(f"layers {format_ranges(layers)}: {text} on {len(methods)} heads of this rank")
         return lines
 
 

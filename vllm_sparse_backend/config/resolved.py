@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from vllm_sparse_backend.config.carried import Carried
-from vllm_sparse_backend.config.crossover_table import AUTO, Crossover, LayerSize, Lengths, Place, resolve_lengths
+from vllm_sparse_backend.config.crossover_table import AUTO, CrossoverTable, LayerSize, Lengths, Place, resolve_lengths
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import ON, SHARE
@@ -26,7 +26,7 @@ class Resolved:
     config: SparsePrefillConfig
     carried: Carried
     plans: Mapping[str, Plan]
-    table: Crossover
+    table: CrossoverTable
     layer_size: LayerSize
     streaming_heads: StreamingHeadsConfig | None = None
 

@@ -12,7 +12,7 @@ tokens keep the device busy during the launches:
 b / a more for each new token, are at least c / a.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_backend.config.crossover_table import NEVER, Lengths, load_crossover
+from vllm_sparse_backend.config.crossover_table import NEVER, CrossoverTable, Entry, Lengths, load_crossover
 from vllm_sparse_backend.config.layer_weights import mean_layer_weights
 from vllm_sparse_backend.config.method_parameters import changed_fields
 from vllm_sparse_backend.config.model_check import read_config
@@ -42,7 +42,6 @@ STEP_TOKENS = 8192
 REPEATS = 9
 LEAST = Lengths(min_tokens=2048, min_query_tokens=64)
 """Lengths from which the measured server runs sparse."""
-FORMAT = 1
 
 COLUMNS = {
     "cached_tokens": "cached", "new_tokens": "new", "dense_s": "exact: TTFT, s", "sparse_s": "sparse: TTFT, s",
@@ -160,30 +159,40 @@ class Crossover:
         ((engine, _),) = layers.most_common(1)
         return "portable" if engine == "torch" else engine, cells
 
-    def entry(self, device: str, engine: str, lengths: Lengths, command: str) -> dict[str, Any]:
+    def entry(self, device: str, engine: str, lengths: Lengths, command: str) -> Entry:
         """Return the table's entry."""
         method, shape = load_config({KEY: self.settings.values}).uniform_method(), ModelShape.from_folder(self.model)
-        return {
-            "device": device, "engine": engine, "method": name_of(method), "params": changed_fields(method),
-            "num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim,
-            "layer_weights": mean_layer_weights(read_config(self.model), shape, str(self.model)),
-            "min_tokens": None if lengths == NEVER else lengths.min_tokens,
-            "min_query_tokens": None if lengths == NEVER else lengths.min_query_tokens,
-            "min_pairs": lengths.min_pairs, "pairs_per_token": lengths.pairs_per_token,
-            "vllm": package_version("vllm"), "triton": package_version("triton"),
-            "date": datetime.now(UTC).date().isoformat(), "command": command,
-        }  # fmt: skip
+        pays = lengths != NEVER
+        return Entry(
+            device=device,
+            engine=engine,
+            method=name_of(method),
+            params=changed_fields(method),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            layer_weights=mean_layer_weights(read_config(self.model), shape, str(self.model)),
+            min_tokens=lengths.min_tokens if pays else None,
+            min_query_tokens=lengths.min_query_tokens if pays else None,
+            min_pairs=lengths.min_pairs,
+            pairs_per_token=lengths.pairs_per_token,
+            vllm=package_version("vllm"),
+            triton=package_version("triton"),
+            date=datetime.now(UTC).date().isoformat(),
+            command=command,
+        )
 
 
 SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim", "layer_weights")
 
 
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """Read a table's entries; none if there is no file. Raises ConfigurationError if it is not such a table."""
-    return [entry.model_dump() for entry in load_crossover(str(path)).entries] if path.exists() else []
+def read_table(path: Path) -> CrossoverTable:
+    """Read a table; an empty one if there is no file. Raises ConfigurationError if the file is not such a table."""
+    return load_crossover(str(path)) if path.exists() else CrossoverTable(format=1, entries=())
 
 
-def replace_entry(path: Path, entry: Mapping[str, Any]) -> None:
+def replace_entry(path: Path, entry: Entry) -> None:
     """Write an entry into a table, instead of that of the same card, engine, method and layers."""
-    others = [old for old in read_entries(path) if any(old[name] != entry[name] for name in SAME)]
-    write_json(path, {"format": FORMAT, "entries": [*others, entry]})
+    table = read_table(path)
+    others = [old for old in table.entries if any(getattr(old, name) != getattr(entry, name) for name in SAME)]
+    write_json(path, table.model_copy(update={"entries": (*others, entry)}).model_dump())
