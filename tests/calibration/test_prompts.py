@@ -111,11 +111,6 @@ class ByteTokenizer:
         return SimpleNamespace(input_ids=[byte for byte in text.encode() for _ in range(self.tokens_a_byte)])
 
 
-@pytest.fixture
-def _by_bytes(monkeypatch):
-    monkeypatch.setattr(prompts, "load_tokenizer", lambda model: ByteTokenizer())
-
-
 @pytest.mark.parametrize(("num_tokens", "tokens_a_byte"), [(2048, 1), (8192, 1), (16384, 1), (16384, 6)])
 def test_a_tokenizer_of_many_tokens_gets_fewer_lines(tmp_path, num_tokens, tokens_a_byte, monkeypatch):
     text = tmp_path / "text.txt"
@@ -133,8 +128,8 @@ def test_a_tokenizer_of_many_tokens_gets_fewer_lines(tmp_path, num_tokens, token
         assert any(start in whole for whole in texts)
 
 
-@pytest.mark.usefixtures("_by_bytes")
-def test_prompts_too_short_for_their_lines_are_refused_with_what_to_do(text):
+def test_prompts_too_short_for_their_lines_are_refused_with_what_to_do(text, monkeypatch):
+    monkeypatch.setattr(prompts, "load_tokenizer", lambda model: ByteTokenizer())
     with pytest.raises(ConfigurationError) as caught:
         make_prompts(NEEDLE, text, 512, 1, seed=0)
     said = str(caught.value)

@@ -301,18 +301,16 @@ def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Pro
 
     Levels without a sparse head are left out, because they would equal ``exact``.
     """
-    found = {name: result for name, result in results.items() if result.held_out}
     first, *others = results
-    if first not in found:
+    if not results[first].held_out:
         # If another level took its place, it would become the default level of requests.
         numbers = ":".join(f"{x:g}" for x in results[first].bound.numbers.values())
         why = f"{source}: no head meets the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")
     levels = {
-        name: Level.of_heads(found[name].methods, found[name].provenance(job, source))
+        name: Level.of_heads(results[name].methods, results[name].provenance(job, source))
         for name in others
-        if name in found
+        if results[name].held_out
     }
-    return Profile.of_heads(
-        found[first].methods, found[first].provenance(job, source), level=first, levels=levels, **job.profile_fields
-    )
+    own = results[first]
+    return Profile.of_heads(own.methods, own.provenance(job, source), level=first, levels=levels, **job.profile_fields)
