@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from tests.helpers import scenario
 from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.fallback import Fallback
+from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.request_levels import FIELD, LevelPolicy
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.config.settings import KEY
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.vllm_server import Server
 

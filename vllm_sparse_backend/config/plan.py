@@ -13,11 +13,12 @@ from itertools import chain
 from vllm_sparse_backend.config.carried import Carried
 from vllm_sparse_backend.config.crossover_table import Lengths, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.keys import OPTION
 from vllm_sparse_backend.config.method_parameters import summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import EXACT, ON, Profile
 from vllm_sparse_backend.config.ranges import format_ranges
-from vllm_sparse_backend.config.settings import OPTION, SparsePrefillConfig
+from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method

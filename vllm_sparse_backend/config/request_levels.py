@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.errors import ConfigurationError, format_value, looks_like, not_one_of, unexpected
+from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
-from vllm_sparse_backend.config.settings import KEY, OPTION, RequestsConfig, StreamingHeadsConfig
+from vllm_sparse_backend.config.settings import RequestsConfig, StreamingHeadsConfig
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
 FIELD = "sparse_prefill"

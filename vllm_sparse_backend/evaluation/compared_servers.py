@@ -13,11 +13,12 @@ from typing import Any
 
 from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.config.model_check import max_positions, read_config
 from vllm_sparse_backend.config.model_shape import ModelShape, name_of_path
 from vllm_sparse_backend.config.profile import load_profile, name_of_profile
-from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.config.settings import load_config
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, read_results
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args

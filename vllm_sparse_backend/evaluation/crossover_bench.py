@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.config.crossover_table import NEVER, CrossoverTable, Entry, Lengths, load_crossover
+from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.config.layer_weights import mean_layer_weights
 from vllm_sparse_backend.config.method_parameters import changed_fields
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.settings import KEY, load_config
+from vllm_sparse_backend.config.settings import load_config
 from vllm_sparse_backend.evaluation.client import Prompts
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings, opened, split_server_args
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics

@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
 from vllm_sparse_backend.config.errors import ConfigurationError, format_value
+from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.request_levels import (
     FIELD,
@@ -26,7 +27,6 @@ from vllm_sparse_backend.config.request_levels import (
     is_checked,
     with_level,
 )
-from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving.resolution import resolve
 

@@ -13,8 +13,8 @@ from vllm.logger import init_logger
 from vllm_sparse_backend.calibration.streaming_heads import PROMPT_TOKENS
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.config.settings import KEY, OPTION
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import SALTED_STORES, kv_connectors
