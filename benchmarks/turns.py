@@ -198,13 +198,12 @@ class Turns:
 
 def run_all(conversations: Sequence[Conversation], endpoint: Endpoint) -> list[list[Outcome]]:
     """Run all conversations in parallel, and return the outcomes of their turns but the first."""
-    before, metrics = CacheReads.of(endpoint), parse_metrics(endpoint.metrics())
+    before, metrics_before = CacheReads.of(endpoint), parse_metrics(endpoint.metrics())
     with ThreadPoolExecutor(len(conversations)) as pool:
         outcomes = list(pool.map(partial(_run, endpoint), conversations))
     before.require(endpoint, (request for conversation in conversations for request in conversation.requests()))
-    after = parse_metrics(endpoint.metrics())
-    sparse, pairs = after.rows_of("sparse") - metrics.rows_of("sparse"), after.pairs - metrics.pairs
-    print(f"{endpoint.name}: {sparse} rows ran sparse, density {pairs.density}", flush=True)
+    counts = parse_metrics(endpoint.metrics()) - metrics_before
+    print(f"{endpoint.name}: {counts.rows_of('sparse')} rows ran sparse, density {counts.pairs.density}", flush=True)
     return outcomes
 
 

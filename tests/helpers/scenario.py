@@ -70,9 +70,7 @@ def fresh_page(server: Server) -> str:
 def counted(server: Server, before: MetricsReport | None = None) -> MetricsReport:
     """Return the counters of rows and layers on /metrics, minus those in ``before``."""
     report = parse_metrics(fresh_page(server))
-    if before is None:
-        return report
-    return MetricsReport(report.samples - before.samples)
+    return report if before is None else report - before
 
 
 def prompt(length: int, seed: int) -> list[int]:

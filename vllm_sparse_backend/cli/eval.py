@@ -55,7 +55,7 @@ class Answers(common.ServerOptions):
             answer_run.require_room(lengths, self.facts)
             tasks = common.names_among("--tasks", self.tasks, TASKS)
             workload = answer_run.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
-            servers = self.contestants(workload.longest + 1)
+            servers = self.contestants(workload.longest)
             report = self.report("answers")
             options = options_of(workload, server_args=self.server_args)
             del options["tasks"]  # prompts of a task do not depend on the other tasks

@@ -10,7 +10,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from vllm_sparse_backend.config.metrics import PREFIX
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
 from vllm_sparse_backend.evaluation.answers import Prompt, TokenScores, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
@@ -73,7 +72,8 @@ class AnswerWorkload:
 
     @property
     def longest(self) -> int:
-        return max(self.lengths)
+        """Tokens of the longest request, including its answer of one token."""
+        return max(self.lengths) + 1
 
     @property
     def wanted(self) -> list[PromptKey]:
@@ -88,10 +88,11 @@ class AnswerWorkload:
         text_ids = endpoint.tokenize(self.text)
         begin_ids = endpoint.first_tokens()
         # Stretches begin in different places, so that no two prompts of a length begin alike.
-        spare = len(text_ids) - self.longest
-        if spare < 16 * self.count:
-            most = self.longest + 16 * self.count
-            raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {most:,} for such prompts")
+        longest, least_spare = max(self.lengths), 16 * self.count
+        spare = len(text_ids) - longest
+        if spare < least_spare:
+            expected = f"at least {longest + least_spare:,} for such prompts"
+            raise BenchError(f"text: given {len(text_ids):,} tokens, expected {expected}")
 
         built: dict[PromptKey, Prompt] = {}
         for key in self.wanted:
@@ -157,25 +158,24 @@ def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report:
                     raise BenchError(
                         f"{contestant.label}: its tokenizer differs from the first server's, so prompts would differ"
                     )
-                about = {"label": contestant.label, "what": contestant.what, "model": contestant.model}
                 wanted = {prompt_key: prompts[prompt_key] for prompt_key in todo[contestant.label]}
-                for case in _ask_server(endpoint, wanted):
-                    case = about | {"level": contestant.level} | case
+                for case in _ask_server(contestant, endpoint, wanted):
                     report.add_case(case)
                     progress.step()
                     progress.print(f"{name_case(case)}: {describe_case(case)}")
 
 
-def _ask_server(endpoint: Endpoint, prompts: Mapping[PromptKey, Prompt]) -> Iterator[Case]:
+def _ask_server(contestant: Contestant, endpoint: Endpoint, prompts: Mapping[PromptKey, Prompt]) -> Iterator[Case]:
     """Yield a case for each prompt, with its density and the reasons for dense rows if the server counts them."""
-    before = endpoint.metrics()
+    about = {name: getattr(contestant, name) for name in ("label", "what", "model", "level")}
+    before = parse_metrics(endpoint.metrics())
     for key, prompt in prompts.items():
-        case = {**key._asdict(), **ask(endpoint, prompt)}
-        after = endpoint.metrics()
-        if PREFIX in before and PREFIX in after:
-            now, then = parse_metrics(after), parse_metrics(before)
-            dense = {reason: count for (path, reason), count in (now.rows - then.rows).items() if path == "dense"}
-            case |= {**(now.pairs - then.pairs).figures, "dense_rows": dense}
+        case = {**about, **key._asdict(), **ask(endpoint, prompt)}
+        after = parse_metrics(endpoint.metrics())
+        if before.samples and after.samples:
+            counts = after - before
+            dense = {reason: count for (path, reason), count in counts.rows.items() if path == "dense"}
+            case |= {**counts.pairs.figures, "dense_rows": dense}
         yield case
         before = after
 

@@ -37,16 +37,16 @@ class Pairs:
     def __add__(self, other: "Pairs") -> "Pairs":
         return Pairs(self.kept + other.kept, self.causal + other.causal)
 
-    def __sub__(self, other: "Pairs") -> "Pairs":
-        return Pairs(self.kept - other.kept, self.causal - other.causal)
-
 
 @dataclass(frozen=True)
 class MetricsReport:
-    """Totals since the server started."""
+    """Totals since the server started, or since an earlier report."""
 
     samples: Counter[tuple[str, tuple[tuple[str, str], ...]]] = field(default_factory=Counter)
     """Values by name, without this project's prefix, and labels."""
+
+    def __sub__(self, earlier: "MetricsReport") -> "MetricsReport":
+        return MetricsReport(self.samples - earlier.samples)
 
     def by(self, name: str, *labels: str) -> Counter[Any]:
         """Return one metric's sums by the values of these labels: a text for one label, a tuple for several."""

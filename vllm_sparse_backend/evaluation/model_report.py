@@ -63,7 +63,7 @@ class ModelReport:
     @cached_property
     def servers(self) -> list[Contestant]:
         """Stock vLLM, and this backend with each of the settings, with room for the longest prompt."""
-        longest = max(self.speed.longest, self.questions.longest) + 1
+        longest = max(self.speed.longest, self.questions.longest)
         return servers_to_start(self.model, self.settings, longest, self.all_args)
 
     @property

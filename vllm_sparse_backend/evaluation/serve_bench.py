@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import STOCK, Contestant, groups, opened
-from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, Pairs, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, line_of, table_of
 
 OURS = "ours"
@@ -142,7 +142,7 @@ def alternate_requests(
         for i in range(-1, repeats_of(length, workload.most_repeats)):  # the first warms up
             prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
             for server, result in pairs:
-                before = parse_metrics(server.metrics()).pairs if i == 0 else Pairs()
+                before = parse_metrics(server.metrics()) if i == 0 else MetricsReport()
                 try:
                     if prefix:
                         server.ask(prefix, 1)
@@ -152,7 +152,7 @@ def alternate_requests(
                 except RequestError as error:
                     result.failures.append(str(error))  # including warm-up requests, which must also be answered
                 if i == 0:
-                    result.pairs = parse_metrics(server.metrics()).pairs - before
+                    result.pairs = (parse_metrics(server.metrics()) - before).pairs
                 progress.step()
             pairs.reverse()
         yield length, results
