@@ -80,24 +80,32 @@ def summaries(cases: Sequence[Case], labels: Sequence[str]) -> list[Case]:
         }
         first = answered[labels[0]]
         for label, good in answered.items():
-            answers = {i: right_answers(case) for i, case in good.items()}
-            right, asked = sum(map(sum, answers.values())), sum(map(len, answers.values()))
-            shared = sorted(first.keys() & good.keys())
-            right_of_first = [sum(right_answers(first[i])) for i in shared]
-            of_first, of_first_error = ratio_of_answers([sum(answers[i]) for i in shared], right_of_first)
-            others = sum(case["others"] for case in good.values())
             rows.append({
-                "label": label, "task": task, "tokens": length, "right": right, "asked": asked,
-                "share": right / asked if asked else None,
-                "share_error": error_of_share(list(answers.values())) if asked else None,
-                "of_first": of_first,
-                "of_first_error": of_first_error,
-                "perplexity": math.exp(sum(case["nats"] for case in good.values()) / others) if others else None,
-                "density": Pairs.of_cases(case for case in good.values() if "kept_pairs" in case).density,
+                "label": label, "task": task, "tokens": length, **summary(good, first),
                 "failed": sum(case["label"] == label and bool(case["error"]) for case in of_prompts),
                 **({} if label == labels[0] else changes(first, good)),
             })  # fmt: skip
     return rows
+
+
+def summary(good: Mapping[int, Case], first: Mapping[int, Case]) -> Case:
+    """Return the figures of a server's answered prompts, and its right answers ÷ the first server's."""
+    answers = {i: right_answers(case) for i, case in good.items()}
+    right, asked = sum(map(sum, answers.values())), sum(map(len, answers.values()))
+    shared = sorted(first.keys() & good.keys())
+    right_of_first = [sum(right_answers(first[i])) for i in shared]
+    of_first, of_first_error = ratio_of_answers([sum(answers[i]) for i in shared], right_of_first)
+    others = sum(case["others"] for case in good.values())
+    return {
+        "right": right,
+        "asked": asked,
+        "share": right / asked if asked else None,
+        "share_error": error_of_share(list(answers.values())) if asked else None,
+        "of_first": of_first,
+        "of_first_error": of_first_error,
+        "perplexity": math.exp(sum(case["nats"] for case in good.values()) / others) if others else None,
+        "density": Pairs.of_cases(case for case in good.values() if "kept_pairs" in case).density,
+    }
 
 
 def error_of_share(answers: Sequence[Sequence[bool]]) -> float:
