@@ -134,7 +134,7 @@ def decode_parts(num_rows: int, folder: Path) -> Iterator[tuple[str, float]]:
     config = vllm_config(folder)
     layers = [vllm_layer(config, number) for number in range(MODEL["num_hidden_layers"])]
     builder_class = layers[0].get_attn_backend().get_builder_cls()
-    with patch.object(compat, "tensor_parallel", lambda config: (0, 1)):  # without process groups
+    with patch.object(compat, "tensor_parallel_rank", lambda: 0):  # without process groups
         names = [layer.layer_name for layer in layers]
         worker = Worker(config)
         builder = builder_class(layers[0].get_kv_cache_spec(config), names, config, CPU)
