@@ -95,11 +95,16 @@ def scores(folder: Path) -> Iterator[tuple[str, str, list[float]]]:
         yield task, length, [doc[length] for doc in docs]
 
 
+def difference(ours: list[float], stock: list[float], factor: float = 1.0) -> tuple[float, float]:
+    """Return mean(ours - factor · stock) on the same samples, and its standard error."""
+    differences = [mine - factor * theirs for mine, theirs in zip(ours, stock, strict=True)]
+    return fmean(differences), stdev(differences) / len(differences) ** 0.5
+
+
 def ratio(ours: list[float], stock: list[float]) -> tuple[float, float]:
-    """Return mean(ours) ÷ mean(stock) and its standard error, from the differences on the same samples."""
+    """Return mean(ours) ÷ mean(stock), and its standard error from the differences on the same samples."""
     value = fmean(ours) / fmean(stock)
-    differences = [mine - value * theirs for mine, theirs in zip(ours, stock, strict=True)]
-    return value, stdev(differences) / len(differences) ** 0.5 / fmean(stock)
+    return value, difference(ours, stock, value)[1] / fmean(stock)
 
 
 @app.command()
@@ -111,21 +116,26 @@ def compare(
     device: str = "unknown",
     command: str = "python -m benchmarks.ruler",
 ) -> None:
-    """Print both scores and their ratio. Where stock's score is below 0.5, the task says nothing about sparsity."""
+    """Print both scores, their difference and their ratio. A ratio needs a score of stock of at least 0.5."""
     report = Report("ruler", device, None, results, command)
     base = {(task, length): values for task, length, values in scores(stock)}
-    print("| task | tokens | samples | stock | ours | ours ÷ stock |\n| --- | --- | --- | --- | --- | --- |")
+    columns = ("task", "tokens", "samples", "stock", "ours", "ours - stock", "ours ÷ stock")
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for task, length, values in scores(ours):
-        score = fmean(base[task, length])
-        name = f"{model}, {task}, {int(length):,} tokens"
-        report.add_figure(f"{name}: stock's score", score, "share", "higher")
+        of_stock = base[task, length]
+        name = f"RULER, {model}, {task}, {int(length):,} tokens"
+        report.add_figure(f"{name}: stock's score", fmean(of_stock), "share", "higher")
+        report.add_figure(f"{name}: our score", fmean(values), "share", "higher")
+        change, change_error = difference(values, of_stock)
+        report.add_figure(f"{name}: our score - stock's, standard error", change_error, "share", "lower")
         cell = ""
-        if score >= 0.5:
-            value, error = ratio(values, base[task, length])
-            report.add_figure(f"{name}: score", value, "stock's", "higher", round(0.98 - 2 * error, 4))
-            report.add_figure(f"{name}: score, standard error", error, "stock's", "lower")
+        if fmean(of_stock) >= 0.5:
+            value, error = ratio(values, of_stock)
+            report.add_figure(f"{name}: our score ÷ stock's", value, "ratio", "higher", round(0.98 - 2 * error, 4))
+            report.add_figure(f"{name}: our score ÷ stock's, standard error", error, "ratio", "lower")
             cell = f"{value:.3f} ± {error:.3f}"
-        print(f"| {task} | {int(length):,} | {len(values)} | {score:.3f} | {fmean(values):.3f} | {cell} |")
+        shown = f"{fmean(of_stock):.3f} | {fmean(values):.3f} | {change:+.3f} ± {change_error:.3f} | {cell}"
+        print(f"| {task} | {int(length):,} | {len(values)} | {shown} |")
 
 
 if __name__ == "__main__":
