@@ -199,7 +199,7 @@ def test_first_and_later_tokens_are_the_servers(pair):
 def test_medians_are_not_moved_by_one_request_and_failures_are_counted():
     stock = serve_bench.ServerResults([TimedAnswer(0.1 * i, 0.1 * i + 0.04, 5) for i in (1, 3, 2)])
     ours = serve_bench.ServerResults([TimedAnswer(0.1, 0.14, 5)] * 2 + [TimedAnswer(0.1, 1.63, 4)], ["no"])
-    case = serve_bench.case_of("x", Length(40), stock, ours)
+    case = serve_bench.case_of(Length(40), "stock", stock, "x", ours)
     assert (case["stock_first_s"], case["ours_first_s"]) == (0.2, 0.1)
     assert case["ttft_speed_up"] == pytest.approx(2)
     assert case["stock_token_ms"] == pytest.approx(10) == case["ours_token_ms"]

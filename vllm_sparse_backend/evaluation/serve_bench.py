@@ -7,17 +7,17 @@ command starts are measured one after the other, each with the whole device to i
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from statistics import median
 from typing import Any
 
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
-from vllm_sparse_backend.evaluation.compared_servers import STOCK, Contestant, groups, opened
-from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, Pairs, parse_metrics
+from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
+from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, line_of, table_of
 
-OURS = "ours"
-"""Name in cases of the server that is compared with the first one. The first is called ``STOCK``, also if it is another
-server or level."""
+BASELINE_KEY, COMPARED_KEY = "stock", "ours"
+"""Prefixes of a case's keys. The baseline is the first server, whose label need not be ``stock``."""
 
 COLUMNS = {
     "case": "prompt",
@@ -52,8 +52,18 @@ class ServerResults:
 
     answers: list[TimedAnswer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    """Also of warm-up requests."""
     pairs: Pairs = field(default_factory=Pairs)
     """Pairs of one timed request."""
+
+    def ask(self, server: Endpoint, prefix: Sequence[int], prompt: Sequence[int], max_tokens: int) -> None:
+        """Add the answer to a prompt whose ``prefix`` a separate request caches just before, or the failure."""
+        try:
+            if prefix:
+                server.ask(prefix, 1)
+            self.answers.append(server.ask(prompt, max_tokens))
+        except RequestError as error:
+            self.failures.append(str(error))
 
     @property
     def first_s(self) -> float | None:
@@ -72,21 +82,22 @@ def repeats_of(length: Length, most: int) -> int:
 
 
 def case_of(
-    label: str, length: Length, stock: ServerResults, sparse: ServerResults, first: str = STOCK
+    length: Length, baseline_label: str, baseline: ServerResults, label: str, compared: ServerResults
 ) -> dict[str, Any]:
-    """Return the case that compares server ``label`` with the first server. A server without answers has no ratios."""
+    """Return the case that compares a server with the baseline. A server without answers has no ratios."""
     case: dict[str, Any] = {
-        "label": label, "first": first, "case": str(length), "new_tokens": length.new_tokens,
-        "cached_tokens": length.cached_tokens, "repeats": len(sparse.answers), **sparse.pairs.figures,
-        "failures": len(stock.failures) + len(sparse.failures), "said": [], "answers": {},
+        "label": label, "first": baseline_label, "case": str(length), "new_tokens": length.new_tokens,
+        "cached_tokens": length.cached_tokens, "repeats": len(compared.answers), **compared.pairs.figures,
+        "failures": len(baseline.failures) + len(compared.failures), "said": [], "answers": {},
     }  # fmt: skip
-    for key, name, results in ((STOCK, first, stock), (OURS, OURS, sparse)):
+    for key, name, results in ((BASELINE_KEY, baseline_label, baseline), (COMPARED_KEY, COMPARED_KEY, compared)):
         case["said"] += [f"{name}: {said}" for said in results.failures[:10]]
         case["answers"][key] = [vars(answer) for answer in results.answers]
         case |= {f"{key}_first_s": results.first_s, f"{key}_token_ms": results.token_ms}
-    for ratio, key in (("ttft_speed_up", "first_s"), ("tpot_speed_up", "token_ms")):
-        if case[f"stock_{key}"] and case[f"ours_{key}"]:
-            case[ratio] = case[f"stock_{key}"] / case[f"ours_{key}"]
+    if baseline.first_s and compared.first_s:
+        case["ttft_speed_up"] = baseline.first_s / compared.first_s
+    if baseline.token_ms and compared.token_ms:
+        case["tpot_speed_up"] = baseline.token_ms / compared.token_ms
     return case
 
 
@@ -136,25 +147,27 @@ def alternate_requests(
     """
     prefixes = {n: prompts.take(n) for n in {length.cached_tokens for length in workload.lengths} if n}
     for length in workload.lengths:
-        results = [ServerResults() for _ in servers]
-        pairs = list(zip(servers, results, strict=True))
         prefix = prefixes.get(length.cached_tokens, [])
-        for i in range(-1, repeats_of(length, workload.most_repeats)):  # the first warms up
-            prompt = prefix + prompts.take(length.new_tokens if i >= 0 else min(length.new_tokens, MOST_TO_WARM_UP))
-            for server, result in pairs:
-                before = parse_metrics(server.metrics()) if i == 0 else MetricsReport()
-                try:
-                    if prefix:
-                        server.ask(prefix, 1)
-                    answer = server.ask(prompt, workload.output_tokens)
-                    if i >= 0:
-                        result.answers.append(answer)
-                except RequestError as error:
-                    result.failures.append(str(error))  # including warm-up requests, which must also be answered
-                if i == 0:
-                    result.pairs = (parse_metrics(server.metrics()) - before).pairs
+        warm_up = prefix + prompts.take(min(length.new_tokens, MOST_TO_WARM_UP))
+        repeats = repeats_of(length, workload.most_repeats)
+        first_prompt, *other_prompts = [prefix + prompts.take(length.new_tokens) for _ in range(repeats)]
+
+        results = [ServerResults() for _ in servers]
+        forth = list(zip(servers, results, strict=True))
+        orders = cycle((forth, forth[::-1]))
+        for server, result in next(orders):
+            result.ask(server, prefix, warm_up, workload.output_tokens)
+            result.answers.clear()  # a warm-up request must be answered, but its time does not count
+            progress.step()
+        for server, result in next(orders):
+            before = parse_metrics(server.metrics())
+            result.ask(server, prefix, first_prompt, workload.output_tokens)
+            result.pairs = (parse_metrics(server.metrics()) - before).pairs
+            progress.step()
+        for prompt in other_prompts:
+            for server, result in next(orders):
+                result.ask(server, prefix, prompt, workload.output_tokens)
                 progress.step()
-            pairs.reverse()
         yield length, results
 
 
@@ -162,8 +175,7 @@ def compare_servers(
     contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, progress: Progress
 ) -> None:
     """Add a case for every server after the first, compared with the first. Raises BenchError or ServerError."""
-    baselines: dict[Length, ServerResults] = {}
-    first, labels = contestants[0].label, [contestant.label for contestant in contestants[1:]]
+    baseline, labels = contestants[0], [contestant.label for contestant in contestants[1:]]
     if not labels:
         raise BenchError(
             "--url: given one server, expected at least two, of which the first is the baseline, or two levels of one "
@@ -172,14 +184,15 @@ def compare_servers(
     if len(set(labels)) < len(labels):
         raise BenchError(f"--label: given {', '.join(labels)} next to the first server, expected each label only once")
     progress.begin(report.bench, len(contestants) * workload.num_requests)
+    baseline_results: dict[Length, ServerResults] = {}
     for group in groups(contestants):
         with opened(group, progress) as servers:
             prompts = Prompts.of(servers[0], workload.text)  # each time the same
             for length, results in alternate_requests(servers, workload, prompts, progress):
                 for contestant, result in zip(group, results, strict=True):
-                    if contestant is contestants[0]:
-                        baselines[length] = result
-                    else:
-                        case = case_of(contestant.label, length, baselines[length], result, first)
-                        report.add_case(case)
-                        progress.print(f"{contestant.label}: {line_of(COLUMNS, case)}")
+                    if contestant is baseline:
+                        baseline_results[length] = result
+                        continue
+                    case = case_of(length, baseline.label, baseline_results[length], contestant.label, result)
+                    report.add_case(case)
+                    progress.print(f"{contestant.label}: {line_of(COLUMNS, case)}")
