@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from vllm_sparse_backend.evaluation import report as product
+from vllm_sparse_backend.evaluation.answer_scores import read_cases
 from vllm_sparse_backend.evaluation.answer_tables import summaries
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -99,8 +100,9 @@ def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
 
 def of_answers(cases: Sequence[dict[str, Any]]) -> Iterator[Named]:
     """Yield the figures of `eval answers`, for lengths whose requests were all answered: otherwise prompts differ."""
-    model = cases[0]["model"]
-    for row in summaries(cases, list(dict.fromkeys(case["label"] for case in cases))):
+    prompts = read_cases(cases)
+    model = prompts[0].model
+    for row in summaries(prompts, list(dict.fromkeys(prompt.label for prompt in prompts))):
         if not row["failed"] and row["share"] is not None:
             task = "answers" if row["task"] == "facts" else row["task"]
             name = f"{row['label']}, {task} inside the prompt, {row['tokens']:,} tokens, {model}"

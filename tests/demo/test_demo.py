@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from vllm_sparse_backend.demo import run
-from vllm_sparse_backend.evaluation.answer_run import Case
+from vllm_sparse_backend.evaluation.answer_scores import PromptScores
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
 
 SPARSE = MetricsReport(
@@ -20,16 +20,16 @@ SPARSE = MetricsReport(
 )
 
 
-def cases(ours: int) -> dict[str, Case]:
+def scores(ours: int) -> dict[str, PromptScores]:
     """Stock answers all questions, and the demo's server answers ``ours`` of them."""
     return {
-        name: {"seconds": 1.5, "ranks": [[1 if i < right else 2] for i in range(run.FACTS)]}
+        name: PromptScores(1.5, 0.0, 0, [[1 if i < right else 2] for i in range(run.FACTS)], {})
         for name, right in (("stock vLLM", run.FACTS), ("sparse-prefill", ours))
     }
 
 
 def test_it_ends_with_what_was_shown() -> None:
-    said = run.summary(cases(run.FACTS), SPARSE)
+    said = run.summary(scores(run.FACTS), SPARSE)
     assert said.count("24 of 24") == 2
     assert said.endswith(
         "Both servers answer all questions right. Past the first 1,024 tokens, sparse-prefill computed 25% of the "
@@ -39,6 +39,6 @@ def test_it_ends_with_what_was_shown() -> None:
 
 def test_a_lost_answer_or_a_dense_prefill_fails() -> None:
     with pytest.raises(run.DemoError, match="An answer is wrong"):
-        run.summary(cases(run.FACTS - 1), SPARSE)
+        run.summary(scores(run.FACTS - 1), SPARSE)
     with pytest.raises(run.DemoError, match="no sparse prefill: no row ran sparse"):
-        run.summary(cases(run.FACTS), MetricsReport())
+        run.summary(scores(run.FACTS), MetricsReport())

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.stub_server import FACT, QUESTION, Words, entry
+from vllm_sparse_backend.evaluation.answer_prompts import Prompt, Statement, build_prompt
+from vllm_sparse_backend.evaluation.answer_scores import PromptScores
 from vllm_sparse_backend.evaluation.answer_tables import error_of_share
-from vllm_sparse_backend.evaluation.answers import Prompt, Statement, TokenScores, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -130,10 +131,10 @@ PROMPT = Prompt([5, 6, 7, 8, 9, 10], [(3, 5)], [(2, 5)])
 
 def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
     returned = [None, entry(6, -1.0, 4), entry(7, -2.0), entry(8, -0.01), entry(9, -3.0, 2), entry(10, -0.25)]
-    scores = TokenScores.of(PROMPT.token_ids, returned)
-    assert scores.of_answers(PROMPT) == [[1, 2]]
+    scores = PromptScores.of(PROMPT, returned, seconds=1)
+    assert (scores.ranks, scores.right) == ([[1, 2]], [False])
     assert (PROMPT.text_places, PROMPT.answer_places) == ([1, 5], [3, 4])
-    assert [scores.logprobs[place] for place in PROMPT.text_places] == [-1, -0.25]
+    assert (scores.nats, scores.text_tokens) == (1.25, 2)
 
 
 @pytest.mark.parametrize(
@@ -148,10 +149,10 @@ def test_scores_are_ranks_of_answers_and_the_likelihood_of_the_rest() -> None:
 )
 def test_what_is_missing_or_no_number_is_an_error_and_no_answer(place: int, value: object, said: str) -> None:
     returned = [None, *(entry(token) for token in PROMPT.token_ids[1:])]
-    assert TokenScores.of(PROMPT.token_ids, returned).of_answers(PROMPT) == [[1, 1]]
+    assert PromptScores.of(PROMPT, returned, seconds=1).ranks == [[1, 1]]
     returned[place] = value
     with pytest.raises(RequestError, match=said):
-        TokenScores.of(PROMPT.token_ids, returned)
+        PromptScores.of(PROMPT, returned, seconds=1)
 
 
 def test_the_standard_error_knows_that_a_prompts_answers_fall_together() -> None:

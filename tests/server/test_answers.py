@@ -19,6 +19,7 @@ import yaml
 
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import answer_run, answer_tables
+from vllm_sparse_backend.evaluation.answer_scores import read_cases
 from vllm_sparse_backend.evaluation.compared_servers import Settings, servers_to_start
 from vllm_sparse_backend.evaluation.report import Progress, Report
 from vllm_sparse_kernels.methods import METHODS
@@ -70,9 +71,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     asking = answer_run.AnswerWorkload.from_text(None, [TOKENS], 1, FACTS)
     report = Report("answers", "CPU")
     answer_run.ask_all(served, asking, report, Progress())
-    assert [case["error"] for case in report.cases] == [None] * len(names)
-    assert len({case["sha256"] for case in report.cases}) == 1  # the same for all
-    summaries = answer_tables.summaries(report.cases, [endpoint.label for endpoint in served])
+    prompts = read_cases(report.cases)
+    assert [prompt.error for prompt in prompts] == [None] * len(names)
+    assert len({prompt.sha256 for prompt in prompts}) == 1  # the same for all
+    summaries = answer_tables.summaries(prompts, [endpoint.label for endpoint in served])
     return dict(zip(names, summaries, strict=True))
 
 

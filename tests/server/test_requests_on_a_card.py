@@ -23,7 +23,7 @@ from tests.helpers.mixed_load import SERVER_ENV, ask_mixed, resident_bytes_of
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation.answers import build_prompt
+from vllm_sparse_backend.evaluation.answer_prompts import build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import prose

@@ -20,7 +20,7 @@ from vllm_sparse_backend.calibration.capture import begin_ids, load_tokenizer
 from vllm_sparse_backend.calibration.external import readable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
-from vllm_sparse_backend.evaluation.answers import weave
+from vllm_sparse_backend.evaluation.answer_prompts import weave
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.tasks import FACT, FACT_QUESTION, NAMES
 

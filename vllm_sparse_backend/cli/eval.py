@@ -48,6 +48,7 @@ class Answers(common.ServerOptions):
         go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run, answer_tables
+            from vllm_sparse_backend.evaluation.answer_scores import read_cases
             from vllm_sparse_backend.evaluation.compared_servers import resume
             from vllm_sparse_backend.evaluation.tasks import TASKS
 
@@ -61,12 +62,13 @@ class Answers(common.ServerOptions):
             del options["tasks"]  # prompts of a task do not depend on the other tasks
             resume(report, options, servers)
             answer_run.ask_all(servers, workload, report, progress)
-            rows = answer_tables.summaries(report.cases, [server.label for server in servers])
+            prompts = read_cases(report.cases)
+            rows = answer_tables.summaries(prompts, [server.label for server in servers])
             report.write(summary=rows)
         common.say(answer_tables.tables(rows))
-        for line in answer_tables.failure_lines(report.cases):
+        for line in answer_tables.failure_lines(prompts):
             common.say(line)
-        if any(case["error"] for case in report.cases):
+        if any(prompt.error for prompt in prompts):
             raise typer.Exit(1)
 
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation.answer_run import AnswerWorkload, Case, ask, right_answers
-from vllm_sparse_backend.evaluation.client import Endpoint
+from vllm_sparse_backend.evaluation.answer_run import AnswerWorkload, ask
+from vllm_sparse_backend.evaluation.answer_scores import PromptScores
+from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
 from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU, Server, has_cuda, sparse_args
@@ -47,34 +48,35 @@ def run_demo(console: Console) -> None:
         with ThreadPoolExecutor() as pool:
             list(pool.map(stack.enter_context, servers.values()))
         endpoints = {name: Endpoint.connect(name, server.url) for name, server in servers.items()}
-        cases = ask_all(endpoints)
+        scores = ask_all(endpoints)
         report = parse_metrics(endpoints["sparse-prefill"].metrics())
-    console.print(summary(cases, report), highlight=False, soft_wrap=True, markup=False)
+    console.print(summary(scores, report), highlight=False, soft_wrap=True, markup=False)
 
 
-def ask_all(endpoints: dict[str, Endpoint]) -> dict[str, Case]:
-    """Send the same prompt to all servers, and return their cases."""
+def ask_all(endpoints: dict[str, Endpoint]) -> dict[str, PromptScores]:
+    """Send the same prompt to all servers, and return their scores."""
     workload = AnswerWorkload.from_text(None, [PROMPT_TOKENS], 1, FACTS)
     (prompt,) = workload.build_prompts(endpoints["stock vLLM"]).values()
-    cases = {name: ask(endpoint, prompt) for name, endpoint in endpoints.items()}
-    for name, case in cases.items():
-        if case["error"]:
-            raise DemoError(f"{name} did not answer: {case['error']}")
-    return cases
+    scores = {}
+    for name, endpoint in endpoints.items():
+        try:
+            scores[name] = ask(endpoint, prompt)
+        except RequestError as error:
+            raise DemoError(f"{name} did not answer: {error}") from None
+    return scores
 
 
-def summary(cases: dict[str, Case], report: MetricsReport) -> str:
+def summary(scores: dict[str, PromptScores], report: MetricsReport) -> str:
     """Return a table of right answers, and a sentence. Raises DemoError if they show no sparse prefill, or errors."""
-    rights = {name: sum(right_answers(case)) for name, case in cases.items()}
     rows = [
-        {"server": name, "right": f"{right} of {FACTS}", "seconds": cases[name]["seconds"]}
-        for name, right in rights.items()
+        {"server": name, "right": f"{of_server.num_right} of {FACTS}", "seconds": of_server.seconds}
+        for name, of_server in scores.items()
     ]
     title = f"{FACTS} facts in a prompt of {PROMPT_TOKENS:,} tokens, each asked for and answered later in the prompt"
     table = table_of(title, {column: column for column in rows[0]}, rows)
     if problem := report.problem():
         raise DemoError(f"{table}\nThe server answered, but its /metrics shows no sparse prefill: {problem}.")
-    if set(rights.values()) != {FACTS}:
+    if any(of_server.num_right != FACTS for of_server in scores.values()):
         raise DemoError(
             f"{table}\nAn answer is wrong; this model should find all facts. Please report this with the output above."
         )

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`eval answers`: sends the same prompts to several servers, started one after the other or already running."""
 
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
 
-from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
-from vllm_sparse_backend.evaluation.answers import Prompt, TokenScores, build_prompt
+from vllm_sparse_backend.evaluation.agreement import TOP
+from vllm_sparse_backend.evaluation.answer_prompts import Prompt, build_prompt
+from vllm_sparse_backend.evaluation.answer_scores import AnsweredPrompt, PromptKey, PromptScores, read_cases
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
@@ -19,24 +18,14 @@ from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report
 from vllm_sparse_backend.evaluation.tasks import TASKS
 
-Case = dict[str, Any]
-
-
-class PromptKey(NamedTuple):
-    task: str
-    tokens: int
-    prompt: int
-    """Index among prompts of this task and length."""
-
-
 SEED = 0
 """Seed of facts and their places."""
 
 FACT_TOKENS = 120
 """Minimum tokens of a prompt per fact: statement and question take about 50, and lines fill at most half."""
 
-TEXT_POSITIONS = 512
-"""Positions of a prompt outside answers whose next-token distributions are compared: evenly spaced."""
+SAMPLE_CHARS = 2000
+"""Characters of the text by which tokenizers of servers are compared."""
 
 
 def require_room(lengths: Sequence[int], facts: int) -> None:
@@ -79,10 +68,6 @@ class AnswerWorkload:
     def wanted(self) -> list[PromptKey]:
         return [PromptKey(*key) for key in product(self.tasks, self.lengths, range(self.count))]
 
-    def sample_tokens(self, endpoint: Endpoint) -> list[int]:
-        """Tokenize the text with a server's tokenizer, to compare it with another's."""
-        return endpoint.tokenize(self.text[:2000], special=True)
-
     def build_prompts(self, endpoint: Endpoint) -> dict[PromptKey, Prompt]:
         """Build all prompts with a server's tokenizer, each from a different stretch of the text."""
         text_ids = endpoint.tokenize(self.text)
@@ -108,27 +93,11 @@ class AnswerWorkload:
         return built
 
 
-def ask(endpoint: Endpoint, prompt: Prompt) -> Case:
-    """Send a prompt, and return its case. A failed or incomplete request has an ``error`` and no answers."""
-    case: Case = {"sha256": prompt.sha256, "error": None}
+def ask(endpoint: Endpoint, prompt: Prompt) -> PromptScores:
+    """Send a prompt, and score its answers. Raises RequestError if the request failed or its answer is incomplete."""
     began = time.perf_counter()
-    try:
-        returned = endpoint.prompt_logprobs(prompt.token_ids, TOP)
-        scores = TokenScores.of(prompt.token_ids, returned)
-    except RequestError as error:
-        return case | {"error": str(error)}
-    text_places = prompt.text_places
-    sample = text_places[:: max(1, len(text_places) // TEXT_POSITIONS)]
-    return case | {
-        "seconds": round(time.perf_counter() - began, 3),
-        "nats": math.fsum(-scores.logprobs[place] for place in text_places),
-        "others": len(text_places),
-        "ranks": scores.of_answers(prompt),
-        "next_tokens": {
-            part: str(NextTokens.of(returned, places))
-            for part, places in (("text", sample), ("answers", prompt.answer_places))
-        },
-    }
+    returned = endpoint.prompt_logprobs(prompt.token_ids, TOP)
+    return PromptScores.of(prompt, returned, time.perf_counter() - began)
 
 
 def missing_requests(
@@ -138,60 +107,56 @@ def missing_requests(
     labels = [contestant.label for contestant in contestants]
     if len(set(labels)) < len(labels):
         raise BenchError(f"--label: given {', '.join(labels)}, expected each label only once")
-    answered = {(case["label"], PromptKey(case["task"], case["tokens"], case["prompt"])) for case in report.cases}
+    answered = {(prompt.label, prompt.key) for prompt in read_cases(report.cases)}
     return {label: [key for key in workload.wanted if (label, key) not in answered] for label in labels}
 
 
 def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report, progress: Progress) -> None:
     """Add a case for each server and prompt that the report lacks. Raises BenchError or ServerError."""
-    todo = missing_requests(contestants, workload, report)
-    progress.begin(report.bench, sum(map(len, todo.values())))
+    missing = missing_requests(contestants, workload, report)
+    progress.begin(report.bench, sum(map(len, missing.values())))
     prompts: dict[PromptKey, Prompt] = {}
     sample: list[int] = []
-    for group in groups([contestant for contestant in contestants if todo[contestant.label]]):
+    for group in groups([contestant for contestant in contestants if missing[contestant.label]]):
         with opened(group, progress) as endpoints:
             for contestant, endpoint in zip(group, endpoints, strict=True):
-                tokens = workload.sample_tokens(endpoint)
+                tokens = endpoint.tokenize(workload.text[:SAMPLE_CHARS], special=True)
                 if not prompts:  # the first server that is ready makes the prompts for all servers
                     sample, prompts = tokens, workload.build_prompts(endpoint)
                 if tokens != sample:
                     raise BenchError(
                         f"{contestant.label}: its tokenizer differs from the first server's, so prompts would differ"
                     )
-                wanted = {prompt_key: prompts[prompt_key] for prompt_key in todo[contestant.label]}
-                for case in _ask_server(contestant, endpoint, wanted):
-                    report.add_case(case)
-                    progress.step()
-                    progress.print(f"{name_case(case)}: {describe_case(case)}")
+                wanted = {key: prompts[key] for key in missing[contestant.label]}
+                _ask_server(contestant, endpoint, wanted, report, progress)
 
 
-def _ask_server(contestant: Contestant, endpoint: Endpoint, prompts: Mapping[PromptKey, Prompt]) -> Iterator[Case]:
-    """Yield a case for each prompt, with its density and the reasons for dense rows if the server counts them."""
-    about = {name: getattr(contestant, name) for name in ("label", "what", "model", "level")}
+def _ask_server(
+    contestant: Contestant,
+    endpoint: Endpoint,
+    prompts: Mapping[PromptKey, Prompt],
+    report: Report,
+    progress: Progress,
+) -> None:
+    """Add a case for each prompt, with its density and the reasons for dense rows if the server counts them."""
     before = parse_metrics(endpoint.metrics())
     for key, prompt in prompts.items():
-        case = {**about, **key._asdict(), **ask(endpoint, prompt)}
+        scores, error = None, None
+        try:
+            scores = ask(endpoint, prompt)
+        except RequestError as failure:
+            error = str(failure)
         after = parse_metrics(endpoint.metrics())
+        pairs, dense_rows = None, None
         if before.samples and after.samples:
             counts = after - before
-            dense = {reason: count for (path, reason), count in counts.rows.items() if path == "dense"}
-            case |= {**counts.pairs.figures, "dense_rows": dense}
-        yield case
+            pairs = counts.pairs
+            dense_rows = {reason: count for (path, reason), count in counts.rows.items() if path == "dense"}
         before = after
-
-
-def describe_case(case: Case) -> str:
-    """Return the outcome of a request in a few words."""
-    if case["error"] is not None:
-        return f"failed: {case['error']}"
-    return f"{sum(right_answers(case))} of {len(case['ranks'])} right, {case['seconds']:.1f} s"
-
-
-def name_case(case: Case) -> str:
-    """Return the server and the prompt of a request."""
-    return f"{case['label']}, {case['task']}, {case['tokens']:,} tokens, prompt {case['prompt'] + 1}"
-
-
-def right_answers(case: Case) -> list[bool]:
-    """Return for each answer whether it is right: all of its tokens have rank 1."""
-    return [all(rank == 1 for rank in ranks) for ranks in case["ranks"]]
+        answered = AnsweredPrompt(
+            contestant.label, contestant.what, contestant.model, contestant.level, key, prompt.sha256, error, scores,
+            pairs, dense_rows,
+        )  # fmt: skip
+        report.add_case(answered.to_case())
+        progress.step()
+        progress.print(f"{answered}: {answered.outcome}")

@@ -5,13 +5,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Any
 
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
-from vllm_sparse_backend.evaluation.agreement import NextTokens
-from vllm_sparse_backend.evaluation.answer_run import Case, name_case, right_answers
+from vllm_sparse_backend.evaluation.answer_scores import AnsweredPrompt, PromptScores
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs
 from vllm_sparse_backend.evaluation.report import table_of
+
+Row = dict[str, Any]
+"""The figures of a task, length and label."""
 
 COLUMNS = {
     "label": "server",
@@ -44,68 +47,66 @@ FORMATS = {
 """Formats of numbers that have a standard error."""
 
 
-def changes(first: Mapping[int, Case], second: Mapping[int, Case]) -> Case:
+def summaries(prompts: Sequence[AnsweredPrompt], labels: Sequence[str]) -> list[Row]:
+    """Return a row for each task, length and label, compared with the first label on prompts that both answered."""
+    rows = []
+    for task, length in dict.fromkeys((prompt.key.task, prompt.key.tokens) for prompt in prompts):
+        by_label: dict[str, list[AnsweredPrompt]] = {label: [] for label in labels}
+        for prompt in prompts:
+            if (prompt.key.task, prompt.key.tokens) == (task, length) and prompt.label in by_label:
+                by_label[prompt.label].append(prompt)
+        first = _scores(by_label[labels[0]])
+        for label, of_label in by_label.items():
+            scores = _scores(of_label)
+            pairs = [prompt.pairs for prompt in of_label if prompt.scores and prompt.pairs]
+            rows.append({
+                "label": label, "task": task, "tokens": length, **summary(scores, first),
+                "density": sum(pairs, Pairs()).density, "failed": len(of_label) - len(scores),
+                **({} if label == labels[0] else changes(first, scores)),
+            })  # fmt: skip
+    return rows
+
+
+def _scores(prompts: Sequence[AnsweredPrompt]) -> dict[int, PromptScores]:
+    """Return the scores of the answered prompts by their index."""
+    return {prompt.key.prompt: prompt.scores for prompt in prompts if prompt.scores}
+
+
+def summary(scores: Mapping[int, PromptScores], first: Mapping[int, PromptScores]) -> Row:
+    """Return the figures of a server's answered prompts, and its right answers ÷ the first server's."""
+    right_by_prompt = [prompt.right for prompt in scores.values()]
+    right, asked = sum(map(sum, right_by_prompt)), sum(map(len, right_by_prompt))
+    shared = sorted(first.keys() & scores.keys())
+    of_first, of_first_error = ratio_of_answers(
+        [scores[i].num_right for i in shared], [first[i].num_right for i in shared]
+    )
+    text_tokens = sum(prompt.text_tokens for prompt in scores.values())
+    return {
+        "right": right,
+        "asked": asked,
+        "share": right / asked if asked else None,
+        "share_error": error_of_share(right_by_prompt) if asked else None,
+        "of_first": of_first,
+        "of_first_error": of_first_error,
+        "perplexity": math.exp(sum(p.nats for p in scores.values()) / text_tokens) if text_tokens else None,
+    }
+
+
+def changes(first: Mapping[int, PromptScores], second: Mapping[int, PromptScores]) -> Row:
     """Compare two servers on the prompts that both answered: means over prompts, with standard errors."""
     shared = sorted(first.keys() & second.keys())
-    nats, error = mean_and_error([_mean_nats(second[i]) - _mean_nats(first[i]) for i in shared])
+    nats, error = mean_and_error([second[i].mean_nats - first[i].mean_nats for i in shared])
     ratio = math.exp(nats or 0)
     row = {
         "perplexity_change": 100 * (ratio - 1) if shared else None,
         "perplexity_change_error": None if error is None else 100 * ratio * error,
     }
     for part in ("text", "answers"):
-        agreements = [_next_tokens(second[i], part).against(_next_tokens(first[i], part)) for i in shared]
+        agreements = [second[i].next_tokens[part].against(first[i].next_tokens[part]) for i in shared]
         for figure in ("kl", "top1"):
             key = f"{part}_{figure}"
             row[key], row[f"{key}_error"] = mean_and_error([getattr(agreement, figure) for agreement in agreements])
     return row
-
-
-def _mean_nats(case: Case) -> float:
-    return float(case["nats"] / case["others"])
-
-
-def _next_tokens(case: Case, part: str) -> NextTokens:
-    return NextTokens.parse(case["next_tokens"][part])
-
-
-def summaries(cases: Sequence[Case], labels: Sequence[str]) -> list[Case]:
-    """Return a row for each task, length and label, compared with the first label on prompts that both answered."""
-    rows = []
-    for task, length in dict.fromkeys((case["task"], case["tokens"]) for case in cases):
-        of_prompts = [case for case in cases if (case["task"], case["tokens"]) == (task, length)]
-        answered = {
-            label: {case["prompt"]: case for case in of_prompts if case["label"] == label and not case["error"]}
-            for label in labels
-        }
-        first = answered[labels[0]]
-        for label, good in answered.items():
-            rows.append({
-                "label": label, "task": task, "tokens": length, **summary(good, first),
-                "failed": sum(case["label"] == label and bool(case["error"]) for case in of_prompts),
-                **({} if label == labels[0] else changes(first, good)),
-            })  # fmt: skip
-    return rows
-
-
-def summary(good: Mapping[int, Case], first: Mapping[int, Case]) -> Case:
-    """Return the figures of a server's answered prompts, and its right answers ÷ the first server's."""
-    answers = {i: right_answers(case) for i, case in good.items()}
-    right, asked = sum(map(sum, answers.values())), sum(map(len, answers.values()))
-    shared = sorted(first.keys() & good.keys())
-    right_of_first = [sum(right_answers(first[i])) for i in shared]
-    of_first, of_first_error = ratio_of_answers([sum(answers[i]) for i in shared], right_of_first)
-    others = sum(case["others"] for case in good.values())
-    return {
-        "right": right,
-        "asked": asked,
-        "share": right / asked if asked else None,
-        "share_error": error_of_share(list(answers.values())) if asked else None,
-        "of_first": of_first,
-        "of_first_error": of_first_error,
-        "perplexity": math.exp(sum(case["nats"] for case in good.values()) / others) if others else None,
-        "density": Pairs.of_cases(case for case in good.values() if "kept_pairs" in case).density,
-    }
 
 
 def error_of_share(answers: Sequence[Sequence[bool]]) -> float:
@@ -138,7 +139,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]
     return fmean(values) if values else None, error
 
 
-def tables(rows: Sequence[Case]) -> str:
+def tables(rows: Sequence[Row]) -> str:
     """Return the rows of ``summaries`` as Markdown tables, with standard errors."""
     first = rows[0]["label"]
     cells = [
@@ -161,15 +162,18 @@ def with_error(value: float | None, error: float | None, form: str) -> str:
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form.removeprefix('+')}}")
 
 
-def failure_lines(cases: Sequence[Case]) -> list[str]:
+def failure_lines(prompts: Sequence[AnsweredPrompt]) -> list[str]:
     """Return a line for each failed request, and for each server of this backend without sparse prefill."""
-    lines = [f"failed, and not counted: {name_case(case)}: {case['error']}" for case in cases if case["error"]]
+    lines = [f"failed, and not counted: {prompt}: {prompt.error}" for prompt in prompts if prompt.error]
     explained = {fallback.value: fallback.explain for fallback in Fallback}
-    counted = [case for case in cases if "dense_rows" in case and case["level"] not in (0, EXACT)]
-    for label in dict.fromkeys(case["label"] for case in counted):
-        of_label = [case for case in counted if case["label"] == label]
-        if Pairs.of_cases(of_label).density is None:
-            rows = sum((Counter(case["dense_rows"]) for case in of_label), Counter[str]())
-            reasons = [f"{explained.get(why, why)} (dense rows: {count:,})" for why, count in rows.items()]
+    pairs: dict[str, Pairs] = {}
+    dense_rows: dict[str, Counter[str]] = {}
+    for prompt in prompts:
+        if prompt.pairs is not None and prompt.level not in (0, EXACT):
+            pairs[prompt.label] = pairs.get(prompt.label, Pairs()) + prompt.pairs
+            dense_rows.setdefault(prompt.label, Counter()).update(prompt.dense_rows or {})
+    for label, of_label in pairs.items():
+        if of_label.density is None:
+            reasons = [f"{explained.get(why, why)} (dense rows: {n:,})" for why, n in dense_rows[label].items()]
             lines.append(f"{label}: no request ran sparse: {'; '.join(reasons) or 'it counted no rows'}")
     return lines

@@ -2,7 +2,6 @@
 """Reader of this backend's counters on a server's /metrics, summed over all engines."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,11 +27,6 @@ class Pairs:
     def figures(self) -> dict[str, Any]:
         """Fields of the cases of a report."""
         return {"density": self.density, "kept_pairs": self.kept, "causal_pairs": self.causal}
-
-    @staticmethod
-    def of_cases(cases: Iterable[Mapping[str, Any]]) -> "Pairs":
-        """Sum the pairs of a report's cases."""
-        return sum((Pairs(case["kept_pairs"], case["causal_pairs"]) for case in cases), Pairs())
 
     def __add__(self, other: "Pairs") -> "Pairs":
         return Pairs(self.kept + other.kept, self.causal + other.causal)

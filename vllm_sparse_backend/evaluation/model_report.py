@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`eval report`: speed and accuracy of a model against stock vLLM, in parts, as a page to share.
 
-Stock vLLM and then this backend start once for speed and once for the answers of all tasks. Speed and each answer are
-kept, so an interrupted run continues.
+Stock vLLM and then this backend start once for speed and once for the answers to all tasks. The folder keeps the speed
+of all lengths together and each prompt's answers, so an interrupted run continues.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
 from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
+from vllm_sparse_backend.evaluation.answer_scores import read_cases
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings, resume, servers_to_start
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, options_of, versions, write_json
@@ -19,9 +20,9 @@ from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
 
 TTFT, ANSWERS = "ttft", "answers"
-"""Names of the files of results."""
+"""Names of the two files of results."""
 PARTS = (TTFT, *TASKS)
-"""Speed, and answers to each task."""
+"""Speed, and each task, whose answers are in one file."""
 
 LENGTHS, ANSWER_LENGTHS = (8192, 32_768, 65_536, 131_000), (16_384, 65_536)
 REPEATS, OUTPUT_TOKENS = 5, 64
@@ -49,13 +50,12 @@ class ModelReport:
     parts: Sequence[str] = PARTS
 
     @property
-    def speed(self) -> ServeWorkload:
-        """The requests of ``ttft``."""
+    def ttft_workload(self) -> ServeWorkload:
         return ServeWorkload(tuple(map(Length, self.lengths)), OUTPUT_TOKENS, REPEATS, self.text)
 
     @property
-    def questions(self) -> AnswerWorkload:
-        """The requests of all other parts."""
+    def answer_workload(self) -> AnswerWorkload:
+        """The prompts of the tasks among the parts."""
         facts = min(MOST_FACTS, min(self.answer_lengths) // FACT_TOKENS)
         tasks = tuple(part for part in self.parts if part != TTFT)
         return AnswerWorkload(self.answer_lengths, self.count, facts, self.text, tasks)
@@ -63,45 +63,51 @@ class ModelReport:
     @cached_property
     def servers(self) -> list[Contestant]:
         """Stock vLLM, and this backend with each of the settings, with room for the longest prompt."""
-        longest = max(self.speed.longest, self.questions.longest)
+        longest = max(self.ttft_workload.longest, self.answer_workload.longest)
         return servers_to_start(self.model, self.settings, longest, self.all_args)
 
     @property
     def all_args(self) -> str:
         return f"{MEMORY_ARGS} {self.server_args}".rstrip()
 
-    def results(self, part: str) -> Report:
-        """Return a part's results so far, in its file. Raises BenchError if they were measured with other options."""
-        options = options_of(self.speed if part == TTFT else self.questions, server_args=self.all_args, seed=SEED)
+    @cached_property
+    def ttft(self) -> Report:
+        """Results of ``ttft`` so far: those of all lengths, or none."""
+        return self._read(TTFT, self.ttft_workload)
+
+    @cached_property
+    def answers(self) -> Report:
+        """Answers so far, also to tasks that are not among the parts."""
+        return self._read(ANSWERS, self.answer_workload)
+
+    def _read(self, name: str, workload: ServeWorkload | AnswerWorkload) -> Report:
+        """Return the results in a file of the folder. Raises BenchError if they were measured with other options."""
+        options = options_of(workload, server_args=self.all_args, seed=SEED)
         options.pop("tasks", None)  # prompts of a task do not depend on the other tasks
-        report = Report(part, self.device, self.folder / f"{part}.json")
+        report = Report(name, self.device, self.folder / f"{name}.json")
         resume(report, options | versions(), self.servers)
         return report
 
     def measure(self, progress: Progress) -> None:
         """Measure what the folder lacks. Raises BenchError if a request failed or nothing ran sparse."""
-        speed, answers = self.results(TTFT), self.results(ANSWERS)
-        if TTFT in self.parts and not speed.cases:
-            # Speed is kept only as a whole, so its cases are collected in a report without a file.
-            report = Report(TTFT, self.device)
-            serve_bench.compare_servers(self.servers, self.speed, report, progress)
-            self._require(TTFT, [said for case in report.cases for said in case["said"]])
-            speed.cases = report.cases
-            speed.write()
-        ask_all(self.servers, self.questions, answers, progress)
-        self._require(ANSWERS, answer_tables.failure_lines(answers.cases))
-
-    def _require(self, part: str, problems: Sequence[str]) -> None:
-        if problems:
-            raise BenchError("\n".join([f"{part}: not finished", *problems]))
+        ttft, answers = self.ttft, self.answers  # a file of other options is refused before a server starts
+        if TTFT in self.parts and not ttft.cases:
+            # Only a whole measurement is kept, so its cases are collected in a report without a file.
+            measured = Report(TTFT, self.device)
+            serve_bench.compare_servers(self.servers, self.ttft_workload, measured, progress)
+            _require_none(TTFT, [said for case in measured.cases for said in case["said"]])
+            ttft.cases = measured.cases
+            ttft.write()
+        ask_all(self.servers, self.answer_workload, answers, progress)
+        _require_none(ANSWERS, answer_tables.failure_lines(read_cases(answers.cases)))
 
     def write(self) -> str:
         """Write the page and its JSON from all results, and return the page."""
-        speed, answers = self.results(TTFT), self.results(ANSWERS)
+        ttft, answers = self.ttft, self.answers
         labels = [server.label for server in self.servers]
-        rows = answer_tables.summaries(answers.cases, labels)
-        about = speed.options if speed.cases else answers.options
-        write_json(self.folder / "report.json", {"options": about, "ttft": speed.cases, "answers": rows})
+        rows = answer_tables.summaries(read_cases(answers.cases), labels)
+        about = ttft.options if ttft.cases else answers.options
+        write_json(self.folder / "report.json", {"options": about, "ttft": ttft.cases, "answers": rows})
         settings = [server.what for server in self.servers[1:]]
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         paragraphs = [
@@ -111,10 +117,15 @@ class ModelReport:
             f"* Arguments of both servers: `{self.all_args}`.\n"
             f"* Prompts: seed {SEED}, text {about['text']} (SHA-256).\n",
         ]
-        if speed.cases:
-            paragraphs.append(serve_bench.tables(speed.cases))
+        if ttft.cases:
+            paragraphs.append(serve_bench.tables(ttft.cases))
         if rows:
             paragraphs.append(answer_tables.tables(rows))
         page = "\n".join(paragraphs)
         write_text(self.folder / "report.md", page)
         return page
+
+
+def _require_none(name: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise BenchError("\n".join([f"{name}: not finished", *problems]))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from vllm_sparse_backend.evaluation.answers import Statement, Thread
+from vllm_sparse_backend.evaluation.answer_prompts import Statement, Thread
 
 _ADJECTIVES = (
     "amber crimson silent golden frozen hidden ancient velvet copper lunar misty scarlet broken quiet rapid gentle"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers inside the prompt: questions whose answers are part of the prompt, scored by the ranks of their tokens.
+"""Prompts of ``eval answers``: questions whose answers are part of the prompt.
 
 The answer to a question at a prompt's end is decoded. Decoding is dense and hides the losses of a sparse prefill. Here,
 facts are spread over a text, each fact is asked for and answered later in the text, and the whole text is prefilled. A
@@ -10,12 +10,10 @@ gives the rank of each token of an answer. The answer is right if all of its tok
 import hashlib
 import random
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap, takewhile
-from typing import Any
 
-from vllm_sparse_backend.evaluation.client import RequestError
 from vllm_sparse_backend.evaluation.report import BenchError
 
 Encode = Callable[[str], list[int]]
@@ -148,38 +146,3 @@ def weave(
         ids += threads[i][step]
     ids += text_ids[at:]
     return ids, places
-
-
-@dataclass(frozen=True)
-class TokenScores:
-    """How a server ranks each token of a prompt: 1 is the most likely token. The first token has zeros."""
-
-    ranks: list[int]
-    logprobs: list[float]
-
-    @staticmethod
-    def of(token_ids: Sequence[int], returned: Sequence[Mapping[str, Any] | None]) -> "TokenScores":
-        """Read a server's ``prompt_logprobs``: ``{token id: {"logprob": ..., "rank": ...}}`` for each token.
-
-        Raises RequestError if a token's entry is missing, or has a number that a healthy model does not return. The
-        entire response is then ignored.
-        """
-        if len(returned) != len(token_ids):
-            raise RequestError(f"prompt_logprobs: given {len(returned)}, expected {len(token_ids)} entries")
-        scores = TokenScores([0], [0.0])
-        for place in range(1, len(token_ids)):
-            entry = (returned[place] or {}).get(str(token_ids[place]))
-            if entry is None:
-                raise RequestError(f"prompt_logprobs: no entry for token {token_ids[place]} at position {place}")
-            logprob, rank = entry.get("logprob"), entry.get("rank")
-            if not isinstance(logprob, int | float) or not -1e5 < logprob <= 1e-3:
-                raise RequestError(f"prompt_logprobs: log-probability {logprob} at position {place}")
-            if not isinstance(rank, int) or rank < 1:
-                raise RequestError(f"prompt_logprobs: rank {rank} at position {place}")
-            scores.ranks.append(rank)
-            scores.logprobs.append(logprob)
-        return scores
-
-    def of_answers(self, prompt: Prompt) -> list[list[int]]:
-        """Return the ranks of each answer's tokens."""
-        return [self.ranks[begin:end] for begin, end in prompt.answers]
