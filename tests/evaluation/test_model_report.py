@@ -16,15 +16,16 @@ from tests.helpers.stub_server import Words, running
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import compared_servers
+from vllm_sparse_backend.evaluation.tasks import TASKS
 
 
 def run(*args: object) -> Result:
     sizes = ("--lengths", 1100, "--answer-lengths", 2000)
-    command = ["eval", "report", BUNDLED, "--parts", "ttft,facts", *sizes, *args]
+    command = ["eval", "report", BUNDLED, *sizes, *args]
     return CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
 
 
-def test_an_interrupted_report_continues_and_refuses_other_options(
+def test_an_interrupted_report_continues_also_with_more_parts_and_refuses_other_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     starts: list[str] = []
@@ -32,10 +33,10 @@ def test_an_interrupted_report_continues_and_refuses_other_options(
 
     @contextmanager
     def server(model: Path, args: tuple[str, ...]) -> Iterator[SimpleNamespace]:
-        """Stand in for a server. The fourth start, that of our server for the answers, is interrupted."""
+        """Stand in for a server. Two starts of our server for answers are interrupted."""
         is_ours = "sparse-prefill" in args
         starts.append("ours" if is_ours else "stock")
-        if len(starts) == 4:
+        if len(starts) in (2, 6):
             raise KeyboardInterrupt
         stub = Stub(lambda distance: 1, kept_of_100=25 if is_ours else None)
         stub.encode = encode
@@ -47,25 +48,30 @@ def test_an_interrupted_report_continues_and_refuses_other_options(
     text.write_text("The old ship left the harbor in the morning.\n" * 500)
     options = ("--text", text, "--out", tmp_path / "report", "--count")
 
-    interrupted = run(*options, 1)
-    assert interrupted.exit_code == 130, interrupted.output
-    assert f"The same command continues from {tmp_path}/report" in interrupted.output
-    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["answers.json", "ttft.json"]
+    for parts, files in ((("--parts", "facts"), ["answers.json"]), ((), ["answers.json", "ttft.json"])):
+        interrupted = run(*options, 1, *parts)
+        assert interrupted.exit_code == 130, interrupted.output
+        assert f"The same command continues from {tmp_path}/report" in interrupted.output
+        assert sorted(path.name for path in (tmp_path / "report").iterdir()) == files
 
     continued = run(*options, 1)
     assert continued.exit_code == 0, continued.output
-    assert starts == ["stock", "ours", "stock", "ours", "ours"]
+    assert starts == ["stock", "ours", "stock", "ours", "stock", "ours", "ours"]
     page = (tmp_path / "report/report.md").read_text()
     assert page.strip() == continued.output[continued.output.index("# ") :].strip()
     figures = json.loads((tmp_path / "report/report.json").read_text())
     assert [row["case"] for row in figures["ttft"]] == ["1,100 tokens"]
-    assert [(row["share"], row["density"]) for row in figures["answers"]] == [(1, None), (1, 0.25)]
+    assert [row["task"] for row in figures["answers"]] == [task for task in TASKS for _ in ("stock", "ours")]
+    assert [(row["share"], row["density"]) for row in figures["answers"]] == [(1, None), (1, 0.25)] * len(TASKS)
 
     in_a_file = run("--text", text, "--out", text / "report")
     assert in_a_file.exit_code == 2
     assert "--out: given" in in_a_file.output
 
-    other = run(*options, 2)
-    assert other.exit_code == 1
-    assert "answers.json: measured with count 1, now 2; delete it or name another" in other.output
-    assert len(starts) == 5
+    other_count = run(*options, 2)
+    assert other_count.exit_code == 1
+    assert "answers.json: measured with count 1, now 2; delete it or name another" in other_count.output
+    other_lengths = run(*options, 1, "--lengths", 1200)
+    assert other_lengths.exit_code == 1
+    assert "ttft.json: measured with lengths [{'new_tokens': 1100" in other_lengths.output
+    assert len(starts) == 7
