@@ -37,8 +37,8 @@ from benchmarks.traffic import CacheReads, Settings, endpoint_of, show_rows
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
 from vllm_sparse_backend.evaluation.answer_prompts import Encode, Statement
-from vllm_sparse_backend.evaluation.answer_run import require_room
 from vllm_sparse_backend.evaluation.answer_tables import mean_and_error, ratio_of_answers
+from vllm_sparse_backend.evaluation.answer_workload import require_room
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text

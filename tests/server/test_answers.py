@@ -20,6 +20,7 @@ import yaml
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import answer_run, answer_tables
 from vllm_sparse_backend.evaluation.answer_scores import read_cases
+from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload
 from vllm_sparse_backend.evaluation.compared_servers import Settings, servers_to_start
 from vllm_sparse_backend.evaluation.report import Progress, Report
 from vllm_sparse_kernels.methods import METHODS
@@ -68,9 +69,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     profile.write_text(yaml.safe_dump(starved | {"levels": levels}))
     names = ["exact", "starved", *levels]
     _, *served = servers_to_start(BUNDLED, [Settings.parse(str(profile))], TOKENS + 1, levels=names)
-    asking = answer_run.AnswerWorkload.from_text(None, [TOKENS], 1, FACTS)
+    workload = AnswerWorkload.from_text(None, [TOKENS], 1, FACTS)
     report = Report("answers", "CPU")
-    answer_run.ask_all(served, asking, report, Progress())
+    answer_run.ask_all(served, workload, report, Progress())
     prompts = read_cases(report.cases)
     assert [prompt.error for prompt in prompts] == [None] * len(names)
     assert len({prompt.sha256 for prompt in prompts}) == 1  # the same for all

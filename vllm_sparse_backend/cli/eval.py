@@ -49,13 +49,14 @@ class Answers(common.ServerOptions):
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run, answer_tables
             from vllm_sparse_backend.evaluation.answer_scores import read_cases
+            from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload, require_room
             from vllm_sparse_backend.evaluation.compared_servers import resume
             from vllm_sparse_backend.evaluation.tasks import TASKS
 
             lengths = common.token_counts("--lengths", self.lengths)
-            answer_run.require_room(lengths, self.facts)
+            require_room(lengths, self.facts)
             tasks = common.names_among("--tasks", self.tasks, TASKS)
-            workload = answer_run.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
+            workload = AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
             servers = self.contestants(workload.longest)
             report = self.report("answers")
             options = options_of(workload, server_args=self.server_args)
@@ -81,7 +82,7 @@ add_command(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelReport:
+class EvalReport:
     """Report a model's speed and accuracy against stock vLLM.
 
     Speed and each answer are kept in --out FOLDER, and not measured again. FOLDER/report.md has the tables, and
@@ -120,13 +121,18 @@ class ModelReport:
             from vllm_sparse_backend.evaluation.vllm_server import device_name
 
             parts = common.names_among("--parts", self.parts, model_report.PARTS) or model_report.PARTS
-            text = read_prompt_text(self.text) if self.text else project_text()
             report = model_report.ModelReport(
-                self.folder, self.model, common.settings_of(self.settings, self.model),
-                self._lengths("--lengths", self.lengths, model_report.LENGTHS),
-                self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
-                self.count, text, self.server_args, device_name(), parts,
-            )  # fmt: skip
+                folder=self.folder,
+                model=self.model,
+                settings=common.settings_of(self.settings, self.model),
+                lengths=self._lengths("--lengths", self.lengths, model_report.LENGTHS),
+                answer_lengths=self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
+                count=self.count,
+                text=read_prompt_text(self.text) if self.text else project_text(),
+                server_args=self.server_args,
+                device=device_name(),
+                parts=parts,
+            )
             with bar("report") as progress:
                 report.measure(progress)
             common.say(report.write())
@@ -140,4 +146,4 @@ class ModelReport:
         return tuple(common.fitting_lengths(option, defaults, OUTPUT_TOKENS, self.model))
 
 
-add_command(evaluate, ModelReport, name="report", example="sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")
+add_command(evaluate, EvalReport, name="report", example="sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")

@@ -13,6 +13,7 @@ import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap, takewhile
+from typing import NamedTuple
 
 from vllm_sparse_backend.evaluation.report import BenchError
 
@@ -71,6 +72,13 @@ Thread = list[Statement]
 def _equal(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
+
+
+class PromptKey(NamedTuple):
+    task: str
+    tokens: int
+    prompt: int
+    """Index among prompts of this task and length."""
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_sparse_backend.evaluation.agreement import NextTokens
-from vllm_sparse_backend.evaluation.answer_prompts import Prompt
+from vllm_sparse_backend.evaluation.answer_prompts import Prompt, PromptKey
 from vllm_sparse_backend.evaluation.client import RequestError
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs
 
@@ -85,13 +85,6 @@ def _ranks_and_logprobs(
     return ranks, logprobs
 
 
-class PromptKey(NamedTuple):
-    task: str
-    tokens: int
-    prompt: int
-    """Index among prompts of this task and length."""
-
-
 @dataclass(frozen=True)
 class AnsweredPrompt:
     """A server's answers to a prompt: a case of a results file. The first four fields are the contestant's."""
@@ -147,10 +140,17 @@ class AnsweredPrompt:
         if "kept_pairs" in case:
             pairs = Pairs(case["kept_pairs"], case["causal_pairs"])
         return AnsweredPrompt(
-            case["label"], case["what"], case["model"], case["level"],
-            PromptKey(case["task"], case["tokens"], case["prompt"]),
-            case["sha256"], case["error"], scores, pairs, case.get("dense_rows"),
-        )  # fmt: skip
+            label=case["label"],
+            what=case["what"],
+            model=case["model"],
+            level=case["level"],
+            key=PromptKey(case["task"], case["tokens"], case["prompt"]),
+            sha256=case["sha256"],
+            error=case["error"],
+            scores=scores,
+            pairs=pairs,
+            dense_rows=case.get("dense_rows"),
+        )
 
 
 def read_cases(cases: Iterable[Mapping[str, Any]]) -> list[AnsweredPrompt]:

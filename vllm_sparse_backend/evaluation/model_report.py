@@ -11,8 +11,9 @@ from functools import cached_property
 from pathlib import Path
 
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
-from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
+from vllm_sparse_backend.evaluation.answer_run import ask_all
 from vllm_sparse_backend.evaluation.answer_scores import read_cases
+from vllm_sparse_backend.evaluation.answer_workload import FACT_TOKENS, SEED, AnswerWorkload
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings, resume, servers_to_start
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, options_of, versions, write_json
@@ -47,7 +48,7 @@ class ModelReport:
     text: str
     server_args: str
     device: str
-    parts: Sequence[str] = PARTS
+    parts: Sequence[str]
 
     @property
     def ttft_workload(self) -> ServeWorkload:
