@@ -117,6 +117,12 @@ provenance: {density: 2, prompts_sha256: abc}
         assert problem in message
 
 
+@pytest.mark.parametrize("key", ["default", "heads", "bogus"])
+def test_keys_of_mappings_may_be_named_like_fields(key: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"layers.{key}: given '{key}', expected numbers and ranges"):
+        parse_profile(HEADER + f"layers: {{{key}: {{method: dense}}}}", "x.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

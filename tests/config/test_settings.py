@@ -108,3 +108,10 @@ def test_every_registered_method_can_be_named_and_written_down(name: str) -> Non
     assert written.pop("method") == name
     assert make_method(name, written) == method
     assert SparsePrefillConfig(method=name).uniform_method() == method
+
+
+@pytest.mark.parametrize(
+    ("value", "layers"), [("0-4", (0, 1, 2, 3, 4)), ("7,0-1", (0, 1, 7)), (3, (3,)), ([2, 1], (1, 2))]
+)
+def test_dense_layers_are_written_as_in_profiles(value: object, layers: tuple[int, ...]) -> None:
+    assert load_config({"sparse_prefill": {"dense_layers": value}}).dense_layers == layers

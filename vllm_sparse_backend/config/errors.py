@@ -105,9 +105,9 @@ def _problem(detail: ErrorDetails, section: type[Section], root: str) -> str:
     place = ".".join([root, *path] if root else path)
     if detail["type"] != "extra_forbidden":
         return f"{place}: {reason_of(detail)}" if place else reason_of(detail)
-    for key in path[:-1]:  # fields, and keys of mappings of sections
+    for key in path[:-1]:  # fields of sections, and keys of mappings, which may be named like fields of other types
         if key in section.model_fields:
-            (section,) = _sections_in(section.model_fields[key].annotation)
+            section = next(_sections_in(section.model_fields[key].annotation), section)
     return f"{place}: unknown field: {not_one_of(path[-1], section.model_fields)}"
 
 

@@ -30,7 +30,7 @@ Sample = tuple[str, list[str], float]
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""
 
-WAIT_S = 0.0005
+COPY_WAIT_S = 0.0005
 """Seconds that an answer waits for a copy of counts from the device: an idle device needs about 50 µs."""
 
 PADDING, DECODE, DENSE, SPARSE = "padding", "decode", "dense", "sparse"
@@ -125,11 +125,12 @@ class Recorder:
         self._counts[key] = self._counts.get(key, 0) + amount
 
     def samples(self) -> list[Sample]:
-        """Return the latest counts that have arrived on the host. Waits ``WAIT_S`` for the device."""
+        """Return the latest counts that have arrived on the host. Waits ``COPY_WAIT_S`` for the device."""
         self._take_arrived()
         if self._pending is None:
             self._start_copy()
-            time.sleep(WAIT_S)
+            if self._pending is not None and not self._pending.arrived():
+                time.sleep(COPY_WAIT_S)
             self._take_arrived()
         return self._arrived
 

@@ -44,8 +44,8 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
         return
     start = time.monotonic()
     try:
-        layers, prompt = _on_all_ranks(worker, lambda: _layers_and_prompt(vllm_config))
-        heads = _on_all_ranks(worker, lambda: measure(vllm_config, get_model(), layers, prompt))
+        model, layers, prompt = _on_all_ranks(worker, lambda: (get_model(), *_layers_and_prompt(vllm_config)))
+        heads = _on_all_ranks(worker, lambda: measure(vllm_config, model, layers, prompt))
     except _SearchError as error:
         do_without(vllm_config, str(error), is_logged=compat.is_first_rank(vllm_config))
         return

@@ -14,9 +14,7 @@ from torch.nn.functional import pad
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS
 from vllm_sparse_kernels.rows import Tile
-from vllm_sparse_kernels.selection import channels
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.sale.method import Sale
@@ -67,7 +65,8 @@ def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> 
     num_kv_heads, head_dim = keys.shape[1:]
     of_queries = queries.square().mean(0).view(num_kv_heads, -1, head_dim).sum(1)
     order = (keys.square().mean(0) * of_queries).argsort(dim=1, descending=True, stable=True)
-    count = channels.kept_channels(head_dim, method.channels == "half", LEAST_CHANNELS)
+    # Half of head_dim rounded up to a power of two, but at least 32 channels.
+    count = max((1 << (head_dim - 1).bit_length()) // 2, 32) if method.channels == "half" else head_dim
     return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
 
 

@@ -40,6 +40,15 @@ class RoundShape(NamedTuple):
     GROUP: Any  # query heads of a kv head
 
 
+class KeySource(NamedTuple):
+    """The keys of one row and kv head."""
+
+    keys: Any  # KeyArgs
+    i_row: Any
+    i_kv: Any
+    end: Any  # position where keys end
+
+
 class RoundedQueries(NamedTuple):
     """Queries in 4 bits, tile after tile.
 
@@ -229,7 +238,8 @@ def _round_queries_kernel(
         i_kv = i_head // SHAPE.GROUP
         end = position + tl.minimum(num_queries, QUERY_BLOCK)
         begin = local_start(end, sink_tokens, local_tokens)
-        b_lse = _local_lse(b_q, position + o_m, keys, i_row, i_kv, begin, end, sink_tokens, scale, PRECISION, SHAPE)
+        source = KeySource(keys, i_row, i_kv, end)
+        b_lse = _local_lse(b_q, position + o_m, source, begin, sink_tokens, scale, PRECISION, SHAPE)
         b_q = widen(b_q)
 
         i_mean = i_row * KV_HEADS + i_kv
@@ -255,8 +265,9 @@ def _round_queries_kernel(
 
 
 @triton.jit
-def _local_lse(b_q, o_m, keys, i_row, i_kv, local, end, sink_tokens, scale, PRECISION: tl.constexpr, SHAPE):
-    """Compute ln l̃ + m̃ of each query over the sink, and the local region from ``local`` to ``end``: [64]."""
+def _local_lse(b_q, o_m, source, local, sink_tokens, scale, PRECISION: tl.constexpr, SHAPE):
+    """Compute ln l̃ + m̃ of each query over the sink, and the local region from ``local`` to the keys' end: [64]."""
+    end = source.end
     begin = local // BLOCK_N * BLOCK_N
     sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N
     local_steps = (end - begin + BLOCK_N - 1) // BLOCK_N
@@ -264,7 +275,7 @@ def _local_lse(b_q, o_m, keys, i_row, i_kv, local, end, sink_tokens, scale, PREC
     b_sum = tl.zeros([b_q.shape[0]], tl.float32)
     for i in range(sink_steps + local_steps):
         o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
-        b_k = load_keys(keys, i_row, i_kv, o_n, end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+        b_k = load_keys(source.keys, source.i_row, source.i_kv, o_n, end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
         seen = (o_n < sink_tokens) | (o_n >= local)
         b_s = tl.where(seen[None, :] & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))

@@ -27,6 +27,13 @@ TILES_AT_ONCE = Constant(32)
 """Tiles whose weights are loaded at a time when the weights of a row are added up."""
 
 
+class SharingThresholds(NamedTuple):
+    """δ and τ as arguments of kernels."""
+
+    max_sparsity: float
+    max_distance: float
+
+
 class ShareArgs(NamedTuple):
     """State of sharing as arguments of all three kernels.
 
@@ -76,8 +83,8 @@ def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.
     ]
 )  # fmt: skip
 def decide_kernel(
-    args, num_heads, num_rows, max_sparsity, max_distance, queries, keys, index, num_map_programs, num_blocks,
-    num_tiles, HEADS: tl.constexpr, SHAPE,
+    args, num_heads, num_rows, thresholds, queries, keys, index, num_map_programs, num_blocks, num_tiles,
+    HEADS: tl.constexpr, SHAPE,
 ):  # fmt: skip
     """Decide which heads share, one (head, row) per program, and make the maps of new pivots.
 
@@ -90,13 +97,12 @@ def decide_kernel(
     if i >= num_map_programs:
         i_selected = i - num_map_programs
         _decide(
-            args, i_selected % num_heads, i_selected // num_heads, num_heads, num_rows, num_blocks,
-            max_sparsity, max_distance, HEADS,
+            args, i_selected % num_heads, i_selected // num_heads, num_heads, num_rows, num_blocks, thresholds, HEADS,
         )  # fmt: skip
     else:
         place, i_tile = i // num_tiles, i % num_tiles
         i_row, _, _, _ = load_tile(index.tiles, i_tile)
-        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
+        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, thresholds.max_sparsity, HEADS)
         if (not known) & (pivot < HEADS):
             _make_map(
                 args, index, queries, keys,
@@ -106,13 +112,13 @@ def decide_kernel(
 
 
 @triton.jit
-def _decide(args, i, i_row, num_heads, num_rows, all_blocks, max_sparsity, max_distance, HEADS: tl.constexpr):
+def _decide(args, i, i_row, num_heads, num_rows, all_blocks, thresholds, HEADS: tl.constexpr):
     """Decide a head's pattern. If a cluster has no pivot yet, the pivot is its first head that is not too sparse."""
     place = tl.load(args.places + i)
     pattern = 0
     if place >= 0:
-        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS)
-        if tl.load(args.sparsity + i * num_rows + i_row) < max_sparsity:
+        known, pivot = _new_pivot(args, place, i_row, num_heads, num_rows, thresholds.max_sparsity, HEADS)
+        if tl.load(args.sparsity + i * num_rows + i_row) < thresholds.max_sparsity:
             if (pivot == i) & (not known):
                 pattern = DENSE
             else:
@@ -129,7 +135,7 @@ def _decide(args, i, i_row, num_heads, num_rows, all_blocks, max_sparsity, max_d
                     b_pivot = tl.load(fresh + o_n, mask=o_n < num_fresh, other=0.0)
                     b_pivot += tl.load(stored + o_n, mask=o_n < num_stored, other=0.0)
                     b_sum += divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
-                if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < max_distance:
+                if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < thresholds.max_distance:
                     pattern = SHARED
     tl.store(args.patterns + i * num_rows + i_row, pattern)
 

@@ -78,6 +78,7 @@ from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.share_prefill.block_average import BlockAverages, Spans
 from vllm_sparse_kernels.methods.share_prefill.kernels import (
     ShareArgs,
+    SharingThresholds,
     apply_patterns_kernel,
     decide_kernel,
     low_weights_kernel,
@@ -247,10 +248,10 @@ def _share(
     )  # fmt: skip
     num_map_programs = len(slots) * rows.num_tiles
     heads = {"HEADS": triton.next_power_of_2(num_heads)}
+    thresholds = SharingThresholds(call.method.max_sparsity, call.method.max_distance)
     decide_kernel[(num_map_programs + num_heads * num_rows,)](
-        args, num_heads, num_rows, call.method.max_sparsity, call.method.max_distance, averages.queries, averages.keys,
-        index.args, num_map_programs, pivots.spans.num_blocks, rows.num_tiles,
-        **heads, SHAPE=averages.shape, num_warps=8,
+        args, num_heads, num_rows, thresholds, averages.queries, averages.keys, index.args, num_map_programs,
+        pivots.spans.num_blocks, rows.num_tiles, **heads, SHAPE=averages.shape, num_warps=8,
     )  # fmt: skip
     low_weights_kernel[(rows.num_tiles, num_heads)](args, num_rows, index.args, BLOCK_N=index.block_tokens, **heads)
     apply_patterns_kernel[(rows.num_tiles, num_heads)](

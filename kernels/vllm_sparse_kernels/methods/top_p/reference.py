@@ -11,12 +11,13 @@ from torch.nn.functional import pad
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.methods.top_p.method import TopP, estimate_channels
+from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
 KEY_BLOCK = 32
 LARGEST = 15
 TINY = 1e-20  # replaces the largest magnitude of zeros
+LEAST_CHANNELS = 64
 GROUP_TOKENS, GROUP_PERIOD = 64, 8  # of GROUP_PERIOD consecutive groups of keys, the first is sampled
 
 
@@ -97,7 +98,7 @@ def estimated_vectors(queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.
 def kept_channels(sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     """Flag the channels of the estimate: those that affect scores most."""
     num_kv_heads, head_dim = sample.shape[1:]
-    count = estimate_channels(head_dim)
+    count = max((1 << (head_dim - 1).bit_length()) // 2, LEAST_CHANNELS)  # half of head_dim as a power of two
     squares = sum(part[: GROUP_TOKENS // 2].square().mean(0) for part in queries.split(TILE_TOKENS))
     weights = sample.var(0, correction=0) * squares.view(num_kv_heads, -1, head_dim).sum(1)
     order = weights.argsort(dim=1, descending=True, stable=True)
