@@ -61,7 +61,7 @@ def summaries(prompts: Sequence[AnsweredPrompt], labels: Sequence[str]) -> list[
             pairs = [prompt.pairs for prompt in of_label if prompt.scores and prompt.pairs]
             rows.append({
                 "label": label, "task": task, "tokens": length, **summary(scores, first),
-                "density": sum(pairs, Pairs()).density, "failed": len(of_label) - len(scores),
+                "density": sum(pairs, Pairs()).density, "failed": sum(prompt.scores is None for prompt in of_label),
                 **({} if label == labels[0] else changes(first, scores)),
             })  # fmt: skip
     return rows
