@@ -60,6 +60,7 @@ def test_an_interrupted_report_continues_also_with_more_parts_and_refuses_other_
     page = (tmp_path / "report/report.md").read_text()
     assert page.strip() == continued.output[continued.output.index("# ") :].strip()
     figures = json.loads((tmp_path / "report/report.json").read_text())
+    assert figures["options"]["answers"]["count"] == 1
     assert [row["case"] for row in figures["ttft"]] == ["1,100 tokens"]
     assert [row["task"] for row in figures["answers"]] == [task for task in TASKS for _ in ("stock", "ours")]
     assert [(row["share"], row["density"]) for row in figures["answers"]] == [(1, None), (1, 0.25)] * len(TASKS)
@@ -74,4 +75,10 @@ def test_an_interrupted_report_continues_also_with_more_parts_and_refuses_other_
     other_lengths = run(*options, 1, "--lengths", 1200)
     assert other_lengths.exit_code == 1
     assert "ttft.json: measured with lengths [{'new_tokens': 1100" in other_lengths.output
+    (tmp_path / "report/ttft.json").write_text('{"options": {}, "rows": []}')
+    other_format = run(*options, 1)
+    assert other_format.exit_code == 1
+    assert "ttft.json: not a file of earlier results: KeyError('cases'); delete it" in " ".join(
+        other_format.output.split()
+    )
     assert len(starts) == 7

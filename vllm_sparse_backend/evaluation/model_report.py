@@ -107,8 +107,9 @@ class ModelReport:
         ttft, answers = self.ttft, self.answers
         labels = [server.label for server in self.servers]
         rows = answer_tables.summaries(read_cases(answers.cases), labels)
-        about = ttft.options if ttft.cases else answers.options
-        write_json(self.folder / "report.json", {"options": about, "ttft": ttft.cases, "answers": rows})
+        medians = [{key: value for key, value in case.items() if key != "answers"} for case in ttft.cases]
+        options = {TTFT: ttft.options, ANSWERS: answers.options}
+        write_json(self.folder / "report.json", {"options": options, TTFT: medians, ANSWERS: rows})
         settings = [server.what for server in self.servers[1:]]
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         paragraphs = [
@@ -116,7 +117,7 @@ class ModelReport:
             f"* Versions: {packages}.\n"
             f"* Settings: `{'`, `'.join(settings)}`.\n"
             f"* Arguments of both servers: `{self.all_args}`.\n"
-            f"* Prompts: seed {SEED}, text {about['text']} (SHA-256).\n",
+            f"* Prompts: seed {SEED}, text {answers.options['text']} (SHA-256).\n",
         ]
         if ttft.cases:
             paragraphs.append(serve_bench.tables(ttft.cases))

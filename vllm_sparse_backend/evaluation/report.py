@@ -74,6 +74,7 @@ def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     try:
         results = dict(json.loads(read_text(path, MAX_DATA_BYTES)))
         measured = dict(results["options"])
+        results["cases"] = [dict(case) for case in results["cases"]]
     except (ConfigurationError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{path}: not a file of earlier results: {error!r}; delete it or name another") from None
     changes = [
