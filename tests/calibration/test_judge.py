@@ -141,7 +141,8 @@ def test_what_a_head_loses_beside_the_default():
 def test_figures_say_what_is_lost_beside_the_default(layer):
     _, judged = layer
     assert {result.of_default for result in judged.judge([make_method("default", {})] * HEADS)} == {1.0}
-    assert all(result.of_default <= 1 for result in judged.judge([Dense()] * HEADS))
+    # Both keep every key here, so their errors differ by rounding only.
+    assert all(result.of_default <= 1 + 1e-6 for result in judged.judge([Dense()] * HEADS))
     assert max(result.of_default for result in judged.judge([AShape(sink_tokens=64, local_tokens=64)] * HEADS)) > 1.3
 
 
