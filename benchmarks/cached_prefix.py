@@ -29,7 +29,8 @@ def measure(
                 endpoint.ask(prefix + texts.take(new_tokens), 1)
             seconds: dict[str, list[list[float]]] = {endpoint.name: [] for endpoint in endpoints}
             for _ in range(times):
-                for endpoint in endpoints:  # of its own text: a server that is named twice would find it cached
+                # Each request has its own text: a server that is named twice would find a shared text in its cache.
+                for endpoint in endpoints:
                     answer = endpoint.ask(prefix + texts.take(new_tokens), 1)
                     seconds[endpoint.name].append([answer.first_token_s])
             yield compare({"cached": cached_tokens, "new": new_tokens}, seconds, "p50")

@@ -39,5 +39,6 @@ def show(title: str, cases: Iterable[dict[str, Any]], columns: Mapping[str, str]
         columns = columns or {column: column for column in case}
         shown.append(case)
         print(line_of(columns, case), file=sys.stderr)
-    say(table_of(title, columns or {}, shown))
+    if columns and shown:
+        say(table_of(title, columns, shown))
     return shown

@@ -123,18 +123,19 @@ def compare(
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for task, length, values in scores(ours):
         of_stock = base[task, length]
+        score, our_score = fmean(of_stock), fmean(values)
         name = f"RULER, {model}, {task}, {int(length):,} tokens"
-        report.add_figure(f"{name}: stock's score", fmean(of_stock), "share", "higher")
-        report.add_figure(f"{name}: our score", fmean(values), "share", "higher")
+        report.add_figure(f"{name}: stock's score", score, "share", "higher")
+        report.add_figure(f"{name}: our score", our_score, "share", "higher")
         change, change_error = difference(values, of_stock)
         report.add_figure(f"{name}: our score - stock's, standard error", change_error, "share", "lower")
         cell = ""
-        if fmean(of_stock) >= 0.5:
+        if score >= 0.5:
             value, error = ratio(values, of_stock)
             report.add_figure(f"{name}: our score ÷ stock's", value, "ratio", "higher", round(0.98 - 2 * error, 4))
             report.add_figure(f"{name}: our score ÷ stock's, standard error", error, "ratio", "lower")
             cell = f"{value:.3f} ± {error:.3f}"
-        shown = f"{fmean(of_stock):.3f} | {fmean(values):.3f} | {change:+.3f} ± {change_error:.3f} | {cell}"
+        shown = f"{score:.3f} | {our_score:.3f} | {change:+.3f} ± {change_error:.3f} | {cell}"
         print(f"| {task} | {int(length):,} | {len(values)} | {shown} |")
 
 

@@ -114,7 +114,7 @@ def compare(
 
 
 def show_rows(rows: Iterable[dict[str, Any]], out: Path | None, **more: Any) -> None:
-    """Print rows, and write them as JSON, with ``more`` beside them."""
+    """Print rows, and write them and ``more`` as JSON."""
     shown = show("", rows)
     if not shown:
         raise BenchError("nothing was measured within the --budget, expected some results; raise it")

@@ -69,6 +69,9 @@ def test_an_interrupted_report_continues_also_with_more_parts_and_refuses_other_
     assert in_a_file.exit_code == 2
     assert "--out: given" in in_a_file.output
 
+    too_short = run(*options, 1, "--answer-lengths", 100)
+    assert too_short.exit_code == 2
+    assert "--answer-lengths: given 100, expected at least 120" in too_short.output
     other_count = run(*options, 2)
     assert other_count.exit_code == 1
     assert "answers.json: measured with count 1, now 2; delete it or name another" in other_count.output

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
 
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Write errors that only the operator can solve: full disk or quota, file limit, read-only file system."""
+"""Errors in writing that only the operator can solve: full disk or quota, file limit, read-only file system."""
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """Pattern of a model's name. Other texts are paths of folders."""

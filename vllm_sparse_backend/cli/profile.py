@@ -227,8 +227,8 @@ class Best(JobOptions):
 
         choose = loop.search_for_cheapest(job, self.method or loop.independent_methods())
         profile = loop.calibrate(job, choose, bounds, "sparse-prefill profile best")
-        # No head takes longer than with the default method, which is a candidate. The other methods were measured in
-        # all heads at once, and would keep longer prompts dense.
+        # The default method is a candidate for every head, so no head takes longer than with it, and its lengths apply.
+        # The lengths of other methods were measured with one method in all heads, and would keep longer prompts dense.
         return profile.model_copy(update={"lengths_of": make_method("default", {})})
 
 

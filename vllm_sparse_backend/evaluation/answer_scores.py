@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's answers to a prompt, scored by the ranks of their tokens, and such a prompt in a results file."""
+"""Scores of a prompt's answers by the ranks of their tokens, and an answered prompt as a case of a results file."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +17,13 @@ TEXT_POSITIONS = 512
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What a server's ``prompt_logprobs`` say about a prompt."""
+    """Scores of a prompt from a server's ``prompt_logprobs``."""
 
     seconds: float
     nats: float
     """Sum over the text outside inserted lines of -log(probability) of its tokens."""
     text_tokens: int
-    """Number of those tokens."""
+    """Number of tokens in that text."""
     ranks: list[list[int]]
     """Ranks of each answer's tokens."""
     next_tokens: Mapping[str, NextTokens]
@@ -95,7 +95,7 @@ class AnsweredPrompt:
     level: float | str | None
     key: PromptKey
     sha256: str
-    """Of the prompt's tokens."""
+    """Hash of the prompt's tokens."""
     error: str | None
     """Why the request failed or its answer is incomplete; then there are no scores."""
     scores: PromptScores | None

@@ -134,7 +134,7 @@ def ratio_of_answers(right: Sequence[int], baseline: Sequence[int]) -> tuple[flo
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Return the mean over prompts and its standard error; None for what too few prompts do not determine."""
+    """Return the mean over prompts and its standard error; None where there are too few prompts."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return fmean(values) if values else None, error
 

@@ -41,7 +41,7 @@ class AnswerWorkload:
     def from_text(
         text: Path | None, lengths: Sequence[int], count: int, facts: int, tasks: Sequence[str] = ("facts",)
     ) -> "AnswerWorkload":
-        """Return the workload over a text file or folder, or over generated prose if ``text`` is None."""
+        """Return the workload with prompts from a text file or folder, or from generated prose if ``text`` is None."""
         longest = max(lengths)
         if text is not None:
             # A token has fewer than eight characters on average. The server tokenises the whole text.

@@ -23,7 +23,7 @@ from vllm_sparse_backend.evaluation.tasks import TASKS
 TTFT, ANSWERS = "ttft", "answers"
 """Names of the two files of results."""
 PARTS = (TTFT, *TASKS)
-"""Speed, and each task, whose answers are in one file."""
+"""TTFT, and the tasks. The answers to all tasks are in one file."""
 
 LENGTHS, ANSWER_LENGTHS = (8192, 32_768, 65_536, 131_000), (16_384, 65_536)
 REPEATS, OUTPUT_TOKENS = 5, 64
@@ -57,7 +57,12 @@ class ModelReport:
     @property
     def answer_workload(self) -> AnswerWorkload:
         """The prompts of the tasks among the parts."""
-        facts = min(MOST_FACTS, min(self.answer_lengths) // FACT_TOKENS)
+        shortest = min(self.answer_lengths)
+        if shortest < FACT_TOKENS:
+            raise BenchError(
+                f"--answer-lengths: given {shortest}, expected at least {FACT_TOKENS}, the room for a fact"
+            )
+        facts = min(MOST_FACTS, shortest // FACT_TOKENS)
         tasks = tuple(part for part in self.parts if part != TTFT)
         return AnswerWorkload(self.answer_lengths, self.count, facts, self.text, tasks)
 
@@ -78,7 +83,7 @@ class ModelReport:
 
     @cached_property
     def answers(self) -> Report:
-        """Answers so far, also to tasks that are not among the parts."""
+        """Answers so far, including those to tasks that are not among the parts."""
         return self._read(ANSWERS, self.answer_workload)
 
     def _read(self, name: str, workload: ServeWorkload | AnswerWorkload) -> Report:
@@ -90,7 +95,7 @@ class ModelReport:
         return report
 
     def measure(self, progress: Progress) -> None:
-        """Measure what the folder lacks. Raises BenchError if a request failed or nothing ran sparse."""
+        """Measure the parts that are not in the folder. Raises BenchError if a request failed or nothing ran sparse."""
         ttft, answers = self.ttft, self.answers  # a file of other options is refused before a server starts
         if TTFT in self.parts and not ttft.cases:
             # Only a whole measurement is kept, so its cases are collected in a report without a file.

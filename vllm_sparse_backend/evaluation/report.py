@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a benchmark by case, as a file and as tables, and its progress."""
+"""The report of a benchmark: its progress, its cases in a file, and their tables."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ class BenchError(RuntimeError):
 
 
 class Progress:
-    """Progress of a long run. This class shows nothing; a command's bar derives from it."""
+    """Reports the progress of a long run. This class shows nothing; the progress bar of commands is a subclass."""
 
     def begin(self, what: str, steps: int) -> None:
         """Begin a stage of ``steps`` steps."""
@@ -34,7 +34,7 @@ class Progress:
         """Count a finished step of the stage."""
 
     def print(self, line: str) -> None:
-        """Show a result, or what begins and takes long."""
+        """Show a line: a result, or the start of something slow."""
 
 
 class Report:

@@ -52,12 +52,12 @@ class ServerResults:
 
     answers: list[TimedAnswer] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    """Also of warm-up requests."""
+    """Errors of failed requests, including warm-up requests."""
     pairs: Pairs = field(default_factory=Pairs)
     """Pairs of one timed request."""
 
     def ask(self, server: Endpoint, prefix: Sequence[int], prompt: Sequence[int], max_tokens: int) -> None:
-        """Add the answer to a prompt whose ``prefix`` a separate request caches just before, or the failure."""
+        """Send a prompt after a separate request that caches its ``prefix``, and add the answer or the failure."""
         try:
             if prefix:
                 server.ask(prefix, 1)

@@ -175,7 +175,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
     _layer: int | None = None
     """Number of the layer whose calls follow, if it runs sparse."""
     _serves = False
-    """Whether this is the copy for a group of the served model's layers (not a draft model's), and any runs sparse."""
+    """Whether this copy is for the served model's layers (not a draft model's), and any of its layers runs sparse."""
     _counts_rows = False
     """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
 

@@ -110,7 +110,8 @@ class BatchRow:
     context_len: int
     kind: RowKind
     dense_end: int
-    """Position after the tokens that run dense: for a sparse row, the tokens within ``min_tokens``."""
+    """Position after its dense queries among the queries of the step. In a sparse row, those within ``min_tokens`` are
+    dense; in other rows, all are."""
     level: RequestLevel = SERVER_LEVEL
     prompt_len: int | None = None
 
