@@ -10,14 +10,15 @@ import torch
 
 from benchmarks.attention_prompts import AttentionPrompt
 from benchmarks.method_specs import plan_of_heads
-from vllm_sparse_backend.calibration.capture import Capture, begin_ids, capture_prompts, load_tokenizer
+from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, load_tokenizer
 from vllm_sparse_backend.calibration.judge import PAGE_TOKENS, paged, without_nan
 from vllm_sparse_backend.calibration.prompts import MOST_CHARS
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import load_profile
-from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
+from vllm_sparse_backend.prompts.lookups import begin_ids
+from vllm_sparse_backend.prompts.texts import read_prompt_text
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.base import Method

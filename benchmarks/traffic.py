@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.options import show
 from vllm_sparse_backend.cli.common import levels_of
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
-from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.prompts.texts import read_prompt_text
 
 RESAMPLES = 1000
 CACHE_TOLERANCE = 0.05

@@ -36,14 +36,15 @@ from benchmarks.options import Json
 from benchmarks.traffic import CacheReads, Settings, endpoint_of, show_rows
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
-from vllm_sparse_backend.evaluation.answer_prompts import Encode, Statement
+from vllm_sparse_backend.evaluation.answer_prompts import Statement
 from vllm_sparse_backend.evaluation.answer_tables import mean_and_error, ratio_of_answers
 from vllm_sparse_backend.evaluation.answer_workload import require_room
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
-from vllm_sparse_backend.evaluation.tasks import NAMES, fact_thread
+from vllm_sparse_backend.evaluation.tasks import fact_thread
+from vllm_sparse_backend.prompts.lookups import NAMES, Encode
+from vllm_sparse_backend.prompts.texts import read_prompt_text
 
 
 def tokenizer_of(model: Path) -> tuple[Encode, list[int]]:

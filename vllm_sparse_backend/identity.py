@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This backend's names and version, and the vLLM releases that it supports."""
+"""This backend's names, the vLLM releases that it supports, and versions of packages."""
 
 from functools import lru_cache
 from importlib import import_module
@@ -36,3 +36,11 @@ def package_version(name: str) -> str:
         return str(getattr(module, "__version__", "from its sources"))
     except Exception:  # a partly installed package may raise anything
         return "not installed"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that affect speed."""
+    import torch
+
+    versions_by_name = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
+    return versions_by_name | ({"cuda": torch.version.cuda} if torch.version.cuda else {})

@@ -8,7 +8,7 @@ import torch
 
 from vllm_sparse_backend.calibration import cuda_device as module
 from vllm_sparse_backend.calibration.cuda_device import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.config.errors import ConfigurationError
 
 
 class Clock:
@@ -75,5 +75,5 @@ def test_device_time_is_that_of_the_spans_alone(card, clock):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 def test_no_card_is_an_error_that_says_so():
-    with pytest.raises(BenchError, match="needs a CUDA device"):
+    with pytest.raises(ConfigurationError, match="needs a CUDA device"):
         Card()

@@ -22,8 +22,8 @@ from vllm_sparse_backend.calibration.judge import (
     extrapolate_unseen,
     summarize_errors,
 )
-from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.streaming_heads import STREAMING
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape

@@ -19,7 +19,7 @@ from vllm_sparse_backend.calibration.papers.share_prefill import (
     ward_labels,
 )
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.evaluation.report import Progress
+from vllm_sparse_backend.progress import Progress
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 SIDE = 16

@@ -19,8 +19,8 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.evaluation.compared_servers import resume
-from vllm_sparse_backend.evaluation.prompt_texts import read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.prompts.texts import read_prompt_text
 
 READERS: dict[str, Callable[[Path, Path], Any]] = {
     "a profile": lambda path, model: load_profile(path),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with questions and their answers, their source texts, and their scores."""
+"""Prompts with questions and their answers, and their scores."""
 
 import math
 import random
@@ -15,9 +15,9 @@ from vllm_sparse_backend.evaluation.answer_prompts import Prompt, Statement, bui
 from vllm_sparse_backend.evaluation.answer_scores import PromptScores
 from vllm_sparse_backend.evaluation.answer_tables import error_of_share
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
-from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.tasks import HOPS, TASKS, VALUES, facts
+from vllm_sparse_backend.prompts.texts import prose
 
 
 def build(encode: Words, num_tokens: int = 3000, num_facts: int = 9, seed: int = 0) -> Prompt:
@@ -161,13 +161,3 @@ def test_the_standard_error_knows_that_a_prompts_answers_fall_together() -> None
     assert error_of_share([[True] * 9 + [False] * 3] * 2) == pytest.approx(binomial)
     # Means of two prompts, 0.5 and 1: their deviation is 0.354, divided by the root of two.
     assert error_of_share([[True, False] * 6, [True] * 12]) == pytest.approx(0.25)
-
-
-def test_texts_are_files_or_folders(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("x = 1\n")
-    (tmp_path / "b.md").write_text("# b\n")
-    (tmp_path / "c.txt").write_text("left out")
-    assert sorted(read_prompt_text(tmp_path, 1000).split()) == ["#", "1", "=", "b", "x"]
-    assert read_prompt_text(tmp_path / "c.txt", 4) == "left"
-    with pytest.raises(BenchError, match="--text"):
-        read_prompt_text(tmp_path / "none", 10)

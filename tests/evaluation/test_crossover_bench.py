@@ -22,7 +22,8 @@ from vllm_sparse_backend.evaluation.crossover_bench import (
     lengths_to_measure,
     replace_entry,
 )
-from vllm_sparse_backend.evaluation.report import BenchError, Progress
+from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.progress import Progress
 
 
 def cells(saved_s: Callable[[Cell], float]) -> list[Cell]:

@@ -20,9 +20,10 @@ from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import compared_servers, serve_bench, vllm_server
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import Settings
-from vllm_sparse_backend.evaluation.report import BenchError, Progress
+from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.serve_bench import Length
 from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU
+from vllm_sparse_backend.progress import Progress
 
 
 def run(*args: object):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.sequence import IntermediateTensors
 
-from vllm_sparse_backend.calibration.streaming_heads import SINK_TOKENS, WINDOW_TOKENS
+from vllm_sparse_backend.streaming_heads import SINK_TOKENS, WINDOW_TOKENS
 
 PROMPT = list(range(SINK_TOKENS + WINDOW_TOKENS + 1500))
 MIN_CONTEXT = 2500

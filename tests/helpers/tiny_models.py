@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_backend.evaluation.prompt_texts import project_files
+from vllm_sparse_backend.prompts.texts import project_files
 
 MAX_POSITIONS = 16384
 VOCAB_SIZE = 2048

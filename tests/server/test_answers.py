@@ -22,7 +22,8 @@ from vllm_sparse_backend.evaluation import answer_run, answer_tables
 from vllm_sparse_backend.evaluation.answer_scores import read_cases
 from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload
 from vllm_sparse_backend.evaluation.compared_servers import Settings, servers_to_start
-from vllm_sparse_backend.evaluation.report import Progress, Report
+from vllm_sparse_backend.evaluation.report import Report
+from vllm_sparse_backend.progress import Progress
 from vllm_sparse_kernels.methods import METHODS
 
 pytestmark = [

@@ -26,8 +26,8 @@ from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.answer_prompts import build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.prompt_texts import prose
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+from vllm_sparse_backend.prompts.texts import prose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
 pytest.importorskip("vllm")

@@ -132,11 +132,6 @@ def load_tokenizer(model: Path) -> Any:
         return _transformers().AutoTokenizer.from_pretrained(model, local_files_only=True)
 
 
-def begin_ids(tokenizer: Any) -> list[int]:
-    """Return the tokens that begin every prompt in the model's training."""
-    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-
-
 def default_text() -> Path:
     """Return the folder of the installed vLLM's sources, the default text of prompts. Does not import vLLM."""
     spec = importlib.util.find_spec("vllm")

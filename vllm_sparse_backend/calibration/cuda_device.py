@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.rows import to_device
@@ -42,20 +42,23 @@ MIN_PASSES, MAX_PASSES = 5, 60
 
 
 class Card:
-    """The CUDA device of this process. Raises BenchError if there is none, or if vLLM has no FlashAttention for it."""
+    """The CUDA device of this process.
+
+    Raises ConfigurationError if there is none, or if vLLM has no FlashAttention for it.
+    """
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise BenchError(
+            raise ConfigurationError(
                 "this benchmark needs a CUDA device, but torch finds none (`sparse-prefill bench serve` and "
                 "`sparse-prefill demo` also run on a CPU)"
             )
         try:
             from vllm_sparse_backend.serving.compat import flash_attention
         except ImportError as error:
-            raise BenchError(f"this needs vLLM's FlashAttention, but importing vLLM failed: {error}") from None
+            raise ConfigurationError(f"this needs vLLM's FlashAttention, but importing vLLM failed: {error}") from None
         if (flash := flash_attention()) is None:
-            raise BenchError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
+            raise ConfigurationError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.device)
         self.flash_version = _flash_version(self.device)

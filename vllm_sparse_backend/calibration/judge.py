@@ -20,13 +20,13 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
-from vllm_sparse_backend.calibration.streaming_heads import (
+from vllm_sparse_backend.config.method_parameters import make_method
+from vllm_sparse_backend.streaming_heads import (
     PROMPT_TOKENS,
     STREAMING,
     AttentionTraits,
     attend_and_measure,
 )
-from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch

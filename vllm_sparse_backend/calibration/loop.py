@@ -39,8 +39,8 @@ from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, un
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import HeadFigures, Level, Profile, Provenance
-from vllm_sparse_backend.evaluation.report import Progress, versions
-from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_backend.identity import PACKAGE, package_version, versions
+from vllm_sparse_backend.progress import Progress
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method

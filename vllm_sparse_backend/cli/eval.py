@@ -117,8 +117,8 @@ class EvalReport:
         common.exit_on_sigterm()
         with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
-            from vllm_sparse_backend.evaluation.prompt_texts import project_text, read_prompt_text
             from vllm_sparse_backend.evaluation.vllm_server import device_name
+            from vllm_sparse_backend.prompts.texts import project_text, read_prompt_text
 
             parts = common.names_among("--parts", self.parts, model_report.PARTS) or model_report.PARTS
             report = model_report.ModelReport(

@@ -17,7 +17,8 @@ from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import Progress, table_of
+from vllm_sparse_backend.evaluation.report import table_of
+from vllm_sparse_backend.progress import Progress
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.calibration.judge import Bound
@@ -172,7 +173,7 @@ class JobOptions(ABC):
         from vllm_sparse_backend.calibration.judge import Served
         from vllm_sparse_backend.calibration.loop import Job
         from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts
-        from vllm_sparse_backend.calibration.streaming_heads import default_context_tokens
+        from vllm_sparse_backend.streaming_heads import default_context_tokens
 
         tokens = prompt_tokens(self.model, self.tokens)
 

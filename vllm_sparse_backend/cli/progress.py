@@ -8,7 +8,7 @@ from rich import progress as rich_bar
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_sparse_backend.evaluation.report import Progress
+from vllm_sparse_backend.progress import Progress
 
 LOG_INTERVAL_S = 30.0
 """Seconds between two lines of a stage, if there is no terminal."""

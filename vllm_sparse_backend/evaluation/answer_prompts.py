@@ -10,15 +10,13 @@ gives the rank of each token of an answer. The answer is right if all of its tok
 import hashlib
 import random
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, starmap, takewhile
 from typing import NamedTuple
 
 from vllm_sparse_backend.evaluation.report import BenchError
-
-Encode = Callable[[str], list[int]]
-"""Token ids of a text, without special tokens around them."""
+from vllm_sparse_backend.prompts.lookups import Encode, weave
 
 Span = tuple[int, int]
 """Places of the first token, and after the last token, in a line or prompt."""
@@ -131,26 +129,3 @@ def build_prompt(
     placed = list(zip(chain.from_iterable(places), chain.from_iterable(lines), strict=True))
     answers = [(at + begin, at + end) for at, line in placed for begin, end in line.answers]
     return Prompt(ids, answers, [(at, at + len(line.token_ids)) for at, line in placed])
-
-
-def weave(
-    begin_ids: Sequence[int],
-    text_ids: Sequence[int],
-    threads: Sequence[Sequence[Sequence[int]]],
-    cuts: Sequence[Sequence[int]],
-) -> tuple[list[int], list[list[int]]]:
-    """Insert lines into a text that follows ``begin_ids``, and return the tokens and the place of each line.
-
-    A thread is a sequence of lines. ``cuts`` has the number of the text's tokens before each line, in
-    ascending order.
-    """
-    placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
-    ids, at = list(begin_ids), 0
-    places = [[0] * len(thread_cuts) for thread_cuts in cuts]
-    for cut, step, i in placed:
-        ids += text_ids[at:cut]
-        at = cut
-        places[i][step] = len(ids)
-        ids += threads[i][step]
-    ids += text_ids[at:]
-    return ids, places

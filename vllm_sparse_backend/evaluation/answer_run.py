@@ -11,7 +11,8 @@ from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report
+from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.progress import Progress
 
 SAMPLE_CHARS = 2000
 """Characters of the text by which tokenizers of servers are compared."""

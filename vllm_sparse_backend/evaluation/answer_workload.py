@@ -9,9 +9,9 @@ from random import Random
 
 from vllm_sparse_backend.evaluation.answer_prompts import Prompt, PromptKey, build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.prompt_texts import prose, read_prompt_text
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.tasks import TASKS
+from vllm_sparse_backend.prompts.texts import prose, read_prompt_text
 
 SEED = 0
 """Seed of facts and their places."""

@@ -23,8 +23,8 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.config.request_levels import FIELD
-from vllm_sparse_backend.evaluation.prompt_texts import project_text
 from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.prompts.texts import project_text
 
 TIMEOUT_S = 1800.0
 HOST_AND_PORT = re.compile(r"[\w.-]+(:\d+)?")

@@ -20,8 +20,9 @@ from vllm_sparse_backend.config.model_shape import ModelShape, name_of_path
 from vllm_sparse_backend.config.profile import load_profile, name_of_profile
 from vllm_sparse_backend.config.settings import load_config
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, read_results
+from vllm_sparse_backend.evaluation.report import BenchError, Report, read_results
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+from vllm_sparse_backend.progress import Progress
 
 STOCK = "stock"
 """Label of the server without this backend."""

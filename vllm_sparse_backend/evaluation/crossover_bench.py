@@ -30,10 +30,11 @@ from vllm_sparse_backend.config.settings import load_config
 from vllm_sparse_backend.evaluation.client import Prompts
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings, opened, split_server_args
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Progress, write_json
+from vllm_sparse_backend.evaluation.report import BenchError, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload, alternate_requests
 from vllm_sparse_backend.evaluation.vllm_server import sparse_args
 from vllm_sparse_backend.identity import package_version
+from vllm_sparse_backend.progress import Progress
 from vllm_sparse_kernels.methods import name_of
 
 NEW_TOKENS = (200, 500, 1000, 2000, 4000, 8000)

@@ -16,9 +16,11 @@ from vllm_sparse_backend.evaluation.answer_scores import read_cases
 from vllm_sparse_backend.evaluation.answer_workload import FACT_TOKENS, SEED, AnswerWorkload
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings, resume, servers_to_start
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, options_of, versions, write_json
+from vllm_sparse_backend.evaluation.report import BenchError, Report, options_of, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
+from vllm_sparse_backend.identity import versions
+from vllm_sparse_backend.progress import Progress
 
 TTFT, ANSWERS = "ttft", "answers"
 """Names of the two files of results."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a benchmark: its progress, its cases in a file, and their tables."""
+"""The report of a benchmark: its cases in a file, and their tables."""
 
 import hashlib
 import json
@@ -15,26 +15,13 @@ from typing import Any
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_backend.identity import versions
 
 FORMAT = 1
 
 
 class BenchError(RuntimeError):
     """A benchmark could not run. The message has the reason and the remedy."""
-
-
-class Progress:
-    """Reports the progress of a long run. This class shows nothing; the progress bar of commands is a subclass."""
-
-    def begin(self, what: str, steps: int) -> None:
-        """Begin a stage of ``steps`` steps."""
-
-    def step(self) -> None:
-        """Count a finished step of the stage."""
-
-    def print(self, line: str) -> None:
-        """Show a line: a result, or the start of something slow."""
 
 
 class Report:
@@ -107,14 +94,6 @@ def command_of(arguments: Sequence[str]) -> str:
 def write_json(path: Path, data: object) -> None:
     """Write ``data`` as JSON atomically. Raises ConfigurationError if it cannot be written."""
     write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that affect speed."""
-    import torch
-
-    versions_by_name = {name: package_version(name) for name in (PACKAGE, "vllm", "torch", "triton")}
-    return versions_by_name | ({"cuda": torch.version.cuda} if torch.version.cuda else {})
 
 
 def table_of(

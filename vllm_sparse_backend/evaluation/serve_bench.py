@@ -14,7 +14,8 @@ from typing import Any
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Progress, Report, line_of, table_of
+from vllm_sparse_backend.evaluation.report import BenchError, Report, line_of, table_of
+from vllm_sparse_backend.progress import Progress
 
 BASELINE_KEY, COMPARED_KEY = "stock", "ours"
 """Prefixes of a case's keys. The baseline is the first server, whose label need not be ``stock``."""

@@ -11,18 +11,8 @@ from dataclasses import dataclass
 from random import Random
 
 from vllm_sparse_backend.evaluation.answer_prompts import Statement, Thread
+from vllm_sparse_backend.prompts.lookups import FACT, FACT_QUESTION, NAMES
 
-_ADJECTIVES = (
-    "amber crimson silent golden frozen hidden ancient velvet copper lunar misty scarlet broken quiet rapid gentle"
-)
-_KINDS = (
-    "falcon tiger lantern meadow harbor glacier orchid compass anchor willow raven summit beacon badger cedar dragon"
-)
-_PLACES = "river stone forest tower bridge valley garden island canyon temple harbor engine desert castle planet market"
-NAMES = [f"{a} {k} {p}" for a in _ADJECTIVES.split() for k in _KINDS.split() for p in _PLACES.split()]
-
-FACT = "# The magic number of {name} is {value}."
-FACT_QUESTION = "# Question: what is the magic number of {name}? Answer: {value}."
 VALUES = 4
 """Numbers of a name in ``multi_value``."""
 HOPS = 4

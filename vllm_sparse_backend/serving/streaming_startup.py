@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from vllm_sparse_backend.calibration.streaming_heads import PROMPT_TOKENS
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import KEY, OPTION
@@ -19,6 +18,7 @@ from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import SALTED_STORES, kv_connectors
 from vllm_sparse_backend.serving.resolution import carry_streaming, resolve, settings_of
+from vllm_sparse_backend.streaming_heads import PROMPT_TOKENS
 
 logger = init_logger(LOGGER)
 

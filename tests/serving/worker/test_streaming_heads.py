@@ -18,13 +18,6 @@ from tests.helpers.masks import mask_of
 from tests.helpers.mixed_batches import CLOSE
 from tests.helpers.streaming_model import MIN_CONTEXT, PROMPT, SETTINGS, Model
 from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step
-from vllm_sparse_backend.calibration.streaming_heads import (
-    PROMPT_TOKENS,
-    SINK_TOKENS,
-    STREAMING,
-    WINDOW_TOKENS,
-    FarAttention,
-)
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import KEY
@@ -36,6 +29,13 @@ from vllm_sparse_backend.serving.resolution import carry_settings, carry_streami
 from vllm_sparse_backend.serving.worker import streaming
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, SparseRow
 from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
+from vllm_sparse_backend.streaming_heads import (
+    PROMPT_TOKENS,
+    SINK_TOKENS,
+    STREAMING,
+    WINDOW_TOKENS,
+    FarAttention,
+)
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.call import Call
@@ -226,7 +226,7 @@ class TestFinding:
     def test_an_error_in_a_layer_does_not_end_the_run_for_which_other_ranks_wait(
         self, by_default: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
     ) -> None:
-        real, calls = streaming.calibration.attend_and_measure, []
+        real, calls = streaming.streaming_heads.attend_and_measure, []
 
         def attend_and_measure(*arguments: Any) -> Any:
             calls.append(arguments)
@@ -234,7 +234,7 @@ class TestFinding:
                 raise torch.OutOfMemoryError("made up")
             return real(*arguments)
 
-        monkeypatch.setattr(streaming.calibration, "attend_and_measure", attend_and_measure)
+        monkeypatch.setattr(streaming.streaming_heads, "attend_and_measure", attend_and_measure)
         layers = make_layers(by_default, [0, 1])
         find(by_default, Model(layers, {}))
         assert len(calls) == 2

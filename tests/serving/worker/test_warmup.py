@@ -21,7 +21,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.helpers.kernel_keys import HOPPER, Key, recorded_keys
 from tests.helpers.method_cases import uncomputed
 from tests.helpers.worker_layers import CPU, HAS_CUDA, LARGEST_CHUNK, LONGEST, SHAPE, make_impls
-from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
@@ -30,6 +29,7 @@ from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.owner import LayerLevel
 from vllm_sparse_backend.serving.worker.rows import copy_block_table_rows
 from vllm_sparse_backend.serving.worker.warmup import warm_up
+from vllm_sparse_backend.streaming_heads import STREAMING
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import AttendEngine, FlashAttention
 from vllm_sparse_kernels.attention.portable import engine as portable

@@ -35,7 +35,7 @@ from torch import nn
 from vllm_sparse_backend.calibration.external import require_module
 from vllm_sparse_backend.calibration.loop import Job
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.evaluation.report import Progress
+from vllm_sparse_backend.progress import Progress
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 LATENT = 64

@@ -13,7 +13,6 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_sparse_backend.calibration.streaming_heads import STREAMING
 from vllm_sparse_backend.config.metrics import METRICS
 from vllm_sparse_backend.config.settings import SCORING_METHOD
 from vllm_sparse_backend.serving import compat
@@ -22,6 +21,7 @@ from vllm_sparse_backend.serving.worker import compile_monitor, startup_log
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
 from vllm_sparse_backend.serving.worker.counters import Key, Recorder, Sample
 from vllm_sparse_backend.serving.worker.rows import BatchRow, Requests, count_decodes
+from vllm_sparse_backend.streaming_heads import STREAMING
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, layer_plan
 from vllm_sparse_kernels.methods import name_of
 

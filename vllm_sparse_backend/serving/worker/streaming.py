@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the streaming heads of the served model when a worker starts, before its layers get their plans.
 
-The worker runs the model on one generated prompt (``calibration.streaming_heads``). In this run, each layer computes
-its attention in plain torch, without the KV cache, which does not exist yet, and measures its heads.
+The worker runs the model on one generated prompt. In this run, each layer computes its attention in plain torch,
+without the KV cache, which does not exist yet, and measures its heads (``vllm_sparse_backend.streaming_heads``).
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-from vllm_sparse_backend.calibration import streaming_heads as calibration
-from vllm_sparse_backend.calibration.capture import begin_ids
+from vllm_sparse_backend import streaming_heads
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.prompts.lookups import begin_ids
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.streaming_startup import describe, do_without
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
@@ -117,7 +117,7 @@ def _prompt(vllm_config: VllmConfig) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
 
     name = vllm_config.model_config.tokenizer
-    prompt = calibration.streaming_prompt(encode, begin_ids(tokenizer), name)
+    prompt = streaming_heads.streaming_prompt(encode, begin_ids(tokenizer), name)
     num_embeddings = vllm_config.model_config.get_vocab_size()
     if max(prompt) >= num_embeddings:  # on a GPU, this would end the process
         raise ConfigurationError(
@@ -131,7 +131,7 @@ def measure(
     vllm_config: VllmConfig, model: torch.nn.Module, layers: Mapping[int, SparsePrefillImpl], prompt: Sequence[int]
 ) -> dict[int, frozenset[int]]:
     """Run the model on a prompt and return the streaming heads of its layers."""
-    measured: dict[SparsePrefillImpl, calibration.FarAttention] = {}
+    measured: dict[SparsePrefillImpl, streaming_heads.FarAttention] = {}
     errors: list[Exception] = []
     impls = plain_impls(vllm_config).values()  # those of a draft model do not run
 
@@ -149,13 +149,13 @@ def measure(
     ) -> torch.Tensor:
         """Replace the layer's ``forward`` during this run."""
         try:
-            traits = calibration.AttentionTraits(
+            traits = streaming_heads.AttentionTraits(
                 scale=impl.scale * compat.query_scale(query, layer),
                 window_tokens=layer.sliding_window,
                 softcap=impl.logits_soft_cap or 0.0,
                 sinks=impl.sinks,
             )
-            attention, measured[impl] = calibration.attend_and_measure(query, key, value, traits)
+            attention, measured[impl] = streaming_heads.attend_and_measure(query, key, value, traits)
             output.copy_(attention.view_as(output))
         except Exception as error:
             # The run goes on: other ranks would wait for this one where the layers exchange activations.
@@ -203,6 +203,6 @@ def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
         "least %d tokens of a request, they keep only %d first and %d nearest keys",
         sum(len(heads) for _, _, by_layer in by_rank for heads in by_layer.values()),
         sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
-        worker.streaming.fingerprint, seconds, settings.min_context_tokens, calibration.SINK_TOKENS,
-        calibration.WINDOW_TOKENS,
+        worker.streaming.fingerprint, seconds, settings.min_context_tokens, streaming_heads.SINK_TOKENS,
+        streaming_heads.WINDOW_TOKENS,
     )  # fmt: skip

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
-from vllm_sparse_backend.evaluation.report import BenchError
 
 _SUBJECTS = "farmer sailor teacher painter doctor baker soldier child neighbor traveler judge miller nurse clerk king"
 _VERBS = "watched followed carried found painted opened remembered sold mended lost visited measured closed"
@@ -21,7 +20,7 @@ _TIMES = "in the morning,before the rain,after a while,at noon,in winter,without
 def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
     """Read a text file, or all *.py and *.md of a folder in a fixed, mixed order; at most ``most_chars`` characters.
 
-    Raises BenchError.
+    Raises ConfigurationError.
     """
     parts: list[str] = []
     try:
@@ -30,9 +29,9 @@ def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
             if most_chars is not None and sum(map(len, parts)) >= most_chars:
                 break
     except ConfigurationError as error:
-        raise BenchError(f"--text: given {str(path)!r}, expected a text file or a folder: {error}") from None
+        raise ConfigurationError(f"--text: given {str(path)!r}, expected a text file or a folder: {error}") from None
     if not parts:
-        raise BenchError(f"--text: given {str(path)!r}, expected *.py or *.md in that folder")
+        raise ConfigurationError(f"--text: given {str(path)!r}, expected *.py or *.md in that folder")
     return "".join(parts)[:most_chars]
 
 

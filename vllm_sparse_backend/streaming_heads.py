@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_sparse_backend.calibration.prompts import Encode, insert_threads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import layer_kinds, read_config_json, text_part
 from vllm_sparse_backend.config.settings import StreamingHeadsConfig
-from vllm_sparse_backend.evaluation.prompt_texts import project_text
+from vllm_sparse_backend.prompts.lookups import Encode, insert_threads
+from vllm_sparse_backend.prompts.texts import project_text
 from vllm_sparse_kernels.methods.minference import AShape
 
 SINK_TOKENS = 128

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_sparse_backend.calibration.streaming_heads import (
+from vllm_sparse_backend.config.errors import ConfigurationError
+from vllm_sparse_backend.streaming_heads import (
     BLOCK_TOKENS,
     HEAVY_SHARE,
     PROMPT_TOKENS,
@@ -20,7 +21,6 @@ from vllm_sparse_backend.calibration.streaming_heads import (
     default_context_tokens,
     streaming_prompt,
 )
-from vllm_sparse_backend.config.errors import ConfigurationError
 
 PAST = SINK_TOKENS + WINDOW_TOKENS
 HEAD_DIM = 32

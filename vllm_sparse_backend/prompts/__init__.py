@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts, and lookups in them, from which every process makes its prompts."""

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups in prompts: lines that state something, and later lines that ask for it.
+
+Retrieval heads are active at lookups, where sparse attention loses most. Prompts that measure heads therefore contain
+*threads* of three kinds, spread over a text: facts that are stated, and later asked for and answered (as in
+`eval answers`); values that pass from name to name before one of the names is asked for (several hops); and passages
+of another text that occur twice. Together, threads take about a third of a prompt, so that the 1% of queries with the
+largest errors includes lookups. With any tokenizer, they take at most half.
+"""
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+from vllm_sparse_backend.config.errors import ConfigurationError
+
+Encode = Callable[[str], list[int]]
+"""Token ids of a text, without special tokens around them."""
+
+Thread = list[list[int]]
+"""Lines as token ids, in the order in which they appear in a prompt."""
+
+_ADJECTIVES = (
+    "amber crimson silent golden frozen hidden ancient velvet copper lunar misty scarlet broken quiet rapid gentle"
+)
+_THINGS = (
+    "falcon tiger lantern meadow harbor glacier orchid compass anchor willow raven summit beacon badger cedar dragon"
+)
+_PLACES = "river stone forest tower bridge valley garden island canyon temple harbor engine desert castle planet market"
+NAMES = [f"{a} {t} {p}" for a in _ADJECTIVES.split() for t in _THINGS.split() for p in _PLACES.split()]
+
+FACT = "# The magic number of {name} is {value}."
+FACT_QUESTION = "# Question: what is the magic number of {name}? Answer: {value}."
+
+FIRST_HOP, HOP = "# The number of {name} is {value}.", "# {name} has the number of {other}."
+HOPS = 3
+QUESTION = "# Question: what is the number of {name}? Answer: {value}."
+PASSAGE_TOKENS = (16, 256)
+
+KINDS = ("retrieval", "hops", "repeats")
+TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
+"""Average number of prompt tokens per thread of each kind."""
+
+LONGER_PROMPTS = "ask for longer prompts with --tokens, or give your own with --prompts and --held-out"
+"""What to do about prompts that are too short for their threads."""
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """Return the tokens that begin every prompt in the model's training."""
+    return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+
+
+def insert_threads(
+    stretch: Sequence[int],
+    passages: Sequence[int],
+    start: Sequence[int],
+    encode: Encode,
+    rng: random.Random,
+    tokenizer: str,
+    remedy: str = LONGER_PROMPTS,
+) -> list[int]:
+    """Make a prompt: insert threads of each kind into a text, whose end is dropped to make room for them."""
+    num_tokens = len(stretch)
+    threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
+    _drop_threads(threads, num_tokens // 2 - len(start))
+    _require_room(threads, num_tokens, len(start), tokenizer, remedy)
+    every = list(chain.from_iterable(threads.values()))
+    room = num_tokens - len(start) - _tokens(every)
+    cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in every]
+    return weave(start, stretch[:room], every, cuts)[0]
+
+
+def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
+    """Drop threads, the longest kind first, until they fit into ``most_tokens``, or one of each kind is left.
+
+    For the same line, numbers of tokens differ several-fold between tokenizers.
+    """
+    while sum(map(_tokens, threads.values())) > most_tokens:
+        kinds = [kind for kind in KINDS if len(threads[kind]) > 1]
+        if not kinds:
+            return
+        threads[max(kinds, key=lambda kind: _tokens(threads[kind]))].pop()
+
+
+def _tokens(threads: Sequence[Thread]) -> int:
+    return sum(len(line) for thread in threads for line in thread)
+
+
+def _require_room(
+    threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, tokenizer: str, remedy: str
+) -> None:
+    """Raise ConfigurationError if threads of all kinds, one of each, take more than half of a prompt."""
+    needed = 2 * (num_start + sum(map(_tokens, threads.values())))
+    if needed <= num_tokens:
+        return
+    lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} for a line of {kind}" for kind in KINDS)
+    raise ConfigurationError(
+        f"--tokens: given {num_tokens:,}, expected at least {needed:,}: lines with facts and questions may fill half "
+        f"of a prompt, and the tokenizer of {tokenizer} needs up to {lines}; {remedy}"
+    )
+
+
+def _threads(
+    kind: str, num_tokens: int, encode: Encode, passages: Sequence[int], rng: random.Random
+) -> Iterable[Thread]:
+    count = max(1, num_tokens // TOKENS_A_THREAD[kind])
+    if kind == "repeats":
+        most = min(PASSAGE_TOKENS[1], num_tokens // 16)
+        for _ in range(count):
+            length = rng.randint(min(PASSAGE_TOKENS[0], most), most)
+            at = rng.randrange(len(passages) - length)
+            yield [list(passages[at : at + length])] * 2
+        return
+    num_names = HOPS + 1 if kind == "hops" else 1
+    for i, value in enumerate(rng.sample(range(1_000_000, 10_000_000), count)):
+        if i % (len(NAMES) // num_names) == 0:
+            names = rng.sample(NAMES, len(NAMES))
+        yield [encode(f"\n{line}\n") for line in _lines(names[-num_names:], value)]
+        del names[-num_names:]
+
+
+def _lines(names: Sequence[str], value: int) -> list[str]:
+    """Return the lines that state a value, pass it from name to name, and ask for it with the answer."""
+    if len(names) == 1:
+        return [line.format(name=names[0], value=value) for line in (FACT, FACT_QUESTION)]
+    hops = [HOP.format(name=name, other=other) for other, name in pairwise(names)]
+    first, question = FIRST_HOP.format(name=names[0], value=value), QUESTION.format(name=names[-1], value=value)
+    return [first, *hops, question]
+
+
+def weave(
+    begin_ids: Sequence[int],
+    text_ids: Sequence[int],
+    threads: Sequence[Sequence[Sequence[int]]],
+    cuts: Sequence[Sequence[int]],
+) -> tuple[list[int], list[list[int]]]:
+    """Insert lines into a text that follows ``begin_ids``, and return the tokens and the place of each line.
+
+    A thread is a sequence of lines. ``cuts`` has the number of the text's tokens before each line, in
+    ascending order.
+    """
+    placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
+    ids, at = list(begin_ids), 0
+    places = [[0] * len(thread_cuts) for thread_cuts in cuts]
+    for cut, step, i in placed:
+        ids += text_ids[at:cut]
+        at = cut
+        places[i][step] = len(ids)
+        ids += threads[i][step]
+    ids += text_ids[at:]
+    return ids, places
