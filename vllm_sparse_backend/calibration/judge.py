@@ -38,24 +38,19 @@ from vllm_sparse_kernels.rows import ceil_div
 PAGE_TOKENS = 128
 
 BEYOND_P99 = 0.01
-"""Share of queries above ``HeadResult.p99``: only few queries retrieve, and a mean hides them."""
+"""Share of queries above ``HeadErrors.p99``: only few queries retrieve, and a mean hides them."""
 BEYOND_P999 = 0.001
-"""Share of queries that ``HeadResult.of_default`` leaves out: fewer than a hundredth of a prompt's queries may look up
+"""Share of queries that ``HeadErrors.of_default`` leaves out: fewer than a hundredth of a prompt's queries may look up
 an answer."""
 
 LEAST_ERROR = 0.02
 """Lower limit of the default's error in ratios. A smaller denominator would make heads dense needlessly."""
 
-ERRORS = ("error", "p99", "of_default", "absolute")
-"""The errors of ``HeadResult``, which ``Bound`` limits."""
 
-
-@dataclass(frozen=True)
-class HeadResult:
-    """Figures of one head under one method, over the queries of all prompts, which run chunk by chunk.
+class HeadErrors(NamedTuple):
+    """Errors of one head under one method, over the queries of a prompt, which runs chunk by chunk.
 
     A query's error is ‖o − õ‖₁ / ‖o‖₁, where o is its output under dense attention and õ its output under the method.
-    With several prompts, each error is the largest over the prompts, so a bound holds on every prompt.
     """
 
     error: float
@@ -72,11 +67,19 @@ class HeadResult:
     absolute: float
     """SALE's Err(τ) = ‖O − Õ‖₁ / N (section 3.3): the sum over a head's channels of |o − õ|, averaged over the N tokens
     of a prompt, including tokens that run dense. Its size depends on the model's values."""
-    density: float
-    """Kept pairs divided by causal pairs."""
-    unseen: "HeadResult | None" = None
+
+
+@dataclass(frozen=True)
+class HeadResult:
+    """Figures of one head under one method, over all prompts."""
+
+    seen: HeadErrors
+    """Each error is the largest over the prompts, so a bound holds on every prompt."""
+    unseen: HeadErrors
     """Expected errors on an unseen prompt, by leave-one-out: the largest plus its distance to the second largest. With
     a single prompt, its own errors. ``absolute`` is the largest of the prompts, as SALE compares it."""
+    density: float
+    """Kept pairs divided by causal pairs."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,13 @@ class Bound:
     """Upper limits of a head's error."""
 
     error: float = math.inf
-    """Limit of ``HeadResult.error``."""
+    """Limit of ``HeadErrors.error``."""
     p99: float = math.inf
-    """Limit of ``HeadResult.p99``."""
+    """Limit of ``HeadErrors.p99``."""
     of_default: float = math.inf
-    """Limit of ``HeadResult.of_default``."""
+    """Limit of ``HeadErrors.of_default``."""
     absolute: float = math.inf
-    """Limit of ``HeadResult.absolute``: SALE's θ."""
+    """Limit of ``HeadErrors.absolute``: SALE's θ."""
 
     def with_margin(self, margin: float) -> "Bound":
         """Tighten the bound for a search, leaving a margin for unseen prompts.
@@ -102,19 +105,19 @@ class Bound:
 
     def holds(self, figures: HeadResult) -> bool:
         """Return whether a head meets the bound, including on unseen prompts as ``HeadResult.unseen`` predicts."""
-        return all(share <= 1 for share in self._shares(figures.unseen or figures))
+        return all(share <= 1 for share in self._shares(figures.unseen))
 
     def used_fraction(self, figures: HeadResult) -> float:
         """Return the fraction of the bound that a head uses on these prompts."""
-        return max(self._shares(figures))
+        return max(self._shares(figures.seen))
 
-    def _shares(self, errors: HeadResult) -> list[float]:
-        return [getattr(errors, name) / getattr(self, name) for name in ERRORS]
+    def _shares(self, errors: HeadErrors) -> list[float]:
+        return [error / getattr(self, name) for name, error in errors._asdict().items()]
 
     @property
     def numbers(self) -> dict[str, float]:
         """The finite limits by name."""
-        limits = {name: getattr(self, name) for name in ERRORS}
+        limits = {name: getattr(self, name) for name in HeadErrors._fields}
         return {name: limit for name, limit in limits.items() if math.isfinite(limit)}
 
 
@@ -219,7 +222,7 @@ class LayerPrompt:
 
 
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
-    """Reduce queries' errors to the errors of ``HeadResult``, except the last, ``absolute``."""
+    """Reduce queries' errors to those of ``HeadErrors``, except the last, ``absolute``."""
     mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
     more = error_quantile(errors - of_default, BEYOND_P999)
     return torch.stack((mean, error_quantile(errors, BEYOND_P99), torch.maximum(mean / default, 1 + more)))
@@ -258,12 +261,14 @@ class CapturedLayer:
             [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._errors_of_default)]
         )
         absolute = torch.stack([outcome.absolute for outcome in outcomes]).amax(0)
+        seen, unseen = (
+            torch.cat((part, absolute[None])).T.tolist() for part in (errors.amax(0), extrapolate_unseen(errors))
+        )
         kept_pairs = torch.stack([outcome.kept_pairs for outcome in outcomes]).sum(0)
-        same = torch.stack((absolute, kept_pairs / sum(prompt.num_pairs for prompt in self.prompts)))
-        seen, unseen = (torch.cat((part, same)).T.tolist() for part in (errors.amax(0), extrapolate_unseen(errors)))
+        densities = (kept_pairs / sum(prompt.num_pairs for prompt in self.prompts)).tolist()
         return [
-            replace(HeadResult(*of_seen), unseen=HeadResult(*of_unseen))
-            for of_seen, of_unseen in zip(seen, unseen, strict=True)
+            HeadResult(HeadErrors(*seen[head]), HeadErrors(*unseen[head]), density)
+            for head, density in enumerate(densities)
         ]
 
     @cached_property

@@ -11,13 +11,13 @@ A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each to
 
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,6 +59,11 @@ SHARE_PREFILL = "share_prefill"
 
 PAPERS = (SHARE_PREFILL, "minference", "sale", "sparge_attn", "sparge_attn+skip")
 """The methods whose papers describe a calibration."""
+
+
+class Captures(NamedTuple):
+    prompts: list[Capture]
+    held_out: list[Capture]
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class Job:
 
     def _batches(self) -> Sequence[Batch]:
         """Load the first prompt's chunks of the first layer that can run sparse."""
-        captured = self.captures["prompts"][0]
+        captured = self.captures.prompts[0]
         return LayerPrompt.read(captured, self.layers[0], self.served, self.device).batches
 
     @cached_property
@@ -116,11 +121,11 @@ class Job:
         return Card() if self.device.type == "cuda" else None
 
     @cached_property
-    def captures(self) -> dict[str, list[Capture]]:
-        """Captures of ``prompts`` and ``held-out``, made with one load of the model."""
+    def captures(self) -> Captures:
+        """Captures of ``prompts`` and ``held_out``, made with one load of the model."""
         captures = self.capture([*self.prompts, *self.held_out])
         num_prompts = len(self.prompts)
-        return {"prompts": captures[:num_prompts], "held-out": captures[num_prompts:]}
+        return Captures(captures[:num_prompts], captures[num_prompts:])
 
     def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
         """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
@@ -141,13 +146,13 @@ class Job:
     @cached_property
     def layers(self) -> list[int]:
         """Numbers of the layers that can run sparse."""
-        return sorted(self.captures["prompts"][0].scales)
+        return sorted(self.captures.prompts[0].scales)
 
-    def read_layer(self, kind: str, layer: int) -> CapturedLayer:
-        """Load a layer of the captures of one kind."""
+    def read_layer(self, captures: Sequence[Capture], layer: int) -> CapturedLayer:
+        """Load a layer of some captures."""
         engines = self.card.engines if self.card else None
         return CapturedLayer(
-            [LayerPrompt.read(captured, layer, self.served, self.device, engines) for captured in self.captures[kind]]
+            [LayerPrompt.read(captured, layer, self.served, self.device, engines) for captured in captures]
         )
 
     @property
@@ -186,7 +191,7 @@ def search_of_method(job: Job, name: str) -> Choose:
     match name:
         case "minference":
             costs = job.costs
-            spaces = list(minference.search_spaces(job.read_layer("prompts", job.layers[0]), costs))
+            spaces = list(minference.search_spaces(job.read_layer(job.captures.prompts, job.layers[0]), costs))
             return partial(minference.choose_pattern, spaces=spaces)
         case "sale":
             return sale.choose_threshold
@@ -238,18 +243,20 @@ class LevelResult:
             bounds=self.bound.numbers,
             density=1 - left_out / sum(map(len, self.methods)),
             figures=HeadFigures(
-                density=self._by_layer("density"), error=self._by_layer("error"), p99_error=self._by_layer("p99")
+                density=self._by_layer(lambda head: head.density),
+                error=self._by_layer(lambda head: head.seen.error),
+                p99_error=self._by_layer(lambda head: head.seen.p99),
             ),
             held_out={
                 "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
                 "most_of_bound": max(shares),
-                "error": fmean(head.error for head in self.held_out),
-                "p99_error": fmean(head.p99 for head in self.held_out),
+                "error": fmean(head.seen.error for head in self.held_out),
+                "p99_error": fmean(head.seen.p99 for head in self.held_out),
             },
         )
 
-    def _by_layer(self, name: str) -> dict[int, tuple[float, ...]]:
-        return {number: tuple(getattr(head, name) for head in heads) for number, heads in self.figures.items()}
+    def _by_layer(self, figure: Callable[[HeadResult], float]) -> dict[int, tuple[float, ...]]:
+        return {number: tuple(map(figure, heads)) for number, heads in self.figures.items()}
 
 
 def calibrate(job: Job, choose: Choose, bounds: Mapping[str, Bound], source: str) -> Profile:
@@ -258,7 +265,7 @@ def calibrate(job: Job, choose: Choose, bounds: Mapping[str, Bound], source: str
     levels = {name: LevelResult(bound, [dense] * job.shape.num_layers) for name, bound in bounds.items()}
     job.progress.begin("layers", len(job.layers))
     for number in job.layers:
-        layer, held_out = job.read_layer("prompts", number), job.read_layer("held-out", number)
+        layer, held_out = (job.read_layer(captures, number) for captures in job.captures)
         for level in levels.values():
             methods, figures = choose_jointly(layer, choose, level.bound.with_margin(MARGIN))
             if figures is not None:

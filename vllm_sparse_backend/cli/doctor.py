@@ -31,10 +31,10 @@ from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
 if TYPE_CHECKING:
     from vllm_sparse_backend.config.crossover_table import Lengths
 
-Level = Literal["ok", "note", "bad"]
+Status = Literal["ok", "note", "bad"]
 CHUNK_TOKENS = 8192
 """Tokens of vLLM's usual chunk on a GPU."""
-STYLES: dict[Level, str] = {"ok": "green", "note": "yellow", "bad": "red"}
+STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "bad": "red"}
 
 USUAL_SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
 """Llama-3.1-8B's."""
@@ -53,7 +53,7 @@ INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (de
 class Finding(NamedTuple):
     """A line of the report. A "bad" line means that sparse prefill cannot work here."""
 
-    level: Level
+    status: Status
     subject: str
     text: str
 
@@ -100,9 +100,9 @@ def doctor(model: MaybeModel = None) -> None:
 
     def show(findings: Iterable[Finding]) -> None:
         for finding in findings:
-            if finding.level == "bad":
+            if finding.status == "bad":
                 wrong.append(finding)
-            mark = f"[{STYLES[finding.level]}]{finding.level:>4}[/]"
+            mark = f"[{STYLES[finding.status]}]{finding.status:>4}[/]"
             console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
 
     # Checks that need neither torch nor vLLM come first: importing these takes most of the time.
@@ -172,7 +172,7 @@ def device() -> Iterator[Finding]:
 def registration() -> Iterator[Finding]:
     """Load all plugins in vLLM's order, and look up the flag's value as vLLM's command line does."""
     entry_point = _entry_point()
-    if entry_point.level == "bad":
+    if entry_point.status == "bad":
         yield entry_point
         return
     # vLLM's logging does not show our plugin's warnings here.

@@ -32,12 +32,12 @@ ProfileName = Annotated[
 ]
 
 _NUMBER = r"\d+(?:\.\d+)?"
-LEVEL = re.compile(
+LEVEL_BOUND = re.compile(
     rf"\w+=(?:(?P<of_default>{_NUMBER})x|(?P<absolute>{_NUMBER})abs|(?P<error>{_NUMBER})(?::(?P<p99>{_NUMBER}))?)"
 )
 """A level's name and bound. The names of the groups are those of ``Bound``'s fields."""
 
-Level = Annotated[
+LevelBounds = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=BOUND",
@@ -248,7 +248,7 @@ class Calibrate(JobOptions):
             "method with a ladder.",
         ),
     ]
-    level: Level = None
+    level: LevelBounds = None
 
     def bounds(self) -> "Mapping[str, Bound]":
         from vllm_sparse_backend.calibration import loop
@@ -303,7 +303,7 @@ def _parse_bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
 
     bounds: dict[str, Bound] = {}
     for text in levels or ("high=0.1:0.4",):
-        name, match = text.partition("=")[0], LEVEL.fullmatch(text)
+        name, match = text.partition("=")[0], LEVEL_BOUND.fullmatch(text)
         limits = {limit: float(number) for limit, number in match.groupdict().items() if number} if match else {}
         if not limits or not all(limits.values()) or name in bounds:
             expected = "NAME=MEAN:P99, NAME=1.5x or NAME=0.4abs, with numbers above 0, and each level only once"

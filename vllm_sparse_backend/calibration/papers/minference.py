@@ -72,7 +72,7 @@ def choose_pattern(
             holding = [result for result in judged if result.holds and result.sparsity >= LEAST_SPARSITY]
             allowed = [result for result in holding if is_allowed(head, result.method)]
             if chosen[head] is None and allowed:
-                chosen[head] = min(allowed, key=lambda result: result.figures.error).method
+                chosen[head] = min(allowed, key=lambda result: result.figures.seen.error).method
         if None not in chosen:
             break
     return [method or Dense() for method in chosen]

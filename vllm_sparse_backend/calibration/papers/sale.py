@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SALE's τ for each head (Ji et al., arXiv:2505.24179, section 3.3 and appendix C).
 
-τ begins at 0.008 and is halved until Err(τ) = ‖O − Õ‖₁ / N (``HeadResult.absolute``) is below the bound on every
+τ begins at 0.008 and is halved until Err(τ) = ‖O − Õ‖₁ / N (``HeadErrors.absolute``) is below the bound on every
 prompt: 0.4 for Llama-3.1-8B, 2.0 for Qwen2.5-32B. The authors' code stops at 0.0001: a head that misses the bound at
 every larger τ is dense.
 """

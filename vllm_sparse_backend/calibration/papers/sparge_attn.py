@@ -10,7 +10,7 @@ than a tenth of the pairs run dense.
 Differences from the paper and from that code:
 
 * In both, the error is the relative L1 distance of a head's entire output, a ratio of sums: Σ|O − O′| / Σ|O|. Here it
-  is the mean over queries of each query's ratio, ‖o − o′‖₁ / ‖o‖₁ (``HeadResult.error``), so that queries with small
+  is the mean over queries of each query's ratio, ‖o − o′‖₁ / ‖o‖₁ (``HeadErrors.error``), so that queries with small
   outputs count as much as others. Bounds on these two errors are not interchangeable.
 * ``bound`` is l₂, which the final setting must meet; l₁ is 8/9 of it, the ratio of the paper's bounds for Llama-3.1.
   Both also bound the p99 of the errors of single queries.

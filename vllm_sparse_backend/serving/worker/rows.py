@@ -106,18 +106,19 @@ class BatchRow:
     """One request in a step."""
 
     token: int
+    """Index of its first query among the queries of the step."""
     query_len: int
     context_len: int
     kind: RowKind
     dense_end: int
-    """Position after its dense queries among the queries of the step. In a sparse row, those within ``min_tokens`` are
-    dense; in other rows, all are."""
+    """Index after its dense queries among the queries of the step. In a sparse row, queries at positions below
+    ``min_tokens`` are dense; in other rows, all are."""
     level: RequestLevel = SERVER_LEVEL
     prompt_len: int | None = None
 
     @property
     def end(self) -> int:
-        """Position after its last query among the queries of the step."""
+        """Index after its last query among the queries of the step."""
         return self.token + self.query_len
 
     @property
