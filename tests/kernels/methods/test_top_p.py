@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``top_p``: kernels against its equations in float64, guarantees of its rule, and unusual inputs and failures."""
 
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -273,3 +277,16 @@ def test_hopper_and_portable_masses_agree(head_dim, dtype, monkeypatch) -> None:
         assert bool(((a - b).abs() <= 0.02 * b + 0.13 * b.sqrt() / tile.length_tokens**0.5).all())
         assert bool((few <= peaks)[:, i_tile, :diagonal].all())
         assert bool((peaks <= many)[:, i_tile, :diagonal].all())
+
+
+@pytest.mark.gpu
+def test_rows_of_unequal_lengths_read_only_their_own_memory() -> None:
+    """memcheck finds no access outside of a tensor. Each tensor is an allocation of its own there."""
+    if (memcheck := shutil.which("compute-sanitizer")) is None:
+        pytest.skip("no compute-sanitizer here")
+    case = f"{__file__}::test_hopper_and_portable_masses_agree[dtype0-64]"
+    pytest_args = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu", case]
+    command = [memcheck, "--error-exitcode=9", sys.executable, "-m", "pytest", *pytest_args]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:]

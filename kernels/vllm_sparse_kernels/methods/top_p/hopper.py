@@ -379,7 +379,7 @@ def _consume(shared, tensors, work, first_steps, num_steps, CONSUMER: gl.constex
     words = scratch.bytes + i_round * (SCORED * 4)
     words = words + ((o_tile * (tensors.num_rounds * SCORED) + o_query)[:, None] * 4 + o_t[None, :])
     key_scales = rounded.key_scales + work.first_key // KEY_BLOCK + o_t
-    b_key_scale = gl.load(key_scales)
+    b_key_scale = gl.load(key_scales, mask=o_t < num_steps * STEP_BLOCKS, other=0.0)  # a short row ends before the span
     mbarrier.wait(shared.q_full.index(0), 0)
     for i in range(num_steps):
         step = new_counter(STAGES).plus(i)
