@@ -391,3 +391,12 @@ def test_fp8_caches() -> None:
         assert shows(speed_up, VALUES[f"{name}: times faster than FlashAttention-3 in fp8"]), name
         assert shows(of_bf16, VALUES[f"{name}: times faster ÷ bf16's"]), name
         assert shows(error, VALUES[f"{name}: error by fp8 ÷ stock's"]), name
+
+
+def test_tasks_inside_the_prompt() -> None:
+    for model, task, *cells in table(QUALITY, "model", "task"):
+        for tokens, stock, ours in zip(LENGTHS, cells[::2], cells[1::2], strict=True):
+            name = f"{model}, {task.strip('`')} inside the prompt, {tokens} tokens"
+            number, total = stock.split(" of ")
+            assert (Decimal(number), f"of {total}") == (VALUES[key := f"{name}: stock's right answers"], UNITS[key])
+            assert Decimal(ours) == VALUES[f"{name}: our right answers"], name
