@@ -10,9 +10,10 @@ two numbers, over the queries past sink and window:
   query; lookups are so rare that they hardly change the mean.
 
 A head is a streaming head if both are small, by more than the measurement's noise: servers of one model on different
-devices then agree about most heads. Its window is the smallest of ``WINDOWS`` for which this holds; windows below the
-largest permit no lookup at all. DuoAttention instead trains a gate for each head, on passkeys; this rule needs no
-training. The thresholds come from an emulation on two models (docs/research/quality.md).
+devices then agree about most heads. Its window is the smallest of ``WINDOWS`` for which, as for all larger ones, this
+holds. Windows below the largest permit no lookup at all, which is decided without a margin. DuoAttention instead trains
+a gate for each head, on passkeys; this rule needs no training. The thresholds come from an emulation on two models
+(docs/research/quality.md).
 """
 
 import random
@@ -93,8 +94,10 @@ class FarAttention(NamedTuple):
         is_near = self.mean_share < MAX_FAR_SHARE - FAR_SHARE_NOISE
         suffices = is_near & (self.heavy_queries < MAX_HEAVY_QUERIES - HEAVY_QUERIES_NOISE)
         suffices[:-1] &= self.heavy_queries[:-1] == 0
+        # Larger windows have fewer queries, and are measured where contexts are longer: all of them must suffice too.
+        suffices = suffices.flip(0).cumprod(0).flip(0)
         by_head = enumerate(suffices.T.tolist())
-        return {head: WINDOWS[of_head.index(True)] for head, of_head in by_head if any(of_head)}
+        return {head: WINDOWS[of_head.index(1)] for head, of_head in by_head if any(of_head)}
 
 
 def with_streaming_heads(methods: Sequence[Method], windows: Mapping[int, int]) -> list[Method]:

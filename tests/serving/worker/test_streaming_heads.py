@@ -360,3 +360,5 @@ def test_no_window_suffices_if_either_number_is_large_or_within_noise_of_its_thr
     shares, heavy = torch.tensor([0.0, 0.2, 0.0, 0.0979, 0.0985, 0.0]), torch.tensor([0, 0, 6, 2, 0, 3]) * query
     of_two_windows = FarAttention(torch.stack([shares, shares * 0]), torch.stack([heavy, heavy]))
     assert of_two_windows.streaming_heads() == {0: 256, 1: 512, 3: 512, 4: 512}
+    of_two_windows = FarAttention(torch.stack([shares * 0, shares]), torch.stack([heavy * 0, heavy]))
+    assert of_two_windows.streaming_heads() == {0: 256, 3: 256}
