@@ -10,14 +10,12 @@ two numbers, over the queries past sink and window:
   query; lookups are so rare that they hardly change the mean.
 
 A head is a streaming head if both are small, by more than the measurement's noise: servers of one model on different
-devices then agree about most heads. Its window is the smallest of ``WINDOWS`` for which, as for all larger ones, this
-holds. Windows below the largest permit no lookup at all, which is decided without a margin. DuoAttention instead trains
-a gate for each head, on passkeys; this rule needs no training. The thresholds come from an emulation on two models
-(docs/research/quality.md).
+devices then agree about most heads. DuoAttention instead trains a gate for each head, on passkeys; this rule
+needs no training. The thresholds come from an emulation on two models (docs/research/quality.md).
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,15 +26,13 @@ from vllm_sparse_backend.config.model_shape import layer_kinds, read_config_json
 from vllm_sparse_backend.config.settings import StreamingHeadsConfig
 from vllm_sparse_backend.prompts.lookups import Encode, insert_threads
 from vllm_sparse_backend.prompts.texts import project_text
-from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.minference import AShape
 
 SINK_TOKENS = 128
 """First keys of a sequence that a streaming head keeps."""
 
-WINDOWS = (256, 512, 1024, 2048)
-"""Numbers of nearest keys, including the query's own position, of which a streaming head keeps the smallest that
-suffices."""
+WINDOW_TOKENS = 2048
+"""Nearest keys, including the query's own position, that a streaming head keeps."""
 
 BLOCK_TOKENS = 32
 """Keys of a block."""
@@ -48,8 +44,7 @@ MAX_FAR_SHARE = 0.1
 """Mean share of attention in far blocks below which a head may be a streaming head."""
 
 MAX_HEAVY_QUERIES = 0.0005
-"""Share of queries with a heavy far block below which a head may be a streaming head with the largest window. Smaller
-windows permit no such query."""
+"""Share of queries with a heavy far block below which a head may be a streaming head."""
 
 PROMPT_TOKENS = 8192
 """Length of the generated prompt."""
@@ -57,7 +52,7 @@ PROMPT_TOKENS = 8192
 FAR_SHARE_NOISE = 0.002
 """Largest measured difference between bfloat16 and float32 of a mean share near the threshold (two trained models)."""
 
-HEAVY_QUERIES_NOISE = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOWS[-1])
+HEAVY_QUERIES_NOISE = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOW_TOKENS)
 """The same of the share of heavy queries near the threshold: one query of the prompt."""
 
 SEED = 0
@@ -66,6 +61,9 @@ SEED = 0
 CHUNK_ROWS = 1024
 """Scores of this number of (head, query) pairs are computed at a time: for 8,192 keys, a float32 temporary takes 32
 MiB. The measurement must not need more memory than vLLM's profile run, which decides on the size of the KV cache."""
+
+STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
+"""Method of a streaming head."""
 
 WITHOUT_A_PROMPT = "set streaming_heads to null, because the heads cannot be measured with this tokenizer"
 """What to do if a tokenizer makes no prompt."""
@@ -84,25 +82,16 @@ class AttentionTraits(NamedTuple):
 
 
 class FarAttention(NamedTuple):
-    """Attention to far blocks by window and head, over the queries past sink and window: [windows, heads] each."""
+    """Attention to far blocks by head, over the queries past sink and window."""
 
     mean_share: torch.Tensor
     heavy_queries: torch.Tensor
 
-    def streaming_heads(self) -> dict[int, int]:
-        """Return the window of each streaming head. Waits for the device."""
+    def streaming_heads(self) -> frozenset[int]:
+        """Return the streaming heads. Waits for the device."""
         is_near = self.mean_share < MAX_FAR_SHARE - FAR_SHARE_NOISE
-        suffices = is_near & (self.heavy_queries < MAX_HEAVY_QUERIES - HEAVY_QUERIES_NOISE)
-        suffices[:-1] &= self.heavy_queries[:-1] == 0
-        # Larger windows have fewer queries, and are measured where contexts are longer: all of them must suffice too.
-        suffices = suffices.flip(0).cumprod(0).flip(0)
-        by_head = enumerate(suffices.T.tolist())
-        return {head: WINDOWS[of_head.index(1)] for head, of_head in by_head if any(of_head)}
-
-
-def with_streaming_heads(methods: Sequence[Method], windows: Mapping[int, int]) -> list[Method]:
-    """Return the methods of a layer's heads, in which the heads of ``windows`` keep the first and the nearest keys."""
-    return [AShape(SINK_TOKENS, windows[head]) if head in windows else method for head, method in enumerate(methods)]
+        is_streaming = is_near & (self.heavy_queries < MAX_HEAVY_QUERIES - HEAVY_QUERIES_NOISE)
+        return frozenset(is_streaming.nonzero().flatten().tolist())
 
 
 def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
@@ -132,7 +121,7 @@ def attend_and_measure(
 ) -> tuple[torch.Tensor, FarAttention]:
     """Compute causal attention of one prompt in float32, and measure each head's attention to far blocks."""
     num_tokens, num_kv_heads = query.shape[0], key.shape[1]
-    first_far = SINK_TOKENS + WINDOWS[-1]
+    first_far = SINK_TOKENS + WINDOW_TOKENS
     if num_tokens <= first_far:
         raise ValueError(f"query: given {num_tokens} tokens, expected more than {first_far}")
     grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, heads per kv head, tokens, dim]
@@ -140,8 +129,7 @@ def attend_and_measure(
     out = torch.empty_like(grouped, dtype=torch.float32)
     shape, device = grouped.shape[:2], query.device
     chunk_tokens = max(CHUNK_ROWS // shape[1], 1)
-    windows = torch.tensor(WINDOWS, device=device)
-    far_shares, heavy_queries = torch.zeros(2, len(WINDOWS), *shape, device=device)
+    far_shares, heavy_queries = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
     sinks = None if traits.sinks is None else traits.sinks.float().view(*shape, 1, 1)
     for kv_head in range(num_kv_heads):
         for begin in range(0, num_tokens, chunk_tokens):
@@ -154,11 +142,11 @@ def attend_and_measure(
                 None if sinks is None else sinks[kv_head],
             )
             out[kv_head, :, begin:end] = part @ values[kv_head, :end]
-            far = _far_blocks(part, begin, windows)
-            far_shares[:, kv_head] += far.sum((2, 3))
-            heavy_queries[:, kv_head] += (far.amax(-1) >= HEAVY_SHARE).sum(-1)
-    num_queries = num_tokens - SINK_TOKENS - windows[:, None]
-    measured = FarAttention(far_shares.flatten(1) / num_queries, heavy_queries.flatten(1) / num_queries)
+            far = _far_blocks(part, begin)
+            far_shares[kv_head] += far.sum((1, 2))
+            heavy_queries[kv_head] += (far.amax(-1) >= HEAVY_SHARE).sum(-1)
+    num_queries = num_tokens - first_far
+    measured = FarAttention(far_shares.flatten() / num_queries, heavy_queries.flatten() / num_queries)
     return out.permute(2, 0, 1, 3).flatten(1, 2), measured
 
 
@@ -180,13 +168,12 @@ def _attention(
     return with_sink.softmax(-1)[..., :-1]
 
 
-def _far_blocks(shares: torch.Tensor, begin: int, windows: torch.Tensor) -> torch.Tensor:
-    """Return [windows, heads, queries, blocks] shares of attention in far blocks; 0 for other blocks."""
+def _far_blocks(shares: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return [heads, queries, blocks] shares of attention in far blocks; 0 for other blocks."""
     num_queries, num_keys = shares.shape[1:]
     num_blocks = num_keys // BLOCK_TOKENS  # the last keys are within every query's window
     by_block = shares[..., : num_blocks * BLOCK_TOKENS].unflatten(-1, (num_blocks, BLOCK_TOKENS)).sum(-1)
     first_keys = torch.arange(num_blocks, device=shares.device) * BLOCK_TOKENS
-    positions = torch.arange(begin, begin + num_queries, device=shares.device)[:, None]
-    window_begins = positions - (windows.view(-1, 1, 1, 1) - 1)
+    window_begins = torch.arange(begin, begin + num_queries, device=shares.device)[:, None] - (WINDOW_TOKENS - 1)
     is_far = (first_keys >= SINK_TOKENS) & (first_keys + BLOCK_TOKENS <= window_begins)
-    return by_block * is_far
+    return by_block.masked_fill_(~is_far, 0.0)

@@ -127,21 +127,6 @@ def test_a_cap_in_tokens() -> None:
             assert shows(cell, VALUES[name + quantity]), (name, quantity)
 
 
-def test_windows_by_head() -> None:
-    by_head, of_all = "with windows by head", "with windows of 2,048"
-    for model, tokens, *cells in table(QUALITY, "model", "tokens", "with windows by head: perplexity, %"):
-        name = f"{model}, emulated, {tokens} tokens: "
-        perplexity, error, answers, answers_of_all, density, density_of_all = cells
-        assert shows(perplexity, percent(VALUES[f"{name}perplexity {by_head}"])), name
-        stretches = "standard error over stretches of 4,096 tokens"
-        assert shows(error, 100 * VALUES[f"{name}perplexity {by_head}, {stretches}"]), name
-        number, total = answers.split(" of ")
-        assert (Decimal(number), f"of {total}") == (VALUES[key := f"{name}right answers {by_head}"], UNITS[key])
-        assert Decimal(answers_of_all) == VALUES[f"{name}right answers {of_all}"]
-        assert shows(density, VALUES[f"{name}density {by_head}"]), name
-        assert shows(density_of_all, VALUES[f"{name}density {of_all}"]), name
-
-
 def test_rules_of_other_projects() -> None:
     for model, rule, *cells in table("docs/compared_with.md", "model", "rule"):
         for tokens, row in (("16,384", cells[:4]), ("32,768", cells[4:])):

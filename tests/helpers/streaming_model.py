@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from vllm.sequence import IntermediateTensors
 
-from vllm_sparse_backend.streaming_heads import SINK_TOKENS, WINDOWS
+from vllm_sparse_backend.streaming_heads import SINK_TOKENS, WINDOW_TOKENS
 
-PROMPT = list(range(SINK_TOKENS + WINDOWS[-1] + 1500))
+PROMPT = list(range(SINK_TOKENS + WINDOW_TOKENS + 1500))
 MIN_CONTEXT = 2500
 SETTINGS = {
     "method": "top_p",
@@ -23,11 +23,11 @@ SETTINGS = {
 class Model(torch.nn.Module):
     """A model whose hidden states are random: its layers get queries and keys that do not depend on each other.
 
-    A pipeline stage gets its angles from the stage before it. Each head of ``near``, by layer, attends only to keys at
-    its distance in tokens.
+    A pipeline stage gets its angles from the stage before it. Queries and keys of heads listed in ``near`` grow along
+    the sequence in such a way that only the nearest keys count.
     """
 
-    def __init__(self, layers: list[Any], near: Mapping[int, Mapping[int, int]]) -> None:
+    def __init__(self, layers: list[Any], near: Mapping[int, set[int]]) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.arange(6.0))
         self.layers, self.near = dict(enumerate(layers)), near
@@ -56,10 +56,9 @@ class Model(torch.nn.Module):
             value = torch.randn(shapes[1], generator=generator)
             key[..., :2] = torch.stack([angles.cos(), angles.sin()], -1)[:, None]
             query[..., :2] = 0
-            for head, distance in self.near.get(i, {}).items():
-                turned = angles - distance * (torch.pi / len(positions))
+            for head in self.near.get(i, ()):
                 query[:, head] = 0
-                query[:, head, :2] = torch.stack([turned.cos(), turned.sin()], -1) * 1e6
+                query[:, head, :2] = torch.stack([angles.cos(), angles.sin()], -1) * 1e6
             out = torch.full_like(query, float("nan"))
             impl.forward(layer, query, key, value, torch.empty(0), None, out)
             self.outputs.append(out)

@@ -32,9 +32,9 @@ from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
 from vllm_sparse_backend.streaming_heads import (
     PROMPT_TOKENS,
     SINK_TOKENS,
-    WINDOWS,
+    STREAMING,
+    WINDOW_TOKENS,
     FarAttention,
-    with_streaming_heads,
 )
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
@@ -42,7 +42,6 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.layer import Layer, layer_plan
 from vllm_sparse_kernels.memory import META
 from vllm_sparse_kernels.methods import METHODS, name_of
-from vllm_sparse_kernels.methods.minference import AShape
 
 make_prompt = streaming._prompt
 """``single_process`` replaces it."""
@@ -113,14 +112,13 @@ def is_without(config: Any, layers: Sequence[Any]) -> bool:
 class TestFinding:
     def test_heads_near_their_queries_are_found(self, config: Any, lines: list[str]) -> None:
         layers = make_layers(config, range(3))
-        find(config, Model(layers, {0: {1: 0, 2: 300}, 2: {0: 0, 1: 0, 2: 0, 3: 1500}}))
+        find(config, Model(layers, {0: {1, 2}, 2: {0, 1, 2, 3}}))
         found = worker_of(config).streaming
-        assert found.by_layer == {0: {1: 256, 2: 512}, 1: {}, 2: {0: 256, 1: 256, 2: 256, 3: 2048}}
+        assert found.by_layer == {0: {1, 2}, 1: set(), 2: {0, 1, 2, 3}}
         assert "forward" not in vars(layers[0].impl)
         assert ("streaming_heads", [found.fingerprint], 6.0) in worker_of(config).new_samples()["samples"]
         assert re.search(
-            rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .* at least 2500 tokens"
-            r".*: 256 \(4 heads\), 512 \(1 heads\), 1024 \(0 heads\), 2048 \(1 heads\)$",
+            rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .* at least 2500 tokens",
             lines[-1],
         )
 
@@ -131,18 +129,15 @@ class TestFinding:
         for name in ("HOME", "VLLM_CACHE_ROOT", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
-        find(config, Model(make_layers(config, [0]), {0: {1: 0, 2: 0}}))
-        assert worker_of(config).streaming.by_layer == {0: {1: 256, 2: 256}}
+        find(config, Model(make_layers(config, [0]), {0: {1, 2}}))
+        assert worker_of(config).streaming.by_layer == {0: {1, 2}}
 
-    def test_a_fingerprint_tells_heads_and_windows_apart_whatever_the_number_of_ranks(self) -> None:
-        sizes = {0: 4, 1: 4}
-        whole: Any = [(0, sizes, {0: {1: 256, 2: 512}, 1: {3: 256}})]
-        halves: Any = [(0, {0: 2, 1: 2}, {0: {1: 256}, 1: {}}), (1, {0: 2, 1: 2}, {0: {0: 512}, 1: {1: 256}})]
-        other_heads: Any = [(0, sizes, {0: {1: 256, 2: 512}, 1: {2: 256}})]
-        other_windows: Any = [(0, sizes, {0: {1: 256, 2: 256}, 1: {3: 256}})]
-        prints = [streaming.fingerprint(by_rank) for by_rank in (whole, halves, other_heads, other_windows)]
-        assert prints[0] == prints[1]
-        assert len({*prints}) == 3
+    def test_a_fingerprint_tells_heads_apart_whatever_the_number_of_ranks(self) -> None:
+        whole: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {3}})]
+        halves: Any = [(rank, {0: 2, 1: 2}, heads) for rank, heads in enumerate([{0: {1}, 1: set()}, {0: {0}, 1: {1}}])]
+        others: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {2}})]
+        prints = [streaming.fingerprint(by_rank) for by_rank in (whole, halves, others)]
+        assert prints[0] == prints[1] != prints[2]
 
     def test_a_second_call_changes_nothing(self, config: Any) -> None:
         """vLLM may profile a model again, for example to measure the memory of its CUDA graphs."""
@@ -152,7 +147,7 @@ class TestFinding:
         assert model.runs == 1
 
     def test_attention_of_the_run_is_causal_attention(self, config: Any) -> None:
-        model = Model(make_layers(config, [0]), {0: {3: 0}})
+        model = Model(make_layers(config, [0]), {0: {3}})
         find(config, model)
         (out,) = model.outputs
         assert bool(out.isfinite().all())
@@ -178,7 +173,7 @@ class TestFinding:
     def test_by_default_such_layers_leave_all_heads_to_the_method(self, by_default: Any, lines: list[str]) -> None:
         layers = make_layers(by_default, [0])
         by_default.compilation_config.static_forward_context["model.layers.1.mixer"] = torch.nn.Identity()
-        model = Model(layers, {0: {1: 0}})
+        model = Model(layers, {0: {1}})
         find(by_default, model)
         assert is_without(by_default, layers)
         assert model.runs == 0
@@ -285,7 +280,7 @@ class TestRunning:
     @pytest.fixture
     def adopted(self, config: Any) -> tuple[list[Any], Any]:
         layers = make_layers(config, range(2))
-        find(config, Model(layers, {0: {0: 700, 3: 0}}))
+        find(config, Model(layers, {0: {0, 3}}))
         return layers, make_builder(config, layers)
 
     def test_a_layer_with_streaming_heads_has_a_second_plan_of_equal_width(self, adopted: Any) -> None:
@@ -294,8 +289,7 @@ class TestRunning:
         assert [name_of(method) for method in level.layer.plan.methods] == ["top_p"] * 4
         streaming = level.streaming_layer.plan.methods
         assert [name_of(method) for method in streaming] == ["a_shape", "top_p", "top_p", "a_shape"]
-        assert [streaming[0], streaming[3]] == [AShape(SINK_TOKENS, 1024), AShape(SINK_TOKENS, 256)]
-        assert len(level.streaming_layer.plan.groups) == 2  # one launch selects for all streaming heads
+        assert streaming[0] == STREAMING
         assert level.streaming_layer.block_tokens == level.layer.block_tokens == 32
         assert without.impl.levels[ON].streaming_layer is None
 
@@ -322,19 +316,18 @@ class TestRunning:
             expected, index = reference(step, row, plan, layer.impl.scale)
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
             kept = mask_of(index, 0)
-            far = kept[:, -1, SINK_TOKENS : -1024 - 128]
+            far = kept[:, -1, SINK_TOKENS : -WINDOW_TOKENS - 128]
             assert far.any(-1).tolist() == ([True] * 4 if row == 0 else [False, True, True, False])
 
     def test_the_plan_of_long_rows_needs_no_more_memory(self) -> None:
         """The arena is sized before heads are known."""
         scored = METHODS["top_p"].parameters()
-        found = [dict(zip(range(number), WINDOWS * 2, strict=False)) for number in range(9)]
         for query_len, context_len in ((1, 50_000), (100, 60_001), (2048, 131_072), (8192, 49_152), (8192, 122_880)):
             needed = [
                 LayerMemory([Layer.of(layer_plan(methods), 128, META)], 2, 128, torch.float16).needed(
                     [SparseRow(0, 0, query_len, context_len)]
                 )
-                for methods in (with_streaming_heads([scored] * 8, heads) for heads in found)
+                for methods in ([STREAMING] * number + [scored] * (8 - number) for number in range(9))
             ]
             assert max(needed) == needed[0]
 
@@ -354,11 +347,8 @@ def reference(step: Any, row: int, layer: Layer, scale: float) -> tuple[torch.Te
     return out, index
 
 
-def test_no_window_suffices_if_either_number_is_large_or_within_noise_of_its_threshold() -> None:
-    """With the largest window, two queries may look something up, and with the others none."""
-    query = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOWS[-1])
+def test_no_head_streams_if_either_number_is_large_or_within_noise_of_its_threshold() -> None:
+    query = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOW_TOKENS)
     shares, heavy = torch.tensor([0.0, 0.2, 0.0, 0.0979, 0.0985, 0.0]), torch.tensor([0, 0, 6, 2, 0, 3]) * query
-    of_two_windows = FarAttention(torch.stack([shares, shares * 0]), torch.stack([heavy, heavy]))
-    assert of_two_windows.streaming_heads() == {0: 256, 1: 512, 3: 512, 4: 512}
-    of_two_windows = FarAttention(torch.stack([shares * 0, shares]), torch.stack([heavy * 0, heavy]))
-    assert of_two_windows.streaming_heads() == {0: 256, 3: 256}
+    assert FarAttention(shares, heavy).streaming_heads() == {0, 3}
+    assert layer_plan([STREAMING] * 2).groups[0].heads == (0, 1)

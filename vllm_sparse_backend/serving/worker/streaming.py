@@ -8,7 +8,6 @@ without the KV cache, which does not exist yet, and measures its heads (``vllm_s
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -46,13 +45,13 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
     start = time.monotonic()
     try:
         model, layers, prompt = _on_all_ranks(worker, lambda: (get_model(), *_layers_and_prompt(vllm_config)))
-        windows = _on_all_ranks(worker, lambda: measure(vllm_config, model, layers, prompt))
+        heads = _on_all_ranks(worker, lambda: measure(vllm_config, model, layers, prompt))
     except _SearchError as error:
         do_without(vllm_config, str(error), is_logged=compat.is_first_rank(vllm_config))
         return
     num_heads = {number: impl.num_heads for number, impl in layers.items()}
-    by_rank = compat.gather_over_stages((worker.rank, num_heads, windows))
-    worker.streaming = StreamingHeads(windows, fingerprint(by_rank))
+    by_rank = compat.gather_over_stages((worker.rank, num_heads, heads))
+    worker.streaming = StreamingHeads(heads, fingerprint(by_rank))
     if compat.is_first_rank(vllm_config):
         _log(worker, by_rank, time.monotonic() - start)
 
@@ -130,8 +129,8 @@ def _prompt(vllm_config: VllmConfig) -> list[int]:
 
 def measure(
     vllm_config: VllmConfig, model: torch.nn.Module, layers: Mapping[int, SparsePrefillImpl], prompt: Sequence[int]
-) -> dict[int, dict[int, int]]:
-    """Run the model on a prompt and return, by layer, the window of each streaming head."""
+) -> dict[int, frozenset[int]]:
+    """Run the model on a prompt and return the streaming heads of its layers."""
     measured: dict[SparsePrefillImpl, streaming_heads.FarAttention] = {}
     errors: list[Exception] = []
     impls = plain_impls(vllm_config).values()  # those of a draft model do not run
@@ -176,17 +175,17 @@ def measure(
     return {number: measured[impl].streaming_heads() for number, impl in layers.items()}
 
 
-RankHeads = tuple[int, Mapping[int, int], Mapping[int, Mapping[int, int]]]
-"""The tensor-parallel rank and, by layer, the number of its heads and the windows of the streaming heads among them."""
+RankHeads = tuple[int, Mapping[int, int], Mapping[int, frozenset[int]]]
+"""The tensor-parallel rank and, by layer, the number of its heads and the streaming heads among them."""
 
 
 def fingerprint(by_rank: Sequence[RankHeads]) -> str:
-    """Hash the streaming heads of all ranks, by their numbers in the whole model, and their windows."""
+    """Hash the streaming heads of all ranks, by their numbers in the whole model."""
     heads = sorted(
-        (number, rank * num_heads[number] + head, window)
+        (number, rank * num_heads[number] + head)
         for rank, num_heads, by_layer in by_rank
-        for number, windows in by_layer.items()
-        for head, window in windows.items()
+        for number, layer_heads in by_layer.items()
+        for head in layer_heads
     )
     return hashlib.sha256(json.dumps(heads).encode()).hexdigest()[:12]
 
@@ -199,13 +198,11 @@ def heads_of_worker(vllm_worker: Any) -> str:
 def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
     settings = worker.resolved.streaming_heads
     assert settings is not None
-    counts = Counter(
-        window for _, _, by_layer in by_rank for windows in by_layer.values() for window in windows.values()
-    )
     logger.info(
         "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): in steps after at "
-        "least %d tokens of a request, they keep only %d first and the nearest keys: %s",
-        counts.total(), sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
+        "least %d tokens of a request, they keep only %d first and %d nearest keys",
+        sum(len(heads) for _, _, by_layer in by_rank for heads in by_layer.values()),
+        sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
         worker.streaming.fingerprint, seconds, settings.min_context_tokens, streaming_heads.SINK_TOKENS,
-        ", ".join(f"{window} ({counts[window]} heads)" for window in streaming_heads.WINDOWS),
+        streaming_heads.WINDOW_TOKENS,
     )  # fmt: skip
