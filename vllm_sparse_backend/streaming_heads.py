@@ -68,7 +68,7 @@ STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
 WITHOUT_A_PROMPT = "set streaming_heads to null, because the heads cannot be measured with this tokenizer"
 """What to do if a tokenizer makes no prompt."""
 
-LEAST_TEXT_CHARS = 1 << 19
+TEXT_CHARS = 1 << 19
 """Characters of this project's sources from which the prompt is made."""
 
 
@@ -105,10 +105,10 @@ def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
 
 def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> list[int]:
     """Make the prompt on which heads are measured: this project's sources, with lookups and repeated passages."""
-    ids = encode(project_text()[:LEAST_TEXT_CHARS])
+    ids = encode(project_text()[:TEXT_CHARS])
     if len(ids) < 2 * PROMPT_TOKENS:
         raise ConfigurationError(
-            f"streaming_heads: the tokenizer of {tokenizer} makes {len(ids):,} tokens of {LEAST_TEXT_CHARS:,} "
+            f"streaming_heads: the tokenizer of {tokenizer} makes {len(ids):,} tokens of {TEXT_CHARS:,} "
             f"characters, expected at least {2 * PROMPT_TOKENS:,}; {WITHOUT_A_PROMPT}"
         )
     stretch, passages = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]

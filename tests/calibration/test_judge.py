@@ -188,7 +188,9 @@ def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> Non
     judged, without = (captured_layer(captures, Served(1024, 100, context)) for context in (3072, None))
     even = frozenset(range(0, HEADS, 2))
     assert [prompt.streaming_heads for prompt in judged.prompts] == [even, even]
-    assert [prompt.streaming_heads for prompt in without.prompts] == [frozenset()] * 2
+    assert [prompt.streaming_heads for prompt in without.prompts] == [None] * 2
+    with_a_short_prompt = CapturedLayer([judged.prompts[0], without.prompts[1]])
+    assert torch.equal(with_a_short_prompt._errors_of_default[0], judged._errors_of_default[0])
     streaming = [STREAMING if head in even else make_method("default", {}) for head in range(HEADS)]
     for prompt, errors, default in zip(
         judged.prompts, judged._errors_of_default, without._errors_of_default, strict=True

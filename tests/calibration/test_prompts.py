@@ -133,9 +133,7 @@ def test_prompts_too_short_for_their_lines_are_refused_with_what_to_do(text, mon
     with pytest.raises(ConfigurationError) as caught:
         make_prompts(NEEDLE, text, 512, 1, seed=0)
     said = str(caught.value)
-    assert re.search(
-        r"--tokens: given 512, expected at least [\d,]+: lines with facts and questions may fill half", said
-    ), said
+    assert re.search(r"generated prompt: given 512 tokens, expected at least [\d,]+: lines with facts", said), said
     assert re.search(
         rf"the tokenizer of {NEEDLE} needs up to \d+ for a line of retrieval, \d+ for a line of hops", said
     )

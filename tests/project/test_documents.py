@@ -98,6 +98,14 @@ def modules_in_the_map(text: str) -> list[str]:
     return modules
 
 
+def test_servers_import_neither_calibration_nor_evaluation() -> None:
+    """The map says so."""
+    imports = re.compile(r"vllm_sparse_backend\.(calibration|evaluation)|vllm_sparse_backend import .*(calibra|evalua)")
+    files = [*(ROOT / "vllm_sparse_backend/serving").rglob("*.py")]
+    assert len(files) > 20
+    assert not [path.name for path in files if imports.search(path.read_text(encoding="utf-8"))]
+
+
 def test_the_map_names_every_module_once() -> None:
     """Modules are listed by folder; the heading describes ``__init__.py``."""
     packages = ("vllm_sparse_backend", "kernels/vllm_sparse_kernels")

@@ -50,7 +50,7 @@ class Card:
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ConfigurationError(
-                "this benchmark needs a CUDA device, but torch finds none (`sparse-prefill bench serve` and "
+                "this needs a CUDA device, but torch finds none (`sparse-prefill bench serve` and "
                 "`sparse-prefill demo` also run on a CPU)"
             )
         try:

@@ -156,8 +156,8 @@ class LayerPrompt:
     served: Served
     engines: Mapping[str, AttendEngine] | None
     """Attention engines of the device; None to use the references."""
-    streaming_heads: frozenset[int]
-    """Streaming heads on this prompt; empty if no chunk has a context from which they keep fewer keys."""
+    streaming_heads: frozenset[int] | None
+    """Streaming heads on this prompt; None if no chunk has a context from which they keep fewer keys."""
 
     @staticmethod
     def read(
@@ -175,7 +175,7 @@ class LayerPrompt:
         spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # replaces NaN in the cache that all chunks share
-        streaming_heads: frozenset[int] = frozenset()
+        streaming_heads = None
         if any(map(served.has_long_context, rows)):  # by the rule of a server, on the prompt's first tokens
             query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
             streaming_heads = attend_and_measure(query, key, value, AttentionTraits(scale))[1].streaming_heads()
@@ -276,10 +276,11 @@ class CapturedLayer:
         """Errors under the server's default, for each prompt [num_queries, num_heads] float32.
 
         In chunks with a long context, the default's streaming heads keep only the first and the nearest keys. A server
-        finds these heads on a prompt of its own. Here, the rule must find a head on every prompt.
+        finds these heads on a prompt of its own. Here, the rule must find a head on every prompt with such a chunk.
         """
         default = [make_method("default", {})] * self.num_heads
-        streaming_heads = frozenset.intersection(*(prompt.streaming_heads for prompt in self.prompts))
+        found = [prompt.streaming_heads for prompt in self.prompts if prompt.streaming_heads is not None]
+        streaming_heads = frozenset.intersection(*found) if found else frozenset()
         in_long_contexts = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
         return [prompt.outcome(default, in_long_contexts).errors for prompt in self.prompts]
 

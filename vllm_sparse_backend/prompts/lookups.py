@@ -96,8 +96,8 @@ def _require_room(
         return
     lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} for a line of {kind}" for kind in KINDS)
     raise ConfigurationError(
-        f"--tokens: given {num_tokens:,}, expected at least {needed:,}: lines with facts and questions may fill half "
-        f"of a prompt, and the tokenizer of {tokenizer} needs up to {lines}; {remedy}"
+        f"generated prompt: given {num_tokens:,} tokens, expected at least {needed:,}: lines with facts and questions "
+        f"may fill half of a prompt, and the tokenizer of {tokenizer} needs up to {lines}; {remedy}"
     )
 
 
@@ -130,18 +130,18 @@ def _lines(names: Sequence[str], value: int) -> list[str]:
 
 
 def weave(
-    begin_ids: Sequence[int],
+    start: Sequence[int],
     text_ids: Sequence[int],
     threads: Sequence[Sequence[Sequence[int]]],
     cuts: Sequence[Sequence[int]],
 ) -> tuple[list[int], list[list[int]]]:
-    """Insert lines into a text that follows ``begin_ids``, and return the tokens and the place of each line.
+    """Insert lines into a text that follows ``start``, and return the tokens and the place of each line.
 
     A thread is a sequence of lines. ``cuts`` has the number of the text's tokens before each line, in
     ascending order.
     """
     placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
-    ids, at = list(begin_ids), 0
+    ids, at = list(start), 0
     places = [[0] * len(thread_cuts) for thread_cuts in cuts]
     for cut, step, i in placed:
         ids += text_ids[at:cut]

@@ -282,11 +282,13 @@ def test_hopper_and_portable_masses_agree(head_dim, dtype, monkeypatch) -> None:
 @pytest.mark.gpu
 def test_rows_of_unequal_lengths_read_only_their_own_memory() -> None:
     """memcheck finds no access outside of a tensor. Each tensor is an allocation of its own there."""
+    if (reason := module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), 64))) is not None:
+        pytest.skip(f"no Hopper kernels here: {reason}")
     if (memcheck := shutil.which("compute-sanitizer")) is None:
         pytest.skip("no compute-sanitizer here")
     case = f"{__file__}::test_hopper_and_portable_masses_agree[dtype0-64]"
     pytest_args = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu", case]
     command = [memcheck, "--error-exitcode=9", sys.executable, "-m", "pytest", *pytest_args]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-4000:]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, "1 passed" in run.stdout) == (0, True), run.stdout[-4000:]
