@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurement of streaming heads against a float64 reference, and the rule on heads whose attention is known."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -129,6 +130,11 @@ class TestPrompt:
         for name, value in answers:
             assert f"# The magic number of {name} is {value}." in text
         assert prompt == streaming_prompt(lambda text: list(text.encode()), [300], "a tokenizer of bytes")
+
+    def test_no_release_changes_it(self) -> None:
+        """Otherwise, a release would change which heads of a model stream."""
+        prompt = streaming_prompt(lambda text: list(text.encode()), [300], "a tokenizer of bytes")
+        assert hashlib.sha256(str(prompt).encode()).hexdigest()[:16] == "c80df0d24099a8a8"
 
     def test_a_tokenizer_of_few_tokens_is_an_error(self) -> None:
         with pytest.raises(

@@ -25,7 +25,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import layer_kinds, read_config_json, text_part
 from vllm_sparse_backend.config.settings import StreamingHeadsConfig
 from vllm_sparse_backend.prompts.lookups import Encode, insert_threads
-from vllm_sparse_backend.prompts.texts import project_text
+from vllm_sparse_backend.prompts.texts import measuring_text
 from vllm_sparse_kernels.methods.minference import AShape
 
 SINK_TOKENS = 128
@@ -68,9 +68,6 @@ STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
 WITHOUT_A_PROMPT = "set streaming_heads to null, because the heads cannot be measured with this tokenizer"
 """What to do if a tokenizer makes no prompt."""
 
-TEXT_CHARS = 1 << 19
-"""Characters of this project's sources from which the prompt is made."""
-
 
 class AttentionTraits(NamedTuple):
     """How a layer attends to keys."""
@@ -104,11 +101,12 @@ def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
 
 
 def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> list[int]:
-    """Make the prompt on which heads are measured: this project's sources, with lookups and repeated passages."""
-    ids = encode(project_text()[:TEXT_CHARS])
+    """Make the prompt on which heads are measured: Python sources, with lookups and repeated passages."""
+    text = measuring_text()
+    ids = encode(text)
     if len(ids) < 2 * PROMPT_TOKENS:
         raise ConfigurationError(
-            f"streaming_heads: the tokenizer of {tokenizer} makes {len(ids):,} tokens of {TEXT_CHARS:,} "
+            f"streaming_heads: the tokenizer of {tokenizer} makes {len(ids):,} tokens of {len(text):,} "
             f"characters, expected at least {2 * PROMPT_TOKENS:,}; {WITHOUT_A_PROMPT}"
         )
     stretch, passages = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]

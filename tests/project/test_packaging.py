@@ -33,7 +33,7 @@ def test_wheel_holds_both_packages_profiles_and_measurements(wheel: zipfile.ZipF
     profiles = {f"vllm_sparse_backend/_profiles/{path.name}" for path in (ROOT / "profiles").iterdir()}
     assert profiles
     assert profiles <= names
-    assert "vllm_sparse_backend/_crossover/measured.json" in names
+    assert {"vllm_sparse_backend/_crossover/measured.json", "vllm_sparse_backend/prompts/measuring_text.gz"} <= names
     assert {"vllm_sparse_backend/py.typed", "vllm_sparse_kernels/py.typed"} <= names
 
 

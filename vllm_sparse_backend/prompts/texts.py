@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of prompts: the operator's own, or generated prose with a small vocabulary."""
+"""Texts of prompts: the operator's own, sources of this project, or generated prose with a small vocabulary."""
 
+import gzip
 import hashlib
 import importlib.util
 import random
@@ -53,6 +54,11 @@ def project_files() -> Iterator[str]:
 
 def project_text() -> str:
     return "".join(project_files())
+
+
+def measuring_text() -> str:
+    """Return sources of this project at one revision. No release changes them, so a model keeps its streaming heads."""
+    return gzip.decompress(Path(__file__).with_name("measuring_text.gz").read_bytes()).decode()
 
 
 def prose(num_words: int, seed: int) -> str:
