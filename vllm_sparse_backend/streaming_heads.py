@@ -111,7 +111,7 @@ def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> li
         )
     stretch, passages = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]
     rng = random.Random(SEED)
-    return insert_threads(stretch, passages, start, encode, rng, tokenizer, remedy=WITHOUT_A_PROMPT)
+    return insert_threads(stretch, passages, start, encode, rng, tokenizer, WITHOUT_A_PROMPT)
 
 
 def attend_and_measure(

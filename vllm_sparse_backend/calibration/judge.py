@@ -38,7 +38,7 @@ from vllm_sparse_kernels.rows import ceil_div
 PAGE_TOKENS = 128
 
 BEYOND_P99 = 0.01
-"""Share of queries above ``HeadErrors.p99``: only few queries retrieve, and a mean hides them."""
+"""Share of queries whose error is above ``HeadErrors.p99``. Few queries retrieve, so a mean hides their errors."""
 BEYOND_P999 = 0.001
 """Share of queries that ``HeadErrors.of_default`` leaves out: fewer than a hundredth of a prompt's queries may look up
 an answer."""
@@ -267,8 +267,8 @@ class CapturedLayer:
         kept_pairs = torch.stack([outcome.kept_pairs for outcome in outcomes]).sum(0)
         densities = (kept_pairs / sum(prompt.num_pairs for prompt in self.prompts)).tolist()
         return [
-            HeadResult(HeadErrors(*seen[head]), HeadErrors(*unseen[head]), density)
-            for head, density in enumerate(densities)
+            HeadResult(HeadErrors(*of_seen), HeadErrors(*of_unseen), density)
+            for of_seen, of_unseen, density in zip(seen, unseen, densities, strict=True)
         ]
 
     @cached_property
@@ -279,8 +279,8 @@ class CapturedLayer:
         finds these heads on a prompt of its own. Here, the rule must find a head on every prompt with such a chunk.
         """
         default = [make_method("default", {})] * self.num_heads
-        found = [prompt.streaming_heads for prompt in self.prompts if prompt.streaming_heads is not None]
-        streaming_heads = frozenset.intersection(*found) if found else frozenset()
+        by_prompt = [prompt.streaming_heads for prompt in self.prompts if prompt.streaming_heads is not None]
+        streaming_heads = frozenset.intersection(*by_prompt) if by_prompt else frozenset()
         in_long_contexts = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
         return [prompt.outcome(default, in_long_contexts).errors for prompt in self.prompts]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups in prompts: lines that state something, and later lines that ask for it.
+"""Lookups in prompts: a line states a fact, and a later line asks for it.
 
 Retrieval heads are active at lookups, where sparse attention loses most. Prompts that measure heads therefore contain
 *threads* of three kinds, spread over a text: facts that are stated, and later asked for and answered (as in
@@ -42,9 +42,6 @@ KINDS = ("retrieval", "hops", "repeats")
 TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
 """Average number of prompt tokens per thread of each kind."""
 
-LONGER_PROMPTS = "ask for longer prompts with --tokens, or give your own with --prompts and --held-out"
-"""What to do about prompts that are too short for their threads."""
-
 
 def begin_ids(tokenizer: Any) -> list[int]:
     """Return the tokens that begin every prompt in the model's training."""
@@ -58,9 +55,12 @@ def insert_threads(
     encode: Encode,
     rng: random.Random,
     tokenizer: str,
-    remedy: str = LONGER_PROMPTS,
+    remedy: str,
 ) -> list[int]:
-    """Make a prompt: insert threads of each kind into a text, whose end is dropped to make room for them."""
+    """Insert threads of each kind into a text, and drop the text's end to make room for them.
+
+    Raises ConfigurationError with ``remedy`` if they do not fit.
+    """
     num_tokens = len(stretch)
     threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
     _drop_threads(threads, num_tokens // 2 - len(start))
@@ -74,7 +74,7 @@ def insert_threads(
 def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
     """Drop threads, the longest kind first, until they fit into ``most_tokens``, or one of each kind is left.
 
-    For the same line, numbers of tokens differ several-fold between tokenizers.
+    One tokenizer may need several times as many tokens for a line as another.
     """
     while sum(map(_tokens, threads.values())) > most_tokens:
         kinds = [kind for kind in KINDS if len(threads[kind]) > 1]

@@ -106,19 +106,19 @@ class BatchRow:
     """One request in a step."""
 
     token: int
-    """Index of its first query among the queries of the step."""
+    """Index of the row's first query in the step."""
     query_len: int
     context_len: int
     kind: RowKind
     dense_end: int
-    """Index after its dense queries among the queries of the step. In a sparse row, queries at positions below
-    ``min_tokens`` are dense; in other rows, all are."""
+    """Index after the row's dense queries in the step. A sparse row's queries are dense at positions below
+    ``min_tokens``; all queries of other rows are dense."""
     level: RequestLevel = SERVER_LEVEL
     prompt_len: int | None = None
 
     @property
     def end(self) -> int:
-        """Index after its last query among the queries of the step."""
+        """Index after the row's last query in the step."""
         return self.token + self.query_len
 
     @property
