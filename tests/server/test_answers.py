@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +98,14 @@ def test_a_starved_method_falls_below(rows: dict[str, dict[str, Any]]) -> None:
     assert 100 * rows["starved"]["share"] < 100 * rows["exact"]["share"] - 10 * POINTS
 
 
-def obey_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_a_report_continues_after_an_interruption(tmp_path: Path) -> None:
     """`eval report` on real servers, at sizes of a CPU."""
     sizes = ("--lengths", "2048", "--answer-lengths", "2048", "--count", "1", "--parts", "ttft,facts")
     settings = ("--settings", '{"method": "default", "min_tokens": 1024, "min_query_tokens": 1}')
     command = [sys.executable, "-m", "vllm_sparse_backend", "eval", "report", BUNDLED, *sizes, *settings]
-    # A shell without job control ignores SIGINT in background jobs, and processes inherit this.
-    with subprocess.Popen([*command, "--out", "report"], cwd=tmp_path, preexec_fn=obey_interrupts) as interrupted:
+    # If a script started the tests in the background, they and all their processes ignore Ctrl-C.
+    obey = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen([*command, "--out", "report"], cwd=tmp_path, preexec_fn=obey) as interrupted:
         while interrupted.poll() is None and not (tmp_path / "report/ttft.json").exists():
             time.sleep(0.1)
         interrupted.send_signal(signal.SIGINT)

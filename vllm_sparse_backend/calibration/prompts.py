@@ -16,7 +16,7 @@ from vllm_sparse_backend.prompts.lookups import Encode, begin_ids, insert_thread
 from vllm_sparse_backend.prompts.texts import read_prompt_text
 
 LONGER_PROMPTS = "ask for longer prompts with --tokens, or give your own with --prompts and --held-out"
-"""What to do about generated prompts that are too short for their threads."""
+"""Remedy if generated prompts are too short for their threads."""
 
 MOST_CHARS = 16
 """Upper estimate of a token's mean length in characters. It limits the part of a text that is tokenized."""

@@ -281,7 +281,7 @@ def test_hopper_and_portable_masses_agree(head_dim, dtype, monkeypatch) -> None:
 
 @pytest.mark.gpu
 def test_rows_of_unequal_lengths_read_only_their_own_memory() -> None:
-    """compute-sanitizer reports no access outside of a tensor if torch allocates each tensor separately."""
+    """compute-sanitizer finds no access outside a tensor. Torch allocates each tensor separately for it."""
     if (reason := module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), 64))) is not None:
         pytest.skip(f"no Hopper kernels here: {reason}")
     if (memcheck := shutil.which("compute-sanitizer")) is None:

@@ -158,7 +158,7 @@ def test_listed_layers_and_draft_layers_run_dense(make_layers: Any) -> None:
 def test_a_pipeline_stage_whose_layers_all_stay_dense_counts_no_rows(
     make_layers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """/metrics shows the rows of the first stage that counts any, so stages without sparse layers must not count."""
+    """/metrics takes the rows from the first stage that counts some, so a stage without sparse layers must not."""
     make_config = mla_layers.make_mla_config
 
     def of_two_stages(*args: Any) -> Any:

@@ -111,8 +111,8 @@ class BatchRow:
     context_len: int
     kind: RowKind
     dense_end: int
-    """Index after the row's dense queries in the step. A sparse row's queries are dense at positions below
-    ``min_tokens``; all queries of other rows are dense."""
+    """Index in the step of the first query after the row's dense ones. In a sparse row, queries at positions below
+    ``min_tokens`` are dense; in other rows, all are."""
     level: RequestLevel = SERVER_LEVEL
     prompt_len: int | None = None
 
