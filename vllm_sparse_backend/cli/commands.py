@@ -3,6 +3,8 @@
 
 The dataclass's fields have the annotations of typer's parameters, its docstring is the help, and a derived class
 inherits options. Each option therefore has one declaration and one type, and no function takes many parameters.
+
+An option whose metavar is its field's name in capitals is given its name: typer 0.27 would call ``level`` ``--LEVEL``.
 """
 
 from typing import Any, Protocol

@@ -227,7 +227,9 @@ class ServerOptions:
 
     model: MaybeModel = None
     settings: SparseSettings = None
-    level: Annotated[list[str] | None, typer.Option(metavar="LEVEL", help="Level of the requests; repeatable.")] = None
+    level: Annotated[
+        list[str] | None, typer.Option("--level", metavar="LEVEL", help="Level of the requests; repeatable.")
+    ] = None
     url: Annotated[
         list[str] | None,
         typer.Option("--url", metavar="URL", help="A running server; repeatable. The first is the baseline."),

@@ -211,7 +211,8 @@ class Best(JobOptions):
     ] = 1.5
     fast: Annotated[float | None, typer.Option(metavar="FACTOR", help="The same for a second level.", min=1)] = None
     method: Annotated[
-        list[str] | None, typer.Option(metavar="METHOD", help="A method to choose from; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option("--method", metavar="METHOD", help="A method to choose from; repeatable. Default: all."),
     ] = None
 
     def bounds(self) -> "Mapping[str, Bound]":
@@ -243,6 +244,7 @@ class Calibrate(JobOptions):
     method: Annotated[
         str,
         typer.Option(
+            "--method",
             metavar="METHOD",
             help="minference, sale, share_prefill (without --level), sparge_attn, sparge_attn+skip (with its λ), or a "
             "method with a ladder.",

@@ -301,7 +301,8 @@ def resolve_lengths(
 
 def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
     """Find a table's file."""
-    file = existing_path(path or str(resources.files("vllm_sparse_backend") / SHIPPED))
+    path = path or str(resources.files("vllm_sparse_backend") / SHIPPED)
+    file = existing_path(path)
     if file is None:
         raise ConfigurationError(f"{option}: given {path!r}: no such file; expected a file that `{COMMAND}` wrote")
     return file
