@@ -223,6 +223,24 @@ def test_accuracy_and_speed_by_setting() -> None:
         assert shows(speed_up, VALUES[f"whole method, {setting(name)}, after 122,880: times faster"]), name
 
 
+def test_accuracy_and_ttft_by_setting() -> None:
+    rows = table(QUALITY, "setting, 65,536 tokens", "answers ÷ stock's")
+    assert len(rows) == 9
+    for setting, answers, questions, perplexity, density, speed_up in rows:
+        about = f"65,536 tokens, {setting.replace('`', '')}: "
+        name = f"code-lm, {about}"
+        assert UNITS[f"{name}answers"] == f"÷ stock's, of {questions} questions", name
+        for cell, quantity, change, scale in (
+            (answers, "answers", lambda x: x, 1),
+            (perplexity, "perplexity", percent, 100),
+        ):
+            value, error = cell.split("±")
+            assert shows(value, change(VALUES[f"{name}{quantity}"])), name
+            assert shows(error, scale * VALUES[f"{name}{quantity}, standard error"]), name
+        assert shows(density, VALUES[f"{name}density"]), name
+        assert shows(speed_up, VALUES[f"widened 8B, {about}TTFT, stock's ÷ ours"]), name
+
+
 def test_methods() -> None:
     rows = table(PERFORMANCE, "method", "selection")
     assert len(rows) == 8
@@ -270,26 +288,15 @@ TRAFFIC_MODELS = ["code-lm widened to an 8B's shape", EXPERTS]
 
 @pytest.mark.parametrize(("place", "model"), enumerate(TRAFFIC_MODELS))
 def test_after_a_cached_prefix(place: int, model: str) -> None:
-    cached = ("8,000", "30,000", "60,000", "100,000")
+    cached = ("8,000", "16,000", "30,000", "60,000", "100,000")
     rows = table(PERFORMANCE, "new tokens", *(f"after {tokens}" for tokens in cached), place=place)
-    assert len(rows) == 5
-    for new, *cells in rows:
-        for tokens, cell in zip(cached, cells):
-            if cell:
-                name = f"{model}, {new} tokens after {tokens}: TTFT, stock's ÷ ours"
-                assert shows(cell.split(" ± ")[0], VALUES[name]), name
-
-
-def test_graphs_and_short_sparse_steps() -> None:
-    cached = ("8,000", "30,000", "60,000")
-    rows = table(PERFORMANCE, "new tokens, experts", *(f"after {tokens}" for tokens in cached))
-    assert len(rows) == 4
+    assert len(rows) == 6
     for new, *cells in rows:
         for tokens, cell in zip(cached, cells, strict=True):
-            for ratio, setting in zip(
-                cell.split(", "), (", without graphs for prefills", "", ", sparse after 2,048"), strict=True
-            ):
-                assert shows(ratio, VALUES[f"{EXPERTS}, {new} tokens after {tokens}{setting}: TTFT, stock's ÷ ours"])
+            name = f"{model}, {new} tokens after {tokens}: TTFT, stock's ÷ ours"
+            ratio, error = cell.split(" ± ")
+            assert shows(ratio, VALUES[name]), name
+            assert shows(error, Decimal(UNITS[name].split("± ")[1])), name
 
 
 def test_agents() -> None:
