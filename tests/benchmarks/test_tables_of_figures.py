@@ -226,17 +226,16 @@ def test_accuracy_and_speed_by_setting() -> None:
 def test_accuracy_and_ttft_by_setting() -> None:
     rows = table(QUALITY, "setting, 65,536 tokens", "answers ÷ stock's")
     assert len(rows) == 9
-    for setting, answers, questions, perplexity, density, speed_up in rows:
-        about = f"65,536 tokens, {setting.replace('`', '')}: "
+    for cell, answers, questions, perplexity, density, speed_up in rows:
+        about = f"65,536 tokens, {cell.replace('`', '')}: "
         name = f"code-lm, {about}"
         assert UNITS[f"{name}answers"] == f"÷ stock's, of {questions} questions", name
-        for cell, quantity, change, scale in (
-            (answers, "answers", lambda x: x, 1),
-            (perplexity, "perplexity", percent, 100),
-        ):
-            value, error = cell.split("±")
-            assert shows(value, change(VALUES[f"{name}{quantity}"])), name
-            assert shows(error, scale * VALUES[f"{name}{quantity}, standard error"]), name
+        ratio, error = answers.split("±")
+        assert shows(ratio, VALUES[f"{name}answers"]), name
+        assert shows(error, VALUES[f"{name}answers, standard error"]), name
+        change, error = perplexity.split("±")
+        assert shows(change, percent(VALUES[f"{name}perplexity"])), name
+        assert shows(error, 100 * VALUES[f"{name}perplexity, standard error"]), name
         assert shows(density, VALUES[f"{name}density"]), name
         assert shows(speed_up, VALUES[f"widened 8B, {about}TTFT, stock's ÷ ours"]), name
 

@@ -4,7 +4,7 @@
 The dataclass's fields have the annotations of typer's parameters, its docstring is the help, and a derived class
 inherits options. Each option therefore has one declaration and one type, and no function takes many parameters.
 
-An option whose metavar is its field's name in capitals is given its name: typer 0.27 would call ``level`` ``--LEVEL``.
+typer 0.27 names an option after its metavar if both differ only in case: ``--LEVEL``. Such options declare their name.
 """
 
 from typing import Any, Protocol

@@ -301,10 +301,10 @@ def resolve_lengths(
 
 def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
     """Find a table's file."""
-    path = path or str(resources.files("vllm_sparse_backend") / SHIPPED)
-    file = existing_path(path)
+    name = path or str(resources.files("vllm_sparse_backend") / SHIPPED)
+    file = existing_path(name)
     if file is None:
-        raise ConfigurationError(f"{option}: given {path!r}: no such file; expected a file that `{COMMAND}` wrote")
+        raise ConfigurationError(f"{option}: given {name!r}: no such file; expected a file that `{COMMAND}` wrote")
     return file
 
 
