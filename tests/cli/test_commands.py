@@ -2,15 +2,17 @@
 """Properties of all commands: help on a single screen, models by name, options with the same meaning, errors and
 Ctrl-C."""
 
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import typer
+from typer.models import OptionInfo
 from typer.testing import CliRunner, Result
 
 from tests.helpers.command_line import COMMANDS
@@ -106,6 +108,19 @@ def test_an_option_takes_the_same_wherever_it_is() -> None:
             types.setdefault(param.opts[0], set()).add(str(param.type_descriptor.annotation))
     assert {name for name, annotations in types.items() if len(annotations) > 1} <= {"--level", "--method"}
     assert sum(len(command.params) for _, command in COMMANDS) <= 80
+
+
+def test_an_option_keeps_its_name_beside_a_metavar_like_it() -> None:
+    """typer 0.27 names an option after its metavar if both differ only in case and no name is declared."""
+    declared = set()
+    for _, command in COMMANDS:
+        callback = inspect.unwrap(command.callback)
+        hints = get_type_hints(callback.__init__ if inspect.isclass(callback) else callback, include_extras=True)
+        for name, hint in hints.items():
+            for option in getattr(hint, "__metadata__", ()):
+                if isinstance(option, OptionInfo) and (option.metavar or "").lower() == name:
+                    declared.add((name, option.default))  # in Annotated, typer keeps the declared name here
+    assert declared == {("level", "--level"), ("url", "--url"), ("method", "--method"), ("folder", "--out")}
 
 
 def test_the_module_is_the_command_and_says_its_version() -> None:
