@@ -22,6 +22,7 @@ from vllm_sparse_backend.serving.worker.mla_prefill import SparseMlaPrefillBacke
 from vllm_sparse_backend.serving.worker.owner import Worker
 
 PAGE_TOKENS = 16
+CHUNK_TOKENS = 2048
 HEADS, LATENT, NOPE, ROPE, VALUE = 2, 512, 128, 64, 128
 SCALE = (NOPE + ROPE) ** -0.5
 DIMS = {"kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
@@ -37,12 +38,15 @@ def make_mla_config(
     model: ModelConfig, settings: Any = None, flag: str | None = "sparse-prefill", **options: Any
 ) -> VllmConfig:
     register()
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         cache_config=CacheConfig(block_size=PAGE_TOKENS),
         attention_config=AttentionConfig(mla_prefill_backend=flag, **options),
         additional_config={} if settings is None else {"sparse_prefill": settings},
     )
+    # On a CPU without AMX, vLLM's chunks of MLA are as long as the longest prompt. On a GPU they are not.
+    config.scheduler_config.max_num_batched_tokens = CHUNK_TOKENS
+    return config
 
 
 class UpProjection(torch.nn.Module):
