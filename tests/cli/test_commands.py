@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import typer
@@ -112,14 +112,11 @@ def test_an_option_takes_the_same_wherever_it_is() -> None:
 
 def test_an_option_keeps_its_name_beside_a_metavar_like_it() -> None:
     """typer 0.27 names an option after its metavar if both differ only in case and no name is declared."""
-    declared = set()
-    for _, command in COMMANDS:
-        callback = inspect.unwrap(command.callback)
-        hints = get_type_hints(callback.__init__ if inspect.isclass(callback) else callback, include_extras=True)
-        for name, hint in hints.items():
-            for option in getattr(hint, "__metadata__", ()):
-                if isinstance(option, OptionInfo) and (option.metavar or "").lower() == name:
-                    declared.add((name, option.default))  # in Annotated, typer keeps the declared name here
+    hints = [get_type_hints(inspect.unwrap(command.callback), include_extras=True) for _, command in COMMANDS]
+    parameters = [(name, part) for hint in hints for name, of in hint.items() for part in get_args(of)[1:]]
+    options = [(name, part) for name, part in parameters if isinstance(part, OptionInfo)]
+    # In Annotated, typer keeps the declared name as the default.
+    declared = {(name, option.default) for name, option in options if option.metavar == name.upper()}
     assert declared == {("level", "--level"), ("url", "--url"), ("method", "--method"), ("folder", "--out")}
 
 
