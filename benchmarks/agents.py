@@ -11,23 +11,31 @@ has new texts. Turns that a setting does not complete before its share of ``--bu
 
 The sum, p50 and p99 of TTFT are over turns. "Whole" is the sum over sessions of the time from a turn's request to its
 last token. Errors are from a bootstrap over sessions.
+
+Servers whose caches do not fit on the card together run one after the other. The second run then has the first's times
+beside its own, for the same sessions:
+
+    python -m benchmarks.agents TEXT.txt stock=http://localhost:8000 --json stock.json
+    python -m benchmarks.agents TEXT.txt ours=http://localhost:8000 --beside stock.json
 """
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import TypeAdapter
 
 from benchmarks.options import Json, numbers
 from benchmarks.traffic import STATISTICS, CacheReads, Settings, compare, endpoint_of, show_rows, texts_of
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, TimedAnswer
+from vllm_sparse_backend.evaluation.report import BenchError
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,16 @@ class Session:
         while (end := ends[-1] + rng.randint(*growth)) <= to:
             ends.append(end)
         return Session(texts.take(ends[-1]), ends)
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of a run. A file of ``--json`` has them beside its rows."""
+
+    ends: list[list[int]]
+    """Of each session, as in Session."""
+    answers: dict[str, list[list[TimedAnswer]]]
+    """Of each setting: [session][turn]."""
 
 
 def run_sessions(
@@ -70,13 +88,12 @@ def run_sessions(
     return answers
 
 
-def rows(
-    answers: Mapping[str, Sequence[Sequence[TimedAnswer]]], sessions: Sequence[Session], limits: Sequence[int]
-) -> Iterator[dict[str, Any]]:
+def rows(times: Times, limits: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table: figures of the turns up to each limit that all settings completed."""
+    answers = times.answers
     completed = [min(map(len, of_session)) for of_session in zip(*answers.values())]
     for limit in limits:
-        planned = [sum(end <= limit for end in session.ends[1:]) for session in sessions]
+        planned = [sum(end <= limit for end in ends[1:]) for ends in times.ends]
         counted = list(map(min, planned, completed))
         if not sum(counted):
             continue
@@ -103,9 +120,13 @@ class Agents:
     rounds: Annotated[int, typer.Option(help="Times that each setting runs, each with new texts.")] = 1
     budget: Annotated[float, typer.Option(help="Seconds for all rounds. No turn starts later.")] = 600.0
     seed: int = 0
+    beside: Annotated[
+        Path | None, typer.Option(help="--json of a run with the same sessions. Its first setting is the baseline.")
+    ] = None
     out: Json = None
 
     def run(self) -> None:
+        earlier = TypeAdapter(Times).validate_json(self.beside.read_bytes()) if self.beside else None
         endpoints = [endpoint_of(setting) for setting in self.settings]
         limits = numbers(self.to)
         fewest, most = numbers(self.growth)
@@ -121,7 +142,11 @@ class Agents:
                 share_s = (began + self.budget - now) / runs_left
                 answers[endpoint.name] += run_sessions(endpoint, drawn, self.tokens, now + share_s)
                 runs_left -= 1
-        show_rows(rows(answers, sessions, limits), self.out)
+        ends = [session.ends for session in sessions]
+        if earlier and earlier.ends != ends:
+            raise BenchError(f"--beside: {self.beside} has other sessions; give both runs the same text and options")
+        times = Times(ends, (earlier.answers if earlier else {}) | answers)
+        show_rows(rows(times, limits), self.out, **asdict(times))
 
 
 if __name__ == "__main__":
