@@ -21,7 +21,7 @@ less the baseline's.
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -155,7 +155,7 @@ class Turns:
     def run(self) -> None:
         endpoints = [endpoint_of(setting) for setting in self.settings]
         drawn = list(self.draw())
-        with ThreadPoolExecutor(len(endpoints)) as pool:
+        with ProcessPoolExecutor(len(endpoints)) as pool:  # one process would send too slowly
             first, *others = pool.map(partial(run_all, drawn), endpoints)
         compared = {endpoint.name: Comparison.of(outcomes, first) for endpoint, outcomes in zip(endpoints[1:], others)}
         slopes = [row for name, comparison in compared.items() for row in comparison.slopes(name)]

@@ -140,20 +140,6 @@ def test_rules_of_other_projects() -> None:
             assert shows(density, VALUES[f"{name}density"]), name
 
 
-def test_settings_of_top_p_with_streaming_heads() -> None:
-    rows = table(QUALITY, "setting, with streaming heads", "answers ÷ stock's")
-    assert len(rows) == 2
-    for setting, *cells in rows:
-        name = "SmolLM2, " + ("default" if setting == "default" else re.sub(r"[`{}\":]", "", setting))
-        name += "" if setting in ("default", "`engine: portable`") else ", streaming heads"
-        name = name.replace("SmolLM2, engine portable", "SmolLM2, default, engine portable")
-        for lengths, of_lengths in (("all three lengths", cells[:3]), ("both lengths, other prompts", cells[3:])):
-            answers, error, perplexity = of_lengths
-            assert shows(answers, VALUES[f"{name}, {lengths}: answers"]), name
-            assert shows(error, VALUES[f"{name}, {lengths}: answers, standard error"]), name
-            assert shows(perplexity, percent(VALUES[f"{name}, {lengths}: perplexity"])), name
-
-
 def test_speed_of_the_default_and_of_profiles() -> None:
     profile = "profile best, widened, made with --tokens 32768 --count 1"
     for tokens, default, best, _ in table("docs/profiles.md", "prompt tokens", "default"):
@@ -299,13 +285,12 @@ def test_after_a_cached_prefix(place: int, model: str) -> None:
 
 
 def test_agents() -> None:
-    rows = table(PERFORMANCE, "figure", "stock's, s")
-    assert len(rows) == 4
-    for figure, stock, *ratios in rows:
-        name = f"{EXPERTS}, eight agents to 80,000 tokens"
+    rows = table(PERFORMANCE, "model", "figure", "stock's, s")
+    assert len(rows) == 8
+    for model, figure, stock, ratio in rows:
+        name = {"experts": EXPERTS}.get(model, f"widened {model}") + ", eight agents to 80,000 tokens"
         assert shows(stock, VALUES[f"{name}: stock's {figure}"])
-        for ratio, setting in zip(ratios, ("", ", sparse after 2,048"), strict=True):
-            assert shows(ratio.split(" ± ")[0], VALUES[f"{name}{setting}: {figure}, stock's ÷ ours"])
+        assert shows(ratio.split(" ± ")[0], VALUES[f"{name}: {figure}, stock's ÷ ours"])
 
 
 def test_two_gpus() -> None:
