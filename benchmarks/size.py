@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the project's syntax nodes and docstring lines: `python -m benchmarks.size [ROOT]`.
+"""Count the project's syntax nodes and docstring lines: `python -m benchmarks.size`.
 
 Annotations, docstrings and Load, Store and Del contexts do not count.
 """
 
 import ast
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 PARTS = {
     "product": ("vllm_sparse_backend", "kernels"),
     "product, benchmarks and deploy": ("vllm_sparse_backend", "kernels", "benchmarks", "deploy"),
@@ -34,8 +34,8 @@ def nodes(node: ast.AST) -> Iterator[ast.AST]:
                 yield from nodes(child)
 
 
-def summary(root: Path, folders: tuple[str, ...]) -> str:
-    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+def summary(folders: tuple[str, ...]) -> str:
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     trees = {path: ast.parse(path.read_text()) for path in paths}
     every = [node for tree in trees.values() for node in nodes(tree)]
     functions = [node for node in every if isinstance(node, FUNCTIONS)]
@@ -57,4 +57,4 @@ def summary(root: Path, folders: tuple[str, ...]) -> str:
 
 if __name__ == "__main__":
     for part, folders in PARTS.items():
-        print(f"{part}: {summary(Path(sys.argv[1] if len(sys.argv) > 1 else '.'), folders)}")
+        print(f"{part}: {summary(folders)}")
