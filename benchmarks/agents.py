@@ -19,9 +19,10 @@ beside its own, for the same sessions:
     python -m benchmarks.agents TEXT.txt ours=http://localhost:8000 --beside stock.json
 """
 
+import hashlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -53,14 +54,24 @@ class Session:
         return Session(texts.take(ends[-1]), ends)
 
 
+Answers = dict[str, list[list[TimedAnswer]]]
+"""Of each setting, by session and turn."""
+
+
 @dataclass(frozen=True)
 class Times:
-    """The times of a run. A file of ``--json`` has them beside its rows."""
+    """A run's times, which a file of ``--json`` has beside its rows."""
 
-    ends: list[list[int]]
-    """Of each session, as in Session."""
-    answers: dict[str, list[list[TimedAnswer]]]
-    """Of each setting: [session][turn]."""
+    requests: str
+    """Digest of all requests."""
+    answers: Answers
+
+    @staticmethod
+    def read(path: Path) -> "Times":
+        try:
+            return TypeAdapter(Times).validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise BenchError(f"--beside: given {path}, expected a --json file of this program: {error}") from None
 
 
 def run_sessions(
@@ -88,12 +99,13 @@ def run_sessions(
     return answers
 
 
-def rows(times: Times, limits: Sequence[int]) -> Iterator[dict[str, Any]]:
+def rows(
+    answers: Mapping[str, Sequence[Sequence[TimedAnswer]]], sessions: Sequence[Session], limits: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of the table: figures of the turns up to each limit that all settings completed."""
-    answers = times.answers
     completed = [min(map(len, of_session)) for of_session in zip(*answers.values())]
     for limit in limits:
-        planned = [sum(end <= limit for end in ends[1:]) for ends in times.ends]
+        planned = [sum(end <= limit for end in session.ends[1:]) for session in sessions]
         counted = list(map(min, planned, completed))
         if not sum(counted):
             continue
@@ -121,32 +133,43 @@ class Agents:
     budget: Annotated[float, typer.Option(help="Seconds for all rounds. No turn starts later.")] = 600.0
     seed: int = 0
     beside: Annotated[
-        Path | None, typer.Option(help="--json of a run with the same sessions. Its first setting is the baseline.")
+        Path | None, typer.Option(help="--json of a run of the same requests. Its first setting is the baseline.")
     ] = None
     out: Json = None
 
     def run(self) -> None:
-        earlier = TypeAdapter(Times).validate_json(self.beside.read_bytes()) if self.beside else None
         endpoints = [endpoint_of(setting) for setting in self.settings]
         limits = numbers(self.to)
         fewest, most = numbers(self.growth)
         texts, rng, began = texts_of(self.text, endpoints[0], self.seed), random.Random(self.seed), time.monotonic()
-        sessions: list[Session] = []
-        answers: dict[str, list[list[TimedAnswer]]] = {endpoint.name: [] for endpoint in endpoints}
+        rounds = [
+            [Session.draw(texts, rng, self.start, (fewest, most), max(limits)) for _ in range(self.sessions)]
+            for _ in range(self.rounds)
+        ]
+        sessions = [session for drawn in rounds for session in drawn]
+        requests = hashlib.sha256(repr((self.tokens, sessions)).encode()).hexdigest()
+        earlier = self.earlier(requests)
+        answers: Answers = {endpoint.name: [] for endpoint in endpoints}
         runs_left = self.rounds * len(endpoints)
-        for i in range(self.rounds):
-            drawn = [Session.draw(texts, rng, self.start, (fewest, most), max(limits)) for _ in range(self.sessions)]
-            sessions += drawn
+        for i, drawn in enumerate(rounds):
             for endpoint in endpoints[::-1] if i % 2 else endpoints:
                 now = time.monotonic()
                 share_s = (began + self.budget - now) / runs_left
                 answers[endpoint.name] += run_sessions(endpoint, drawn, self.tokens, now + share_s)
                 runs_left -= 1
-        ends = [session.ends for session in sessions]
-        if earlier and earlier.ends != ends:
-            raise BenchError(f"--beside: {self.beside} has other sessions; give both runs the same text and options")
-        times = Times(ends, (earlier.answers if earlier else {}) | answers)
-        show_rows(rows(times, limits), self.out, **asdict(times))
+        times = Times(requests, earlier | answers)
+        show_rows(rows(times.answers, sessions, limits), self.out, **asdict(times))
+
+    def earlier(self, requests: str) -> Answers:
+        """Return the answers of ``--beside``. Raises BenchError if they are not to these requests."""
+        if self.beside is None:
+            return {}
+        times = Times.read(self.beside)
+        if times.requests != requests:
+            raise BenchError(f"--beside: {self.beside} has other requests; give both runs the same text and options")
+        if same := times.answers.keys() & {setting.partition("=")[0] for setting in self.settings}:
+            raise BenchError(f"--beside: {self.beside} has {', '.join(sorted(same))} too; give settings other names")
+        return times.answers
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def measure(
     for cached_tokens in cached:
         prefix = texts.take(cached_tokens)
         for new_tokens in new:
-            for endpoint in endpoints if cached_tokens else ():
+            for endpoint in endpoints:
                 endpoint.ask(prefix + texts.take(new_tokens), 1)
             seconds: dict[str, list[list[float]]] = {endpoint.name: [] for endpoint in endpoints}
             for _ in range(times):

@@ -155,7 +155,8 @@ class Turns:
     def run(self) -> None:
         endpoints = [endpoint_of(setting) for setting in self.settings]
         drawn = list(self.draw())
-        with ProcessPoolExecutor(len(endpoints)) as pool:  # one process would send too slowly
+        # Threads would share one interpreter lock and send too slowly.
+        with ProcessPoolExecutor(len(endpoints)) as pool:
             first, *others = pool.map(partial(run_all, drawn), endpoints)
         compared = {endpoint.name: Comparison.of(outcomes, first) for endpoint, outcomes in zip(endpoints[1:], others)}
         slopes = [row for name, comparison in compared.items() for row in comparison.slopes(name)]

@@ -268,6 +268,13 @@ def test_efficiency_of_attention() -> None:
             assert shows(cell, VALUES[row]), row
 
 
+def assert_shows_with_error(cell: str, name: str) -> None:
+    """The unit of a figure has its standard error."""
+    value, error = cell.split(" ± ")
+    assert shows(value, VALUES[name]), name
+    assert shows(error, Decimal(UNITS[name].split("± ")[1])), name
+
+
 TRAFFIC_MODELS = ["code-lm widened to an 8B's shape", EXPERTS]
 
 
@@ -279,9 +286,7 @@ def test_after_a_cached_prefix(place: int, model: str) -> None:
     for new, *cells in rows:
         for tokens, cell in zip(cached, cells, strict=True):
             name = f"{model}, {new} tokens after {tokens}: TTFT, stock's ÷ ours"
-            ratio, error = cell.split(" ± ")
-            assert shows(ratio, VALUES[name]), name
-            assert shows(error, Decimal(UNITS[name].split("± ")[1])), name
+            assert_shows_with_error(cell, name)
 
 
 def test_agents() -> None:
@@ -290,7 +295,20 @@ def test_agents() -> None:
     for model, figure, stock, ratio in rows:
         name = {"experts": EXPERTS}.get(model, f"widened {model}") + ", eight agents to 80,000 tokens"
         assert shows(stock, VALUES[f"{name}: stock's {figure}"])
-        assert shows(ratio.split(" ± ")[0], VALUES[f"{name}: {figure}, stock's ÷ ours"])
+        assert_shows_with_error(ratio, f"{name}: {figure}, stock's ÷ ours")
+
+
+def test_turns() -> None:
+    rows = table(PERFORMANCE, "model", "answers ÷ stock's", "about old facts")
+    assert len(rows) == 2
+    for model, answers, old, lowest, kl, top1 in rows:
+        name = f"{model}, eight conversations of 12 turns"
+        assert shows(lowest, VALUES[f"{name}: lowest turn's answers"])
+        for cell, figure in (
+            (answers, "answers"), (old, "answers about old facts"), (kl, "KL to stock"),
+            (top1, "top-1 agreement with stock"),
+        ):  # fmt: skip
+            assert_shows_with_error(cell, f"{name}: {figure}")
 
 
 def test_two_gpus() -> None:
