@@ -16,7 +16,7 @@ Servers whose caches do not fit on the card together run one after the other. Th
 beside its own, for the same sessions:
 
     python -m benchmarks.agents TEXT.txt stock=http://localhost:8000 --json stock.json
-    python -m benchmarks.agents TEXT.txt ours=http://localhost:8000 --beside stock.json
+    python -m benchmarks.agents TEXT.txt ours=http://localhost:8000 --baseline stock.json
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class Times:
         try:
             return TypeAdapter(Times).validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise BenchError(f"--beside: given {path}, expected a --json file of this program: {error}") from None
+            raise BenchError(f"--baseline: given {path}, expected a --json file of this program: {error}") from None
 
 
 def run_sessions(
@@ -132,7 +132,7 @@ class Agents:
     rounds: Annotated[int, typer.Option(help="Times that each setting runs, each with new texts.")] = 1
     budget: Annotated[float, typer.Option(help="Seconds for all rounds. No turn starts later.")] = 600.0
     seed: int = 0
-    beside: Annotated[
+    baseline: Annotated[
         Path | None, typer.Option(help="--json of a run of the same requests. Its first setting is the baseline.")
     ] = None
     out: Json = None
@@ -161,14 +161,14 @@ class Agents:
         show_rows(rows(times.answers, sessions, limits), self.out, **asdict(times))
 
     def earlier(self, requests: str) -> Answers:
-        """Return the answers of ``--beside``. Raises BenchError if they are not to these requests."""
-        if self.beside is None:
+        """Return the answers of ``--baseline``. Raises BenchError if they are not to these requests."""
+        if self.baseline is None:
             return {}
-        times = Times.read(self.beside)
+        times = Times.read(self.baseline)
         if times.requests != requests:
-            raise BenchError(f"--beside: {self.beside} has other requests; give both runs the same text and options")
+            raise BenchError(f"--baseline: {self.baseline} has other requests; give both runs the same options")
         if same := times.answers.keys() & {setting.partition("=")[0] for setting in self.settings}:
-            raise BenchError(f"--beside: {self.beside} has {', '.join(sorted(same))} too; give settings other names")
+            raise BenchError(f"--baseline: {self.baseline} has {', '.join(sorted(same))} too; rename the settings")
         return times.answers
 
 
