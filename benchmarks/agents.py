@@ -12,8 +12,7 @@ has new texts. Turns that a setting does not complete before its share of ``--bu
 The sum, p50 and p99 of TTFT are over turns. "Whole" is the sum over sessions of the time from a turn's request to its
 last token. Errors are from a bootstrap over sessions.
 
-Servers whose caches do not fit on the card together run one after the other. The second run then has the first's times
-beside its own, for the same sessions:
+If two servers do not fit on the card together, start one after the other, and compare the second with the first's run:
 
     python -m benchmarks.agents TEXT.txt stock=http://localhost:8000 --json stock.json
     python -m benchmarks.agents TEXT.txt ours=http://localhost:8000 --baseline stock.json
@@ -60,18 +59,11 @@ Answers = dict[str, list[list[TimedAnswer]]]
 
 @dataclass(frozen=True)
 class Times:
-    """A run's times, which a file of ``--json`` has beside its rows."""
+    """What a file of ``--json`` has in addition to the rows."""
 
     requests: str
     """Digest of all requests."""
     answers: Answers
-
-    @staticmethod
-    def read(path: Path) -> "Times":
-        try:
-            return TypeAdapter(Times).validate_json(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise BenchError(f"--baseline: given {path}, expected a --json file of this program: {error}") from None
 
 
 def run_sessions(
@@ -164,7 +156,10 @@ class Agents:
         """Return the answers of ``--baseline``. Raises BenchError if they are not to these requests."""
         if self.baseline is None:
             return {}
-        times = Times.read(self.baseline)
+        try:
+            times = TypeAdapter(Times).validate_json(self.baseline.read_bytes())
+        except (OSError, ValueError) as error:
+            raise BenchError(f"--baseline: given {self.baseline}, expected this program's --json: {error}") from None
         if times.requests != requests:
             raise BenchError(f"--baseline: {self.baseline} has other requests; give both runs the same options")
         if same := times.answers.keys() & {setting.partition("=")[0] for setting in self.settings}:
