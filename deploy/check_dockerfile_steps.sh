@@ -69,5 +69,5 @@ until clean python "$root/deploy/healthcheck.py" "$port" 2>/dev/null; do
 done
 echo "healthy after $((SECONDS - began)) s"
 clean python -c 'import re, sys, urllib.request as u; open_ = u.build_opener(u.ProxyHandler({})).open
-sys.exit(not re.search(rb"\nsparse_prefill_up\{engine=\"0\".*\} 1\.0\n", open_(sys.argv[1]).read()))' "http://127.0.0.1:$port/metrics?sparse_prefill=fresh" ||
+sys.exit(not re.search(rb"\nsparse_prefill_layers\{attention=.*engine=\"0\"", open_(sys.argv[1]).read()))' "http://127.0.0.1:$port/metrics?sparse_prefill=fresh" ||
     { echo "the engine's counters are not on /metrics" >&2; exit 1; }

@@ -42,7 +42,6 @@ def served(
             is_mm_prefix_lm=False,
             is_encoder_decoder=False,
             is_multimodal_model=False,
-            uses_mrope=False,
             skip_tokenizer_init=False,
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),

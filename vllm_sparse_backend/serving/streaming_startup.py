@@ -76,7 +76,6 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield why streaming heads cannot be found in this server."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     engines, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
-    is_multimodal = model.is_multimodal_model or model.uses_mrope
     checks = (
         (
             model.is_encoder_decoder,
@@ -103,7 +102,7 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
         ),
         (parallel.enable_elastic_ep, "--enable-elastic-ep: a worker that joins later does not measure heads"),
         (
-            is_multimodal and not settings_of(vllm_config).requires_streaming_heads,
+            model.is_multimodal_model and not settings_of(vllm_config).requires_streaming_heads,
             "a multimodal model: finding heads was not tried on a real one; set streaming_heads to {} to find them",
         ),
     )

@@ -213,19 +213,27 @@ class TestNoReaderWaits:
         (line,) = lines  # once for the whole time that it is down
         assert "no new metrics from engine 0: RuntimeError: the engine is dead" in line
 
-    def test_an_engine_that_has_never_answered_is_down(self) -> None:
+    def test_an_engine_that_has_never_answered_is_down_when_its_time_is_over(
+        self, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(metrics_endpoint, "TIMEOUT_S", 0.3)
+
         async def scrapes() -> None:
             engine = Engine()
             engine.free.clear()
             polls = polls_of({0: engine})
             shown, waited = await timed(polls)
-            assert shown == {"up{engine=0}": 0}
+            assert shown == {"up{engine=0}": 1}
             assert waited <= WAIT_S + AT_ONCE_S
+            assert lines == []
+            await asyncio.sleep(0.3)
+            assert (await timed(polls))[0] == {"up{engine=0}": 0}
             engine.free.set()
             await asyncio.sleep(0.01)
             assert (await timed(polls))[0]["up{engine=0}"] == 1
 
         CLOCK.run(scrapes())
+        assert len(lines) == 1
 
     def test_readers_share_a_question_and_those_that_go_leave_nothing_behind(self) -> None:
         async def scrapes() -> None:

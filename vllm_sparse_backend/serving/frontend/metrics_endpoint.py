@@ -75,7 +75,7 @@ class EnginePoll:
         self.task: asyncio.Task[None] | None = None
         self._call = call
         self._model_name, self._engine = model_name, engine
-        self._failure: str | None = "has not answered yet"
+        self._failure: str | None = None
         self._is_down = False
 
     @property
