@@ -142,9 +142,9 @@ def test_rules_of_other_projects() -> None:
 
 def test_speed_of_the_default_and_of_profiles() -> None:
     profile = "profile best, widened, made with --tokens 32768 --count 1"
-    for tokens, default, best, _ in table("docs/profiles.md", "prompt tokens", "default"):
-        assert shows(default, VALUES[f"default, widened, TTFT, {tokens} tokens"]), tokens
-        assert shows(best, VALUES[f"{profile}, TTFT, {tokens} tokens"]), tokens
+    for tokens, default, best in table("docs/profiles.md", "prompt tokens", "default"):
+        assert shows(default, VALUES[f"widened 8B, {tokens} tokens: TTFT, stock's ÷ ours"]), tokens
+        assert_shows_with_error(best, f"{profile}, TTFT, {tokens} tokens")
 
 
 def paper_setting(cell: str) -> str:
@@ -291,11 +291,23 @@ def test_after_a_cached_prefix(place: int, model: str) -> None:
 
 def test_agents() -> None:
     rows = table(PERFORMANCE, "model", "figure", "stock's, s")
-    assert len(rows) == 8
+    assert len(rows) == 12
     for model, figure, stock, ratio in rows:
         name = {"experts": EXPERTS}.get(model, f"widened {model}") + ", eight agents to 80,000 tokens"
         assert shows(stock, VALUES[f"{name}: stock's {figure}"])
         assert_shows_with_error(ratio, f"{name}: {figure}, stock's ÷ ours")
+
+
+def test_mixed_load() -> None:
+    for kind, statistic, _, stock, ratio in table(PERFORMANCE, "requests", "figure", "number"):
+        name = f"widened 8B, open loop at 0.8 of stock's capacity, {kind} requests: "
+        assert shows(stock, VALUES[f"{name}stock's {statistic} of TTFT"]), name
+        assert_shows_with_error(ratio, f"{name}{statistic} of TTFT, stock's ÷ ours")
+    capacities = [VALUES[f"widened 8B, open loop: {figure}"] for figure in (
+        "stock's capacity", "our capacity", "capacity, ours ÷ stock's"
+    )]  # fmt: skip
+    says = "Stock's is {:.2f} requests per second.*Ours is at least {:.2f}.*at least {:.2f} times stock's"
+    assert re.search(says.format(*capacities), (ROOT / PERFORMANCE).read_text(), re.DOTALL)
 
 
 def test_turns() -> None:
