@@ -235,21 +235,27 @@ def test_the_measured_speed_ups_are_those_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "positions", "says"),
+    ("device", "engine", "positions", "says"),
     [
-        ("NVIDIA H100 80GB HBM3", 131072, "for prompts of at least 6,144 tokens"),
-        ("an unmeasured GPU", 131072, "for prompts of at least 17,408 tokens"),
-        ("NVIDIA H200", 131072, "for prompts of at least 7,168 tokens"),
-        ("NVIDIA H200", 7100, "for prompts of at least 7,100 tokens"),
-        ("NVIDIA H200", 6144, "nothing will run sparse: .* pairs of new tokens and the keys before them"),
-        ("an unmeasured GPU", 16384, "nothing will run sparse: .* of more than 16384 tokens.*supports 16,384 tokens"),
+        ("NVIDIA H100 80GB HBM3", "hopper", 131072, "for prompts of at least 6,144 tokens"),
+        ("NVIDIA H100 80GB HBM3", "flash", 131072, "for prompts of at least 12,288 tokens"),
+        ("an unmeasured GPU", "hopper", 131072, "for prompts of at least 17,408 tokens"),
+        ("NVIDIA H200", "hopper", 131072, "for prompts of at least 7,168 tokens"),
+        ("NVIDIA H200", "hopper", 7100, "for prompts of at least 7,100 tokens"),
+        ("NVIDIA H200", "hopper", 6144, "nothing will run sparse: .* pairs of new tokens and the keys before them"),
+        (
+            "an unmeasured GPU", "hopper", 16384,
+            "nothing will run sparse: .* of more than 16384 tokens.*supports 16,384 tokens",
+        ),
     ],
-)
-def test_the_length_from_which_a_device_runs_sparse(device: str, positions: int, says: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_the_length_from_which_a_device_runs_sparse(
+    device: str, engine: str, positions: int, says: str, tmp_path: Path
+) -> None:
     """Lengths as in docs/choosing_a_setting.md. The last model is as Phi-4."""
     model = CheckedModel.read(model_folder(tmp_path, LLAMA_8B | {"max_position_embeddings": positions}))
     shape = ModelShape.from_config(LLAMA_8B, "x")
-    finding = doctor.first_sparse_length(model, shape, device, "hopper")
+    finding = doctor.first_sparse_length(model, shape, device, engine)
     assert re.search(says, finding.text)
     assert finding.status == ("note" if "nothing" in says else "ok")
 

@@ -85,7 +85,7 @@ def test_a_server_is_measured_at_both_of_its_levels(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(crossover_bench.Contestant, "served", served)
     monkeypatch.setattr(crossover_bench, "REPEATS", 1)
-    crossover = Crossover(tmp_path, Settings({"method": "top_p"}), 65_536, "")
+    crossover = Crossover(model_folder(tmp_path / "model", LLAMA_8B), Settings({"method": "top_p"}), 65_536, "")
     engine, measured = crossover.measure(Progress())
     assert engine == "hopper"
     assert fit_lengths(measured) == MEASURED
@@ -117,3 +117,6 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         Crossover(tmp_path, Settings({"profile": "minference"}), 131_072, "")
     with pytest.raises(BenchError, match="--longest: given 3,000, expected enough tokens"):
         lengths_to_measure(3000)
+    model = model_folder(tmp_path / "model", LLAMA_8B | {"intermediate_size": "wide"})
+    with pytest.raises(BenchError, match="does not tell the widths"):
+        Crossover(model, Settings({"method": "top_p"}), 131_072, "").measure(Progress())

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from itertools import pairwise
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -266,7 +267,7 @@ def first_sparse_length(model: CheckedModel, shape: ModelShape, device: str, eng
     from vllm_sparse_backend.config.profile import ON
     from vllm_sparse_backend.config.resolved import Resolved
 
-    weights = mean_layer_weights(model.config, shape, model.source)
+    weights = mean_layer_weights(model.config, shape)
     lengths = Resolved.from_additional_config(None, shape, weights, device).lengths(ON, [engine])
     longest = model.max_positions or max(attention_share.LENGTHS_TOKENS)
     why = "".join(f"; {text}" for text in lengths.notes)
@@ -279,8 +280,8 @@ def first_sparse_length(model: CheckedModel, shape: ModelShape, device: str, eng
 
 def _runs_sparse(lengths: "Lengths", num_tokens: int) -> bool:
     """Return whether a step of a prompt without a cached prefix runs sparse, in vLLM's usual chunks."""
-    ends = [*range(CHUNK_TOKENS, num_tokens, CHUNK_TOKENS), num_tokens]
-    return any(lengths.dense_reason(min(end, CHUNK_TOKENS), end) is None for end in ends)
+    chunks = pairwise([*range(0, num_tokens, CHUNK_TOKENS), num_tokens])
+    return any(lengths.dense_reason(end - start, end) is None for start, end in chunks)
 
 
 def layer_findings(model: CheckedModel) -> Iterator[Finding]:

@@ -149,6 +149,7 @@ class Crossover:
 
     def measure(self, progress: Progress) -> tuple[str, list[Cell]]:
         """Return the server's engine, and the cells."""
+        self.model_size()  # fails before the measurement
         workload, cells = self.workload, list[Cell]()
         progress.begin(f"crossover of {self.settings}", 2 * workload.num_requests)
         with opened(self.contestants(), progress) as servers:
@@ -161,10 +162,18 @@ class Crossover:
         ((engine, _),) = layers.most_common(1)
         return "portable" if engine == "torch" else engine, cells
 
+    def model_size(self) -> tuple[ModelShape, int]:
+        """Return the model's shape, and the mean weights of its linear layers."""
+        shape = ModelShape.from_folder(self.model)
+        weights = mean_layer_weights(read_config(self.model), shape)
+        if weights is None:
+            raise BenchError(f"{self.model}: its config.json does not tell the widths of its linear layers")
+        return shape, weights
+
     def entry(self, device: str, engine: str, lengths: Lengths, command: str) -> Entry:
         """Return the table's entry."""
-        method, shape = load_config({KEY: self.settings.values}).uniform_method(), ModelShape.from_folder(self.model)
-        pays = lengths != NEVER
+        method, pays = load_config({KEY: self.settings.values}).uniform_method(), lengths != NEVER
+        shape, layer_weights = self.model_size()
         return Entry(
             device=device,
             engine=engine,
@@ -173,7 +182,7 @@ class Crossover:
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            layer_weights=mean_layer_weights(read_config(self.model), shape, str(self.model)),
+            layer_weights=layer_weights,
             min_tokens=lengths.min_tokens if pays else None,
             min_query_tokens=lengths.min_query_tokens if pays else None,
             min_pairs=lengths.min_pairs,

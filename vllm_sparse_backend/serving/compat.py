@@ -21,7 +21,6 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.layer_weights import mean_layer_weights
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.identity import RELEASES
 from vllm_sparse_kernels import PagedCache
@@ -80,14 +79,6 @@ def model_shape(vllm_config: VllmConfig) -> ModelShape:
     """Return the numbers of layers and heads of the served model."""
     model = vllm_config.model_config.model
     return ModelShape.from_config({**hf_config(vllm_config), "_name_or_path": model}, model)
-
-
-def layer_weights(vllm_config: VllmConfig, shape: ModelShape) -> int | None:
-    """Return the mean weights of the served model's linear layers; None if its config does not tell."""
-    try:
-        return mean_layer_weights(hf_config(vllm_config), shape, vllm_config.model_config.model)
-    except ConfigurationError:
-        return None
 
 
 def tensor_parallel_rank() -> int:
