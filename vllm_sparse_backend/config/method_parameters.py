@@ -19,12 +19,8 @@ from vllm_sparse_backend.config.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 
-PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "default": ("top_p", {}),
-    "minference": ("vertical_slash", {}),
-    "streaming": ("a_shape", {}),
-}
-"""Aliases for a method with parameters.
+ALIASES = {"default": "top_p", "minference": "vertical_slash", "streaming": "a_shape"}
+"""Other names of methods.
 
 ``default`` is the cheapest method that lost no answers of dense attention on third-party models (table in
 docs/research/quality.md). ``minference`` is MInference's pattern without a profile, ``streaming`` is
@@ -34,18 +30,18 @@ StreamingLLM's pattern.
 
 def method_names() -> list[str]:
     """List every name that ``make_method`` accepts."""
-    return sorted({*METHODS, *(name for name, (method, _) in PRESETS.items() if method in METHODS)})
+    return sorted({*METHODS, *ALIASES})
 
 
 def make_method(name: object, params: Mapping[str, Any]) -> Method:
     """Build a method from its name and parameters."""
     if not isinstance(name, str) or name not in method_names():
         raise ValueError(f"method: {not_one_of(name, method_names())}")
-    method, preset = PRESETS.get(name, (name, {}))
+    method = ALIASES.get(name, name)
     parameters = METHODS[method].parameters
     adapters = _adapters(parameters)
     problems, values = [], {}
-    for field, value in {**preset, **params}.items():
+    for field, value in params.items():
         if field in parameters.former:
             remedy = parameters.former[field]
             problems.append(f"{field}: given {format_value(value)}, but {method} no longer has it; set {remedy}")
@@ -76,12 +72,12 @@ def parameters_of(method: Method) -> dict[str, Any]:
 
 def describe(method: Method) -> str:
     """Format a method with all of its fields."""
-    return _call(name_of(method), method.shown_fields)
+    return format_call(name_of(method), method.shown_fields)
 
 
 def summarize(methods: Sequence[Method]) -> str:
     """Format the methods of many heads as one, with the fields that they share."""
-    return _call(name_of(methods[0]), methods[0].summary(methods))
+    return format_call(name_of(methods[0]), methods[0].summary(methods))
 
 
 def changed_fields(method: Method) -> dict[str, Any]:
@@ -91,7 +87,8 @@ def changed_fields(method: Method) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-def _call(name: str, values: Mapping[str, object]) -> str:
+def format_call(name: str, values: Mapping[str, object]) -> str:
+    """Format a method's name with the given fields."""
     return f"{name}({', '.join(f'{field}={format_value(value)}' for field, value in values.items())})"
 
 

@@ -2,7 +2,7 @@
 """Sets of layers or heads in the notation ``0-3,7``."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
@@ -17,9 +17,7 @@ _PART = re.compile(r"\s*(\d{1,7})\s*(?:-\s*(\d{1,7})\s*)?")
 def parse_ranges(text: object) -> tuple[int, ...]:
     """Parse a set of numbers."""
     if isinstance(text, list | tuple) and all(type(number) is int and number >= 0 for number in text):
-        if len(set(text)) != len(text):
-            raise ValueError(f"given {text!r}, expected each number once")
-        return tuple(sorted(text))
+        return _sorted(text, text)
     expected = f"given {text!r}, expected numbers and ranges such as '0-3,7'"
     if isinstance(text, bool) or not isinstance(text, int | str):
         raise ValueError(expected)
@@ -35,6 +33,10 @@ def parse_ranges(text: object) -> tuple[int, ...]:
                 f"{MAX_NUMBER}"
             )
         numbers += range(first, last + 1)
+    return _sorted(numbers, text)
+
+
+def _sorted(numbers: Sequence[int], text: object) -> tuple[int, ...]:
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"given {text!r}, expected each number once")
     return tuple(sorted(numbers))

@@ -37,7 +37,6 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "sparge_attn": [
         {"kept_mass": 0.6, "min_similarity": 0.1},
         {"kept_mass": 0.5, "smooth_keys": False},
-        {"top_share": 0.3, "min_similarity": -0.1},
     ],
     "top_p": [
         {"kept_mass": 0.9, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64},
@@ -136,7 +135,6 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "sparge_attn": {
         "kept_mass": (0.0, 1.01, NAN), "min_similarity": (-1.5, 2.0), "skip_margin": (0.0, 1.0, -math.inf, NAN),
-        "top_share": (0.0, -0.5, 1.01, NAN),
     },
     "top_p": {
         "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130),

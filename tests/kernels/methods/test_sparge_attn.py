@@ -82,9 +82,7 @@ def test_similarity_is_the_mean_cosine_over_pairs():
     assert reference.compress(tokens[:3], 2)[1][0, 1] == 1.0
 
 
-def keep_top_mass(
-    scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False, top_share=0.0
-) -> torch.Tensor:
+def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False) -> torch.Tensor:
     """Run only the last kernel, on base-2 scores [heads, blocks] of single queries. Return bool of the same shape.
 
     The query's own block comes after the others, with a score of −∞: it is kept, and adds no mass.
@@ -99,7 +97,7 @@ def keep_top_mass(
     padded[:, 0, :num_blocks] = scores
     padded[:, 0, num_blocks : wide // KEY_BLOCK.value] = -1e30
     padded[:, 0, wide // KEY_BLOCK.value] = -torch.inf
-    limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, top_share, 0.5))
+    limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, 0.5))
     nothing: Any = torch.empty(0, device=DEVICE)  # neither queries nor keys are read
     call = Call(nothing, nothing, index, 1.0, every_head(SpargeAttn(keep_sink=sink), num_heads))
     module.keep_top_blocks(call, padded, similar, 0, module.HeadLimits(*limits))
@@ -110,47 +108,21 @@ def keep_top_mass(
 
 @pytest.mark.parametrize("num_blocks", [1, 70, 2047, 5000])
 def test_top_mass_is_exact(num_blocks):
-    """Integer scores make exponentials powers of two, whose sums are exact in float32: many ties, no margin."""
+    """Integer scores make exponentials powers of two, whose sums are exact in float32: many ties, no margin.
+
+    Some blocks are outside the softmax.
+    """
     generator = torch.Generator(DEVICE).manual_seed(num_blocks)
     scores = torch.randint(-9, 1, (2, num_blocks), generator=generator, device=DEVICE).float()
+    scores[torch.rand(2, num_blocks, generator=generator, device=DEVICE) < 0.1] = -math.inf
     for kept_mass in (0.125, 0.75):
-        wanted = reference.top_cdf(scores.double().exp2(), kept_mass)
+        wanted = reference.top_cdf(scores.double().exp2(), kept_mass) | scores.isneginf()
         assert torch.equal(keep_top_mass(scores, kept_mass), wanted)
         with_sink = wanted.clone()
         with_sink[:, 0] = True
         assert torch.equal(keep_top_mass(scores, kept_mass, sink=True), with_sink)
         mass = scores.double().exp2()
         assert bool(((mass * wanted).sum(-1) >= kept_mass * mass.sum(-1)).all())
-
-
-@pytest.mark.parametrize("num_blocks", [1, 70, 2047, 5000])
-def test_top_share_is_exact(num_blocks):
-    """Ties, scores whose probabilities float32 cannot distinguish from 0, and blocks outside the softmax."""
-    generator = torch.Generator(DEVICE).manual_seed(num_blocks)
-    scores = 40.0 * torch.randint(-9, 1, (2, num_blocks), generator=generator, device=DEVICE)
-    scores[torch.rand(2, num_blocks, generator=generator, device=DEVICE) < 0.1] = -math.inf
-    for top_share in (0.01, 0.3, 0.5, 0.9):
-        count = reference.num_top_blocks(top_share, num_blocks + 1)  # the query's own block counts
-        wanted = reference.top_blocks(scores, count) | scores.isneginf()
-        assert torch.equal(keep_top_mass(scores, 0.9, top_share=top_share), wanted)
-        with_sink = wanted.clone()
-        with_sink[:, 0] = True
-        assert torch.equal(keep_top_mass(scores, 0.9, top_share=top_share, sink=True), with_sink)
-
-
-def test_number_of_top_blocks():
-    """The product is rounded down in float32, where 0.7 · 10 is 7, unlike in float64. The result is at least 1."""
-    assert [reference.num_top_blocks(0.5, n) for n in (1, 2, 3, 33, 34)] == [1, 1, 1, 16, 17]
-    assert reference.num_top_blocks(0.01, 10) == 1
-    assert reference.num_top_blocks(0.7, 10) == 7
-
-
-def test_top_share_replaces_the_cumulative_cut():
-    """A τ given with it would be ignored, so it is refused."""
-    with pytest.raises(ValueError, match=r"^kept_mass: given 0\.5, expected no kept_mass with top_share"):
-        SpargeAttn(kept_mass=0.5, top_share=0.5)
-    assert SpargeAttn(top_share=1.0).keeps_all
-    assert not SpargeAttn(top_share=0.5).keeps_all
 
 
 def test_top_mass_at_its_edges():
@@ -213,11 +185,6 @@ def released_cut(tau: float):
     return lambda sorted_p: max(1, int((sorted_p.cumsum(0) <= tau).sum()))
 
 
-def released_share(share: float):
-    """Return the rule that keeps a share of all key blocks, including future blocks."""
-    return lambda sorted_p: max(1, math.floor(share * len(sorted_p)))
-
-
 def selected_map(index: SparseIndex, batch: Batch, row: int, head: int) -> torch.Tensor:
     maps = torch.zeros(len(batch.rows.tiles_of(row)), ceil_div(batch.rows.seq_lens[row], 64), dtype=torch.bool)
     for i, i_tile in enumerate(batch.rows.tiles_of(row)):
@@ -250,31 +217,26 @@ RULE_CASES = {
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 @pytest.mark.parametrize("name", RULE_CASES)
 def test_selection_equals_both_rules_but_for_what_is_documented(name, by_reference):
-    """IoU of masks: top_share with the released rule, the cumulative cut with the paper's, diagonals added to both.
+    """IoU of masks, with the diagonals added to the paper's.
 
     The released cumulative cut keeps one block less than the paper's, and nothing else differs.
     """
     batch = make_batch(*RULE_CASES[name])
-    theta = clear_of_ties(METHOD, batch).min_similarity
-    settings = {
-        "top_share": (SpargeAttn(top_share=0.5, min_similarity=-0.1, keep_sink=False), -0.1, released_share(0.5)),
-        "both": (SpargeAttn(top_share=0.2, min_similarity=theta, keep_sink=False), theta, released_share(0.2)),
-        "cut": (SpargeAttn(kept_mass=0.7, min_similarity=theta, keep_sink=False), theta, papers_cut(0.7)),
-    }
-    for method, theta, rule in settings.values():
-        index = select(method, batch, 64, None, by_reference)
-        common = union = 0
-        for row in range(batch.rows.num_rows):
-            for head in range(batch.num_heads):
-                q, k = (tensor.cpu() for tensor in row_parts(batch, row, head))
-                expected = ruled_map(q, k, theta, rule) | diagonal_map(batch, row)
-                kept = selected_map(index, batch, row, head)
-                common, union = common + int((kept & expected).sum()), union + int((kept | expected).sum())
-                if rule is settings["cut"][2]:
-                    released = ruled_map(q, k, theta, released_cut(0.7))
-                    assert not bool((released & ~kept).any())
-                    assert int((expected & ~diagonal_map(batch, row) & ~released).sum(1).max()) <= 1
-        assert common >= 0.999 * union
+    method = clear_of_ties(dataclasses.replace(METHOD, keep_sink=False), batch)
+    theta, tau = method.min_similarity, method.kept_mass
+    index = select(method, batch, 64, None, by_reference)
+    common = union = 0
+    for row in range(batch.rows.num_rows):
+        for head in range(batch.num_heads):
+            q, k = (tensor.cpu() for tensor in row_parts(batch, row, head))
+            diagonal = diagonal_map(batch, row)
+            expected = ruled_map(q, k, theta, papers_cut(tau)) | diagonal
+            kept = selected_map(index, batch, row, head)
+            common, union = common + int((kept & expected).sum()), union + int((kept | expected).sum())
+            released = ruled_map(q, k, theta, released_cut(tau))
+            assert not bool((released & ~kept).any())
+            assert int((expected & ~diagonal & ~released).sum(1).max()) <= 1
+    assert common >= 0.999 * union
 
 
 def test_what_heads_ask_of_attention():

@@ -20,7 +20,6 @@ Differences from the paper and from that code:
 * θ begins at 0, not at −1: no block has a lower self-similarity (methods/sparge_attn/method.py).
 * λ is searched only with ``skipping``; otherwise ``bound`` is l₁. The fastest engines, Hopper's and FlashAttention, do
   not skip, and the engine that a layer with a λ needs takes longer by a quarter or more.
-* ``top_share`` is not searched: it replaces the cut by τ.
 
 Heads may differ in all three parameters within one launch. The search takes at most ten passes for each θ, and nine for
 λ.

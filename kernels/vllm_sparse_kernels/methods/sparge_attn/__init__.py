@@ -16,6 +16,6 @@ SPECS = (
         paper="[SpargeAttn](https://arxiv.org/abs/2502.18137)",
         summary="the fewest blocks that hold a share of the attention, estimated from block means",
         control="share",
-        main_parameters=("kept_mass", "min_similarity", "top_share"),
+        main_parameters=("kept_mass", "min_similarity"),
     ),
 )

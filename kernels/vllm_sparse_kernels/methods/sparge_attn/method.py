@@ -17,9 +17,8 @@ default, so that attention over the kept blocks is exact to rounding.
 
 * It recommends the calls whose names contain ``topk``, and states "we do not recommend" for the cumulative calls. In
   place of step 3 they keep the ⌊share · K⌋ blocks of the largest P^, at least 1. K counts all key blocks of the call,
-  not only the causal blocks. With a share of 0.5 and one call per prompt, the first half of the tiles therefore keep
-  all blocks that they can see. ``top_share`` is this rule. The recommended share is 0.5, with θ = −0.1; no block is
-  below this θ.
+  not only the causal blocks. The recommended share is 0.5, with θ = −0.1; no block is below this θ. Not implemented: on
+  SmolLM2 it kept 0.55 of the answers at 16,384 tokens and 0.38 at 65,536, computing 0.56 of the pairs.
 * Its cumulative cut follows the paper's listing. It keeps blocks while the sum is at most τ, but at least 1 block. It
   therefore stops one block earlier than the paper's text.
 * No diagonal block is forced: a tile may drop the keys at its own queries.
@@ -34,7 +33,7 @@ default, so that attention over the kept blocks is exact to rounding.
 * *Cumulative cut.* It follows the paper's text, not its listing. Ties go to the earlier block.
 * *Diagonal blocks* are always kept, so that every query attends to something. They compete with the other blocks, by
   the mean of all of their keys, although some queries see only some of these. A diagonal block that neither rule
-  chooses is kept in addition; it counts towards neither τ nor ``top_share``.
+  chooses is kept in addition; it does not count towards τ.
 * *Sink.* ``keep_sink`` keeps the first key block of each tile, by default. The paper has no such rule; trained models
   put mass on their first keys, which the mean of 64 keys hides. Like a diagonal block it is kept in addition.
 * *CosSim.* The paper's prose asks for the mean cosine similarity of a block's tokens; the formula below it divides X Xᵀ
@@ -43,15 +42,13 @@ default, so that attention over the kept blocks is exact to rounding.
   of length zero counts as dissimilar to every other token; the released code divides by zero and keeps its block.
 * *Smooth keys.* ``smooth_keys`` subtracts the row's mean key before similarities are measured, as the released code
   does (the paper's table 9 implies it: randomly permuted keys have a similarity of 0.02). Softmax is invariant to it.
-* *Chunks.* The mean key is the mean of the keys that the step can see, and ``top_share`` counts their blocks: both
-  depend on the chunking. If a prompt runs in one chunk, both are as in the released code.
-* *Ranks.* ``top_share`` ranks blocks by S^. The released code ranks them by P^ in the model's dtype, in which small
-  probabilities are equal to zero.
+* *Chunks.* The mean key is the mean of the keys that the step can see, so it depends on the chunking. If a prompt runs
+  in one chunk, it is as in the released code.
 * *Hilbert-curve permutation* (section 3.7) reorders image and video tokens, which attend in both directions. It does
   not apply under a causal mask over cached keys.
 
-Raising τ or ``top_share`` never drops a block. Raising θ never drops a forced block or tile, but may drop a block that
-τ chose before, because a block that leaves the softmax removes its mass.
+Raising τ never drops a block. Raising θ never drops a forced block or tile, but may drop a block that τ chose before,
+because a block that leaves the softmax removes its mass.
 
 **Parameters.** The paper searches τ, θ and λ for each head and states no defaults (section 3.6; ``profile calibrate
 --method sparge_attn`` runs this search). The defaults of τ and θ here are those of the released function that builds
@@ -71,7 +68,7 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.selection.lists import above_threshold, append, compact_blocks, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import above_threshold, append, compact_blocks, list_of, tile_blocks
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import (
     ALIGNED,
@@ -82,9 +79,6 @@ from vllm_sparse_kernels.selection.pooled import (
 HELD_BLOCKS = Constant(2048)
 """Blocks of a row of S^ that stay in registers during the search for its threshold: the blocks of 131,072 keys. The
 other blocks of longer rows are read again in each step of the search."""
-
-CUMULATIVE = 0.0
-"""``HeadLimits.top_share`` of a head with the cumulative cut."""
 
 FORCED = Constant(-1.0)
 """Rank of a key block outside the softmax; all other ranks are >= 0."""
@@ -100,7 +94,7 @@ ONE_BITS = Constant(0x3F800000)
 class SpargeAttn(Method):
     """Parameters of SpargeAttn (section 3.6) for each head; the module's docstring has the rules."""
 
-    differing = ("kept_mass", "min_similarity", "skip_margin", "int8_scores", "top_share")
+    differing = ("kept_mass", "min_similarity", "skip_margin", "int8_scores")
 
     kept_mass: float = 0.9
     """τ, in (0, 1]: share of the compressed softmax that the kept blocks reach (equation 4). 1 keeps every causal
@@ -125,43 +119,23 @@ class SpargeAttn(Method):
     int8_scores: bool = False
     """Multiply queries and keys in 8 bits (section 3.5)."""
 
-    top_share: float | None = None
-    """Share of the row's key blocks that each tile keeps, in (0, 1], instead of the cumulative cut; None for the cut.
-    Not in the paper: the call that its authors recommend has 0.5, with ``min_similarity`` below 0. 1 keeps every causal
-    block."""
-
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
         require(-1 <= self.min_similarity <= 1, "min_similarity", self.min_similarity, "a number in [-1, 1]")
         in_range = self.skip_margin is None or -math.inf < self.skip_margin < 0
         require(in_range, "skip_margin", self.skip_margin, "a finite number < 0, or null to skip nothing")
-        if self.top_share is not None:
-            share = self.top_share
-            require(0 < share <= 1, "top_share", share, "a number in (0, 1], or null for the cumulative cut")
-            is_alone = self.kept_mass == type(self).kept_mass
-            require(is_alone, "kept_mass", self.kept_mass, "no kept_mass with top_share, which replaces its cut")
-
-    @property
-    def kernel_top_share(self) -> float:
-        """``top_share``, or ``CUMULATIVE`` for the cumulative cut."""
-        return self.top_share or CUMULATIVE
 
     @property
     def keeps_all(self) -> bool:
         """Whether every causal block is kept, regardless of the scores."""
-        return self.kept_mass == 1 or self.top_share == 1
+        return self.kept_mass == 1
 
     def select(self, call: Call) -> None:
         call.index.clear_stripes(call.head_ids)
         if all(head.keeps_all for head in call.heads.methods):
             compact_blocks(None, call)
             return
-        has_shares = any(head.top_share for head in call.heads.methods)
-        limits = HeadLimits(
-            kept_mass=call.parameters("kept_mass"),
-            top_share=call.parameters("kernel_top_share") if has_shares else None,
-            min_similarity=call.parameters("min_similarity"),
-        )
+        limits = HeadLimits(call.parameters("kept_mass"), call.parameters("min_similarity"))
         in_base_2 = replace(call, scale=call.scale * LOG2_E.value)
         for first_tile, scores, similarity in pooled_products(in_base_2, 1, limits.min_similarity, self.smooth_keys):
             keep_top_blocks(call, scores, similarity, first_tile, limits)
@@ -171,7 +145,6 @@ class HeadLimits(NamedTuple):
     """The parameters of the selected heads on the device, [n] float32 each; also an argument of kernels."""
 
     kept_mass: Any  # τ
-    top_share: Any  # CUMULATIVE for heads with the cumulative cut; None if all heads have it
     min_similarity: Any  # θ
 
 
@@ -192,12 +165,10 @@ def _keep_top_blocks_kernel(
     scores, width, similarity, heads, index, num_tiles, first_tile, limits, num_sink,
     HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Write the list of one (tile, head): the blocks of the largest scores, up to τ or up to a number.
+    """Write the list of one (tile, head): the blocks of the largest scores, up to τ.
 
-    Scores become ranks, float32 in (0, 1] that sort as the scores do. Each block has a weight: exp(score), or 1 where
-    the head has a ``top_share``. The kept blocks are the fewest, from the highest rank down, whose weights reach a
-    target: the share τ of all weights, or the number of blocks. The lowest kept rank is found by bisection over its
-    bits.
+    Scores become ranks: exp2(score − largest), float32 in [0, 1]. The kept blocks are the fewest, from the highest rank
+    down, that hold the share τ of the sum of all ranks. The lowest kept rank is found by bisection over its bits.
 
     scores [heads, tiles, width · ALIGNED] float32, of mean queries with mean keys of blocks; −∞ for blocks whose
     keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and
@@ -216,32 +187,20 @@ def _keep_top_blocks_kernel(
     kept_mass = tl.load(limits.kept_mass + i_selected)
     is_dissimilar = tl.load(similarity + i_selected * num_tiles + i_tile) < tl.load(limits.min_similarity + i_selected)
     all_kept = tl.where(kept_mass >= 1, 1, is_dissimilar.to(tl.int32)) != 0
-    if limits.top_share is None:
-        is_counted = None
-        b_rank, total = _ranks(row, num_blocks, is_counted)
-        target = total * kept_mass
-    else:
-        top_share = tl.load(limits.top_share + i_selected)
-        all_kept = all_kept | (top_share >= 1)
-        is_counted = top_share > 0
-        b_rank, total = _ranks(row, num_blocks, is_counted)
-        i_row, _, _, _ = load_tile(index.tiles, i_tile)
-        num_row_blocks = tl.cdiv(tl.load(index.seq_lens + i_row), KEY_BLOCK)
-        num_top = tl.maximum(tl.floor(top_share * num_row_blocks.to(tl.float32)), 1.0)
-        target = tl.where(is_counted, num_top, total * kept_mass)
+    b_rank, total = _ranks(row, num_blocks)
+    target = total * kept_mass
 
-    # Bisect for the largest bits for which all blocks with at least these bits reach the target, in 30 steps at most.
+    # Bisect for the largest bits for which all ranks of at least these bits reach the target, in 30 steps at most.
     bits = tl.where(all_kept, ONE_BITS, 1)
     too_many = ONE_BITS + 1
     for _ in range(tl.where(all_kept, 0, 30)):
         middle = (bits + too_many) // 2
-        is_reached = _weight(b_rank, row, num_blocks, middle, is_counted) >= target
+        is_reached = _sum_ranks(b_rank, row, num_blocks, middle) >= target
         bits = tl.where(is_reached, middle, bits)
         too_many = tl.where(is_reached, too_many, middle)
     # Keep the first blocks with exactly these bits, as many as needed.
-    missing = target - _weight(b_rank, row, num_blocks, bits + 1, is_counted)
-    weight = _if_counted(is_counted, 1.0, bits.to(tl.float32, bitcast=True))
-    num_equal = tl.ceil(missing / weight).to(tl.int32)
+    missing = target - _sum_ranks(b_rank, row, num_blocks, bits + 1)
+    num_equal = tl.ceil(missing / bits.to(tl.float32, bitcast=True)).to(tl.int32)
 
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, KEY_BLOCK * HALVES)
     ids = list_of(index, i_head, i_tile)
@@ -266,25 +225,7 @@ def _load(row, first, num_blocks, other):
 
 
 @triton.jit
-def _if_counted(is_counted, counted, weighed):
-    """Return ``counted`` where the head counts blocks, otherwise ``weighed``. ``is_counted`` None: no head counts."""
-    if is_counted is None:
-        return weighed
-    else:
-        return tl.where(is_counted, counted, weighed)
-
-
-@triton.jit
-def _rank(b_s, largest, is_counted):
-    """Map base-2 scores to ranks: exp2(score − largest), or 1 / (1 + largest − score), which never underflows."""
-    if is_counted is None:
-        return tl.exp2(b_s - largest)
-    else:
-        return tl.where(is_counted, tl.div_rn(1.0, 1.0 + (largest - b_s)), tl.exp2(b_s - largest))
-
-
-@triton.jit
-def _ranks(row, num_blocks, is_counted):
+def _ranks(row, num_blocks):
     """Compute the ranks of a row of scores, the largest 1, and FORCED for scores of −∞.
 
     Returns the ranks of the first HELD_BLOCKS, and the sum of all ranks except FORCED.
@@ -295,12 +236,12 @@ def _ranks(row, num_blocks, is_counted):
     largest = tl.maximum(tl.max(b_s, 0), LEAST)
     for first in range(HELD_BLOCKS, num_blocks, HELD_BLOCKS):
         largest = tl.maximum(largest, tl.max(_load(row, first, num_blocks, float("-inf")), 0))
-    b_first = _rank(b_s, largest, is_counted)
+    b_first = tl.exp2(b_s - largest)
     total = tl.sum(b_first, 0)
     b_first = tl.where((b_s > float("-inf")) | (tl.arange(0, HELD_BLOCKS) >= num_blocks), b_first, FORCED)
     for first in range(HELD_BLOCKS, num_blocks, HELD_BLOCKS):
         b_s = _load(row, first, num_blocks, float("-inf"))
-        b_rank = _rank(b_s, largest, is_counted)
+        b_rank = tl.exp2(b_s - largest)
         total += tl.sum(b_rank, 0)
         o_n = first + tl.arange(0, HELD_BLOCKS)
         tl.store(row + o_n, tl.where(b_s > float("-inf"), b_rank, FORCED), mask=o_n < num_blocks)
@@ -309,16 +250,15 @@ def _ranks(row, num_blocks, is_counted):
 
 
 @triton.jit
-def _weight(b_first, row, num_blocks, bits, is_counted):
-    """Sum the weights of ranks of at least these bits. With more ranks it never decreases, even in floating point."""
-    total = _chunk_weight(b_first, bits, is_counted)
+def _sum_ranks(b_first, row, num_blocks, bits):
+    """Sum the ranks of at least these bits. With more ranks it never decreases, even in floating point."""
+    total = _sum_chunk(b_first, bits)
     for first in range(HELD_BLOCKS, num_blocks, HELD_BLOCKS):
-        total += _chunk_weight(_load(row, first, num_blocks, 0.0), bits, is_counted)
+        total += _sum_chunk(_load(row, first, num_blocks, 0.0), bits)
     return total
 
 
 @triton.jit
-def _chunk_weight(b_rank, bits, is_counted):
-    """Sum the weights of a chunk's ranks of at least these bits."""
-    b_weight = _if_counted(is_counted, 1.0, b_rank)
-    return tl.sum(tl.where(b_rank.to(tl.int32, bitcast=True) >= bits, b_weight, 0.0), 0)
+def _sum_chunk(b_rank, bits):
+    """Sum a chunk's ranks of at least these bits."""
+    return tl.sum(tl.where(b_rank.to(tl.int32, bitcast=True) >= bits, b_rank, 0.0), 0)

@@ -39,10 +39,7 @@ def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale
     scores, always, causal = compressed_scores(method, queries, keys, scale)
     if method.keeps_all:
         return causal.expand_as(scores)
-    if method.top_share is None:
-        chosen = top_cdf(softmax_of(scores), method.kept_mass)
-    else:
-        chosen = top_blocks(scores, num_top_blocks(method.top_share, scores.shape[-1]))
+    chosen = top_cdf(softmax_of(scores), method.kept_mass)
     return (chosen | always) & causal  # equations 4 and 5
 
 
@@ -68,18 +65,6 @@ def compressed_scores(
 def softmax_of(scores: torch.Tensor) -> torch.Tensor:
     """Compute P^. A tile without similar blocks has no softmax and keeps all blocks."""
     return scores.softmax(-1).nan_to_num()
-
-
-def num_top_blocks(top_share: float, num_blocks: int) -> int:
-    """Return the number of blocks that ``top_share`` keeps, rounded as in the released code."""
-    # In float32, rounded down.
-    return max(1, int(torch.tensor(top_share, dtype=torch.float32) * num_blocks))
-
-
-def top_blocks(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Flag the ``count`` largest finite scores of each row; ties in order of index."""
-    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & (scores > -torch.inf)
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
