@@ -18,7 +18,7 @@ scale s:
    keys are kept for their mass, heaviest blocks first: if attention is that flat, part of the keys represents all of
    them. The number does not grow with the context, because such tiles do not need more keys in longer contexts.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
-   1/128 of its tile's mass, and answers depend on such targets.
+   1/128 of its tile's mass, and answers depend on such targets. A query has at most 1 / ``peak_share`` of them.
 
 docs/research/quality.md has densities and losses on trained models, also for other rules.
 
@@ -114,7 +114,7 @@ class TopP(Method):
     """Maximum number of a tile's keys that are kept for their mass, in whole blocks. With ``null``, only p limits their
     number."""
 
-    peak_share: float = 0.2
+    peak_share: float = 0.05
     """Blocks with at least this share, in (0, 1], of a single scored query's attention are kept. 1 turns this off."""
 
     def __post_init__(self) -> None:
