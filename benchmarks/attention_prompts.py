@@ -59,7 +59,7 @@ class AttentionPrompt:
             raise BenchError(
                 f"given a chunk of {query_len:,} after {context_len:,}, expected at most {num_tokens:,} tokens"
             )
-        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table, (num_tokens,))
+        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
         return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
 
 

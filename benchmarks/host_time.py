@@ -42,6 +42,7 @@ from benchmarks.null_card import null_card
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import ON
+from vllm_sparse_backend.config.request_levels import SERVER_LEVEL
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.plugin import register
@@ -50,7 +51,7 @@ from vllm_sparse_backend.serving.worker.arena import Arena, SparseRow, kernel_ro
 from vllm_sparse_backend.serving.worker.counters import Recorder
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.owner import LayerLevel, Worker
-from vllm_sparse_backend.serving.worker.rows import UNKNOWN, Slab, SparseStep, Step
+from vllm_sparse_backend.serving.worker.rows import Slab, SparseStep, Step
 from vllm_sparse_kernels.attention import engine as attention_engine
 from vllm_sparse_kernels.attention.hopper.engine import HOPPER
 from vllm_sparse_kernels.layer import Layer
@@ -140,7 +141,7 @@ def decode_parts(num_rows: int, folder: Path) -> Iterator[tuple[str, float]]:
         builder = builder_class(layers[0].get_kv_cache_spec(config), names, config, CPU)
     common = decoding_rows(num_rows)
     scheduled = {f"request-{row}": 1 for row in range(num_rows)}
-    worker.requests.step = Step({"request-0": UNKNOWN}, scheduled)
+    worker.requests.step = Step({"request-0": SERVER_LEVEL}, scheduled)
     with patch.object(compat.DenseBuilder, "build", nothing):
         yield "metadata: build", cpu_us(lambda: builder.build(0, common), CALLS)
 

@@ -75,8 +75,6 @@ class Rows:
         context_lens: Per row, its cached tokens.
         block_table: [num_rows, max_pages] int32 on the device. Page p of row i holds the keys at positions
             [p · page_size, (p + 1) · page_size).
-        prompt_lens: Tokens of each row's whole prompt, including chunks after this one. None if every row ends its
-            prompt.
         state: Values that a method keeps from layer to layer of this pass, under its own key.
     """
 
@@ -84,7 +82,6 @@ class Rows:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_table: torch.Tensor
-    prompt_lens: tuple[int, ...] | None = None
     state: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _computed: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -94,10 +91,6 @@ class Rows:
             raise ValueError(
                 f"Rows: given query_starts, query_lens, context_lens and block_table with {sorted(lengths)} rows, "
                 "expected the same number of rows in each"
-            )
-        if self.prompt_lens is not None and len(self.prompt_lens) != self.num_rows:
-            raise ValueError(
-                f"Rows: given prompt_lens {self.prompt_lens}, expected one for each of {self.num_rows} rows, or None"
             )
         if min(self.query_lens, default=1) < 1 or min(self.context_lens, default=0) < 0:
             raise ValueError(
@@ -147,11 +140,6 @@ class Rows:
             for row, context_len in enumerate(self.context_lens)
             for start in range(0, self.query_lens[row], TILE_TOKENS)
         )
-
-    @property
-    def prompt_ends(self) -> tuple[int, ...]:
-        """Per row, the position after its prompt's last token; a row without ``prompt_lens`` ends its prompt."""
-        return self.seq_lens if self.prompt_lens is None else self.prompt_lens
 
     @property
     def num_tiles(self) -> int:

@@ -147,16 +147,11 @@ def test_speed_of_the_default_and_of_profiles() -> None:
         assert_shows_with_error(best, f"{profile}, TTFT, {tokens} tokens")
 
 
-def paper_setting(cell: str) -> str:
-    """Return a setting as figures name it."""
-    return "papers on SmolLM2, " + cell.replace("`", "").replace("both options", "dense_tail and first_group")
-
-
 def test_the_papers_settings() -> None:
     rows = table(PAPERS, "setting", "answers, 16,384")
-    assert len(rows) == 11
+    assert len(rows) == 9
     for setting, short, long, perplexity, density, speed_up, seconds in rows:
-        name = paper_setting(setting)
+        name = "papers on SmolLM2, " + setting.replace("`", "")
         assert shows(short, VALUES[f"{name}, 16,384 tokens: answers"]), name
         assert shows(long, VALUES[f"{name}, 65,536 tokens: answers"]), name
         assert shows(perplexity, percent(VALUES[f"{name}, 65,536 tokens: perplexity"])), name
@@ -308,6 +303,15 @@ def test_mixed_load() -> None:
     )]  # fmt: skip
     says = "Stock's is {:.2f} requests per second.*Ours is at least {:.2f}.*at least {:.2f} times stock's"
     assert re.search(says.format(*capacities), (ROOT / PERFORMANCE).read_text(), re.DOTALL)
+
+
+def test_settings_in_turns() -> None:
+    for setting, answers, lowest, kl, density in table(PERFORMANCE, "setting", "answers ÷ stock's", "lowest turn"):
+        name = f"SmolLM2, four conversations of 12 turns, {setting}: "
+        assert_shows_with_error(answers, f"{name}answers")
+        assert_shows_with_error(kl, f"{name}KL to stock")
+        assert shows(lowest, VALUES[f"{name}lowest turn's answers"]), name
+        assert shows(density, VALUES[f"{name}density of sparse rows"]), name
 
 
 def test_turns() -> None:

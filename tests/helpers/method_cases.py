@@ -23,7 +23,7 @@ F32 = DTYPES[-1] if DEVICE == "cuda" else torch.float32
 POISON = -7
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}, {"dense_tail": True, "first_group": True}],
+    "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
     "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
     "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
     "share_prefill": [{"cluster": 0}],
@@ -109,7 +109,6 @@ def row_alone(batch: Batch, row: int) -> Batch:
         rows.query_lens[only_row],
         rows.context_lens[only_row],
         rows.block_table[only_row],
-        rows.prompt_lens and rows.prompt_lens[only_row],
     )
     return replace(batch, rows=alone)
 

@@ -26,11 +26,12 @@ def default_config(default_model: Any) -> Any:
 @pytest.fixture(autouse=True)
 def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of 1, without setting up process groups, at a step of a request of the server's own level."""
+    from vllm_sparse_backend.config.request_levels import SERVER_LEVEL
     from vllm_sparse_backend.serving import compat
-    from vllm_sparse_backend.serving.worker.rows import UNKNOWN, Requests, Step
+    from vllm_sparse_backend.serving.worker.rows import Requests, Step
 
     monkeypatch.setattr(compat, "tensor_parallel_rank", lambda: 0)
-    monkeypatch.setattr(Requests, "step", Step({"0": UNKNOWN}, {"0": 1}))
+    monkeypatch.setattr(Requests, "step", Step({"0": SERVER_LEVEL}, {"0": 1}))
     torch.manual_seed(0)
 
 
@@ -68,14 +69,14 @@ def built(configured: Callable[..., Any]) -> Callable[..., Any]:
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that sets the level of each row, or its name, as if a runner were at a step with these rows."""
     from vllm_sparse_backend.config.request_levels import RequestLevel
-    from vllm_sparse_backend.serving.worker.rows import Request, Requests, Step
+    from vllm_sparse_backend.serving.worker.rows import Requests, Step
 
-    def begin(rows: Sequence[str | RequestLevel], prompt_lens: Sequence[int] = ()) -> None:
-        levels = [level if isinstance(level, RequestLevel) else RequestLevel(level) for level in rows]
-        lengths = prompt_lens or [0] * len(rows)
-        requests = {str(i): Request(*known) for i, known in enumerate(zip(levels, lengths, strict=True))}
-        step = Step(requests, dict.fromkeys(requests, 1))
-        step.req_ids = lambda: list(requests)
+    def begin(rows: Sequence[str | RequestLevel]) -> None:
+        levels = {
+            str(i): level if isinstance(level, RequestLevel) else RequestLevel(level) for i, level in enumerate(rows)
+        }
+        step = Step(levels, dict.fromkeys(levels, 1))
+        step.req_ids = lambda: list(levels)
         monkeypatch.setattr(Requests, "step", step)
 
     return begin

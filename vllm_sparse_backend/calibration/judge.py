@@ -304,7 +304,7 @@ def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tok
     spans = [
         (max(start, min_tokens), min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
     ]
-    return [Rows((0,), (end - begin,), (begin,), table, (num_tokens,)) for begin, end in spans if begin < end]
+    return [Rows((0,), (end - begin,), (begin,), table) for begin, end in spans if begin < end]
 
 
 def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:

@@ -83,8 +83,8 @@ class Fallback(StrEnum):
     NEVER_FASTER = ("never_faster",
         "in measurements on this device the method was never faster than dense attention; see the log at start-up")
     UNNAMED = ("unnamed",
-        "vLLM does not say which request the row belongs to, and some request of its step chose another level, or a "
-        "method needs the prompt's length (dense_tail); report this with the server's options and vLLM's version")
+        "vLLM does not say which request the row belongs to, and some request of its step chose another level; report "
+        "this with the server's options and vLLM's version")
     REQUESTED = ("requested",
         "the request chose exact attention (sparse_prefill 0 or exact), or gets it by the server's settings; change "
         "that to let it run sparse")

@@ -63,11 +63,6 @@ class Resolved:
         return tuple(LayerPlan((Dense(),) * num_heads) if plan is None else plan for plan in plans)
 
     @property
-    def reads_prompt_length(self) -> bool:
-        """Whether the method of any head, at any level, depends on the length of a row's prompt."""
-        return any(method.reads_prompt_length for plan in self.plans.values() for method in plan.methods)
-
-    @property
     def uses_auto(self) -> bool:
         """Whether any plan's lengths depend on the device, because they are ``auto``."""
         return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())

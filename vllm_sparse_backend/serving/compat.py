@@ -379,12 +379,6 @@ def host_seq_lens(common: CommonAttentionMetadata) -> list[int]:
     )
 
 
-def prompt_length(request: Any) -> int:
-    """Return the number of tokens of a request's prompt, without output that a preempted request prefills again."""
-    prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
-    return 0 if prompt is None else len(prompt)
-
-
 def keep_schedule(metadata: DenseMetadata) -> None:
     """Copy the schedule of the metadata, because FlashAttention's builder may keep it in a persistent buffer.
 

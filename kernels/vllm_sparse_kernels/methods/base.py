@@ -83,11 +83,6 @@ class Method(ABC):
         return self
 
     @property
-    def reads_prompt_length(self) -> bool:
-        """Whether the selection depends on ``Rows.prompt_lens``: a server must then know the request of every row."""
-        return False
-
-    @property
     def least_prompt_tokens(self) -> int:
         """Prompts of up to this many tokens lose no key under the method, regardless of queries and keys."""
         return 0

@@ -28,7 +28,6 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "anchor_attention": [
         {"theta": 3.0, "step_tiles": 1},
         {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True},
-        {"theta": 3.0, "step_tiles": 2, "first_group": True},
     ],
     "block_sparse": [{"top_blocks": 1}],
     "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
@@ -112,7 +111,7 @@ def test_heads_whose_other_fields_differ_are_selected_apart(name: str) -> None:
     assert default.summary([default, default]) == default.summary([default])
     if default.group_key == full.group_key:
         assert {name for name in default.summary([default, full]) if name in shared} == shared
-    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks", "dense_tail", "first_group"}:
+    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks"}:
         other = replace(default, **{field: not getattr(default, field)})
         assert len(layer_plan([default, other, default]).groups) == 2
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention: the kernel against the reference, the reference against the paper, and consequences of both."""
 
-from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
@@ -15,7 +14,7 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention import kernels, method as module
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
-from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences, window_start
+from vllm_sparse_kernels.methods.anchor_attention.reference import anchor_differences
 from vllm_sparse_kernels.rows import Rows, ceil_div
 
 
@@ -30,7 +29,8 @@ def make_batch(lengths, num_heads=2, num_kv_heads=1, head_dim=64, page_size=16, 
 
 def groups_of(batch: Batch, method: AnchorAttention):
     """Return (row, window start, [(tile id, tile)]) of every group."""
-    starts = [(tile.row, window_start(method, batch.rows, tile)) for tile in batch.rows.tile_list]
+    span = method.span_tokens
+    starts = [(tile.row, tile.position // span * span) for tile in batch.rows.tile_list]
     for (row, start), members in groupby(enumerate(batch.rows.tile_list), lambda numbered: starts[numbered[0]]):
         yield row, start, list(members)
 
@@ -66,11 +66,11 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
     for row, start, tiles in groups_of(batch, method):
         for head in range(batch.num_heads):
             doubtful = torch.zeros(start, dtype=torch.bool, device=DEVICE)
-            if start > method.initial_tokens:
+            if start > kernels.INITIAL.value:
                 exact = group_differences(batch, method, row, start, tiles, head, torch.float64)
                 eager = group_differences(batch, method, row, start, tiles, head, batch.q.dtype)
                 margin = 2 * (eager - exact).abs().max()
-                doubtful[method.initial_tokens :] = (exact - method.theta).abs().amin(0) <= margin
+                doubtful[kernels.INITIAL.value :] = (exact - method.theta).abs().amin(0) <= margin
                 if method.whole_blocks:
                     doubtful = in_blocks(doubtful, index.block_tokens)
             for i_tile, _ in tiles:
@@ -78,8 +78,8 @@ def assert_agree(batch: Batch, method: AnchorAttention, index: SparseIndex, refe
                 differ = ours ^ theirs
                 differ[:start] &= ~doubtful
                 assert not differ.any(), f"head {head}, tile {i_tile}, keys {differ.nonzero().flatten().tolist()}"
-                kept += int(ours[method.initial_tokens : start].sum())
-                candidates += max(start - method.initial_tokens, 0)
+                kept += int(ours[kernels.INITIAL.value : start].sum())
+                candidates += max(start - kernels.INITIAL.value, 0)
     assert candidates == 0 or 0.02 < kept / candidates < 0.98, f"{kept} of {candidates}: this data tells little"
 
 
@@ -96,41 +96,31 @@ CASES = [
 
 
 # Runs that need few votes have more tokens between voting queries, because random data would keep all of them.
-# Settings and, for options of the released code, by how many tokens a prompt goes on after its row.
 SETTINGS = [
-    ({"theta": 3.0}, 0),
-    ({"sample_tokens": 64, "whole_blocks": True}, 0),
-    ({"sample_tokens": 2, "theta": 0.2}, 0),
-    ({"sample_tokens": 16}, 0),
-    ({"whole_blocks": True, "theta": 2.0}, 0),
-    ({"sample_tokens": 128, "whole_blocks": True, "theta": 1.0}, 0),
-    ({"first_group": True, "theta": 3.0}, 0),
-    ({"dense_tail": True, "theta": 2.5}, 500),
-    ({"dense_tail": True, "first_group": True, "sample_tokens": 64, "theta": 0.2}, 0),
-    ({"dense_tail": True, "whole_blocks": True, "sample_tokens": 128, "theta": 1.0}, 63),
-    ({"dense_tail": True, "first_group": True, "theta": 2.5}, 4000),
+    {"theta": 3.0},
+    {"sample_tokens": 64, "whole_blocks": True},
+    {"sample_tokens": 2, "theta": 0.2},
+    {"sample_tokens": 16},
+    {"whole_blocks": True, "theta": 2.0},
+    {"sample_tokens": 128, "whole_blocks": True, "theta": 1.0},
 ]
 LONG = [([(3 * kernels.LIST_SPLIT.value // 2, 60)], 2, 1, 64, 16, 64, "NHD", 16)]  # lists are written in stretches
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("case", "dtype", "setting"),
+    ("case", "dtype", "settings"),
     [
         *by_turns(CASES, DTYPES, SETTINGS[:1]),
         *by_turns(LONG, DTYPES[:1], SETTINGS[:1]),
-        *by_turns(CASES, DTYPES, SETTINGS[1:6]),
-        *by_turns(CASES, DTYPES, SETTINGS[6:]),
+        *by_turns(CASES, DTYPES, SETTINGS[1:]),
     ],
     ids=str,
 )
-def test_kernel_agrees_with_reference(case, dtype, setting):
+def test_kernel_agrees_with_reference(case, dtype, settings):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, step_tiles = case
-    settings, more_tokens = setting
     block_tokens = 32 if "whole_blocks" in settings and head_dim != 96 else block_tokens
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
-    ends = tuple(seq_len + more_tokens for seq_len in batch.rows.seq_lens)
-    batch = replace(batch, rows=replace(batch.rows, prompt_lens=ends))
     method = AnchorAttention(**{"theta": 0.5, "step_tiles": step_tiles} | settings)
     index = select(method, batch, block_tokens)
     assert_agree(batch, method, index, select(method, batch, block_tokens, by_reference=True))
@@ -167,18 +157,10 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
     q, k = row_parts(batch, row, head)
     positions = torch.arange(len(k), device=DEVICE)
     group_of = [(context_len + i // 128 * 128) // span for i in range(query_len)]  # of each query's tile
-    if method.dense_tail:
-        tail_start = rows.prompt_ends[row] // span * span
-        tile_ends = [context_len + min(i // 128 * 128 + 128, query_len) for i in range(query_len)]
-        group_of = [None if end > tail_start else group for end, group in zip(tile_ends, group_of)]
     kept = torch.zeros(query_len, len(k), dtype=torch.bool, device=DEVICE)
     scores = (q @ k.T * batch.scale).masked_fill(kept.logical_not().triu(context_len + 1), -torch.inf)
     for group in set(group_of):
-        if group is None:
-            kept[[i for i in range(query_len) if group_of[i] is None]] = True
-            continue
-        initial = span if method.first_group else 128
-        anchor_region = (positions < initial) | (positions >= group * span)
+        anchor_region = (positions < 128) | (positions >= group * span)
         queries = [i for i in range(query_len) if group_of[i] == group]
         stripes = torch.zeros_like(anchor_region)
         for _, tile in groupby(queries, lambda i: i // 128):
@@ -203,16 +185,12 @@ def definition(batch: Batch, method: AnchorAttention, row: int, head: int) -> to
         {"theta": 3.0},
         {"theta": 0.0, "sample_tokens": 16},
         {"theta": 0.0, "sample_tokens": 64, "whole_blocks": True, "step_tiles": 1},
-        {"theta": 2.5, "first_group": True},
-        {"theta": 2.5, "dense_tail": True},
-        {"theta": 2.5, "dense_tail": True, "first_group": True},
     ],
     ids=str,
 )
 def test_reference_states_the_paper(settings):
-    """Options beyond the paper and of the released code follow their definitions, from whole score matrices."""
+    """Options beyond the paper follow their definitions, from whole score matrices."""
     batch = make_batch([(0, 700), (333, 400)], num_heads=4, num_kv_heads=2)
-    batch = replace(batch, rows=replace(batch.rows, prompt_lens=(700, 2000)))
     method = AnchorAttention(**{"step_tiles": 2} | settings)
     index = select(method, batch, by_reference=True)
     for row in range(2):
@@ -271,60 +249,21 @@ def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
     assert index.blocks_of(0, 0).tolist() == [i for i in range(ceil_div(last + 276, 64)) if i not in holed]
 
 
-def chunks_of(batch: Batch, borders: list[int]) -> list[Rows]:
-    """Return the steps that prefill a prompt of a single row, cut at these positions."""
-    (num_tokens,) = batch.rows.seq_lens
-    spans = pairwise([0, *borders, num_tokens])
-    table = batch.rows.block_table
-    return [Rows((begin,), (end - begin,), (begin,), table, (num_tokens,)) for begin, end in spans]
-
-
-@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
-@pytest.mark.parametrize("borders", [[256, 768], [200, 700, 900], [512, 640], [999]], ids=str)
-def test_the_dense_tail_is_the_prompts_whatever_the_chunks(borders, by_reference):
-    """The dense tail is the last incomplete group of 1,000 tokens: queries from 768 on. The end of a chunk does not
-    matter."""
-    batch = make_batch([(0, 1000)], num_heads=2)
-    method = AnchorAttention(theta=2.0, step_tiles=2, dense_tail=True)
-    sparse_tiles = 0
-    for rows in chunks_of(batch, borders):
-        index = select(method, batch, 64, None, by_reference, rows)
-        mask = mask_of(index, 0)
-        causal = torch.ones_like(mask[0]).tril_(rows.context_lens[0])
-        tail = max(768 - rows.context_lens[0], 0)
-        assert torch.equal(mask[:, tail:], causal[tail:].expand_as(mask[:, tail:]))
-        for i_tile, tile in enumerate(rows.tile_list):
-            if tile.position >= 256 and tile.last_position < 768:
-                kept = [bool(tile_keys(index, head, i_tile).all()) for head in range(2)]
-                sparse_tiles += kept.count(False)
-    assert sparse_tiles >= 6
-
-
-@pytest.mark.parametrize("dense_tail", [False, True])
-def test_chunks_cut_between_groups_select_as_the_whole_prompt(dense_tail):
+def test_chunks_cut_between_groups_select_as_the_whole_prompt():
     batch = make_batch([(0, 1000)], num_heads=1)
-    method = AnchorAttention(theta=2.0, step_tiles=2, dense_tail=dense_tail)
+    method = AnchorAttention(theta=2.0, step_tiles=2)
     whole = all_lists(select(method, batch))
-    in_chunks = [all_lists(select(method, batch, rows=rows)) for rows in chunks_of(batch, [256, 768])]
+    chunks = [
+        Rows((begin,), (end - begin,), (begin,), batch.rows.block_table) for begin, end in pairwise([0, 256, 768, 1000])
+    ]
+    in_chunks = [all_lists(select(method, batch, rows=rows)) for rows in chunks]
     assert [[tile for (tiles,) in in_chunks for tile in tiles]] == whole
 
 
-def test_positions_after_the_prompt_are_dense():
-    """A preempted request prefills its output again: here 300 tokens, after a prompt of whole groups."""
-    batch = make_batch([(256, 812)], num_heads=1)
-    batch = replace(batch, rows=replace(batch.rows, prompt_lens=(768,)))
-    mask = mask_of(select(AnchorAttention(theta=2.0, step_tiles=2, dense_tail=True), batch), 0)[0]
-    causal = torch.ones_like(mask).tril_(256)
-    assert torch.equal(mask[512:], causal[512:])
-    assert not torch.equal(mask[256:512], causal[256:512])
-
-
-@pytest.mark.parametrize("dense_tail", [False, True])
-@pytest.mark.parametrize("first_group", [False, True])
 @pytest.mark.parametrize("step_tiles", [1, 2, 3])
-def test_the_length_up_to_which_no_key_is_left_out(step_tiles, first_group, dense_tail):
+def test_the_length_up_to_which_no_key_is_left_out(step_tiles):
     """One in 128 keys scores high, and all others score low. Only the anchor region keeps the latter; votes do not."""
-    method = AnchorAttention(1.0, step_tiles, dense_tail=dense_tail, first_group=first_group)
+    method = AnchorAttention(1.0, step_tiles)
 
     def density(num_tokens: int) -> float:
         batch = make_batch([(0, num_tokens)], num_heads=1)
@@ -336,13 +275,5 @@ def test_the_length_up_to_which_no_key_is_left_out(step_tiles, first_group, dens
     assert density(method.least_prompt_tokens + 128) < 1.0
 
 
-def test_a_prompt_length_for_each_row():
-    batch = make_batch([(0, 70), (0, 30)])
-    with pytest.raises(ValueError, match=r"given prompt_lens \(70,\), expected one for each of 2 rows, or None"):
-        replace(batch.rows, prompt_lens=(70,))
-
-
 def test_defaults_are_the_papers():
-    assert AnchorAttention() == AnchorAttention(
-        theta=12.0, step_tiles=16, sample_tokens=0, whole_blocks=False, dense_tail=False, first_group=False
-    )
+    assert AnchorAttention() == AnchorAttention(theta=12.0, step_tiles=16, sample_tokens=0, whole_blocks=False)

@@ -16,14 +16,14 @@ import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.crossover_cases import entry, written
 from tests.helpers.folders import profile_file
 from tests.helpers.mixed_batches import CLOSE, MIN_TOKENS, MIXED, SPARSE_ROWS, dense_tokens, reference
-from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step, recorder_of
+from tests.helpers.vllm_objects import make_builder, make_layers, make_step, recorder_of
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, with_level
 from vllm_sparse_backend.serving import compat, hooks
 from vllm_sparse_backend.serving.worker import layers as worker_layers
 from vllm_sparse_backend.serving.worker.owner import LayerLevel
-from vllm_sparse_backend.serving.worker.rows import UNKNOWN, Request as RowRequest, Requests, Step
+from vllm_sparse_backend.serving.worker.rows import Requests, Step
 from vllm_sparse_kernels.attention import PORTABLE
 
 EXACT, FAST = RequestLevel("exact"), RequestLevel("fast")
@@ -40,15 +40,14 @@ def scheduled(order: str, new: Mapping[str, RequestLevel] | None = None, finishe
     levels = new or {}
     params = {req_id: SamplingParams(extra_args=with_level(None, level)) for req_id, level in levels.items()}
     news = [
-        SimpleNamespace(req_id=req_id, sampling_params=sampling_params, prompt_token_ids=[7] * (100 + ord(req_id)))
-        for req_id, sampling_params in params.items()
+        SimpleNamespace(req_id=req_id, sampling_params=sampling_params) for req_id, sampling_params in params.items()
     ]
     tokens = dict.fromkeys(order, 1)
     return SimpleNamespace(scheduled_new_reqs=news, finished_req_ids={*finished}, num_scheduled_tokens=tokens)
 
 
 class Runner:
-    """A runner of vLLM as the hooks use it. Its steps return each row's level, and keep each row's prompt length."""
+    """A runner of vLLM as the hooks use it. Its steps return each row's level."""
 
     def __init__(self, is_newer: bool) -> None:
         if not is_newer:
@@ -60,10 +59,8 @@ class Runner:
             self.input_batch.req_ids = order
         elif not dummy_run:
             self.prepare_attn(SimpleNamespace(req_ids=order))
-        with_prompts = self.requests.of_rows(num_rows, needs_prompts=True)
-        self.prompt_lens = with_prompts and [request.prompt_len for request in with_prompts]
-        rows = self.requests.of_rows(num_rows)
-        return None if rows is None else [row.level.name for row in rows]
+        levels = self.requests.levels_of_rows(num_rows)
+        return None if levels is None else [level.name for level in levels]
 
     def prepare_attn(self, input_batch: Any) -> None:
         pass
@@ -99,36 +96,15 @@ class TestRunners:
         assert runner.execute_model(scheduled("a", {"a": FAST}), 1) == ["fast"]
         assert runner.execute_model(scheduled("a", {"a": SERVER_LEVEL}), 1) == [ON]
 
-    def test_each_row_knows_the_length_of_its_prompt(self, runner: Any) -> None:
-        """Prompts of ``scheduled`` have 100 tokens plus the code of the request's name."""
-        lengths = {name: 100 + ord(name) for name in "abcd"}
-        runner.execute_model(scheduled("bca", dict.fromkeys("abc", SERVER_LEVEL)), 4)
-        assert runner.prompt_lens == [lengths["b"], lengths["c"], lengths["a"], 0]
-        runner.execute_model(scheduled("db", {"d": EXACT}, finished="a"), 2)
-        assert runner.prompt_lens == [lengths["d"], lengths["b"]]
-        runner.execute_model(scheduled("db"), 1)
-        assert runner.prompt_lens is None  # not all rows of the step
-
-    def test_a_prompt_of_embeddings_has_a_length(self) -> None:
-        request = SimpleNamespace(prompt_token_ids=None, prompt_embeds=torch.zeros(7, 4))
-        assert compat.prompt_length(request) == 7
-        assert compat.prompt_length(SimpleNamespace(prompt_token_ids=[1, 2])) == 2
-
     def test_of_a_batch_that_has_not_all_rows_of_its_step_nothing_is_known(self, runner: Any) -> None:
         assert runner.execute_model(scheduled("ab"), 1) == [ON]
         assert runner.execute_model(scheduled("ab", {"a": EXACT}), 1) is None
 
     def test_a_dummy_batch_has_nobodys_rows(self, runner: Any) -> None:
         runner.execute_model(scheduled("a", {"a": EXACT}), 1)
-        assert runner.requests.of_rows(4) == [UNKNOWN] * 4  # between steps
+        assert runner.requests.levels_of_rows(4) == [SERVER_LEVEL] * 4  # between steps
         if not hasattr(runner, "input_batch"):
             assert runner.execute_model(scheduled("a"), 4, dummy_run=True) == [ON] * 4
-
-
-TAIL: dict[str, Any] = {
-    "method": "anchor_attention", "params": {"theta": 0.0, "step_tiles": 1, "dense_tail": True},
-    "min_tokens": MIN_TOKENS,
-}  # fmt: skip
 
 
 class TestRows:
@@ -171,7 +147,7 @@ class TestRows:
     ) -> None:
         """If a release builds metadata without naming rows, all rows are exact, and no engine ends."""
         made, builder = layers
-        monkeypatch.setattr(Requests, "step", Step({"0": RowRequest(EXACT)}, {"0": 1}))
+        monkeypatch.setattr(Requests, "step", Step({"0": EXACT}, {"0": 1}))
         step = make_step(made[0], MIXED)
         for _ in range(2):
             metadata = builder.build(0, step.common)
@@ -183,36 +159,6 @@ class TestRows:
         assert counted["dense", Fallback.UNNAMED] >= 2 * len(SPARSE_ROWS)
         assert ("sparse", "") not in counted
         assert len([line for line in lines if Fallback.UNNAMED.explain in line]) == 1
-
-    def test_the_end_of_a_prompt_is_dense_whatever_the_chunk(self, built: Callable[..., Any], at_step: Any) -> None:
-        """Two requests at the same position: the prompt of the first ends there, and that of the second continues."""
-        (layer,), builder = built(0, **TAIL)
-        lengths = [(333, 300), (333, 300), (600, 40), (900, 100)]
-        ends = {"0": 633, "1": 5000, "2": 640, "3": 800}  # whole groups; the last prefills its output again
-        at_step([ON] * 4, list(ends.values()))
-        step = make_step(layer, lengths)
-        metadata = builder.build(0, step.common)
-        (slab,) = metadata.sparse.slabs
-        assert slab.rows.prompt_lens == tuple(ends.values())
-        out, dense = step.forward(layer, metadata), step.by_dense_backend(layer, builder)
-        same = [(out[step.tokens(row)] - dense[step.tokens(row)]).abs().amax((1, 2)) < 1e-5 for row in range(4)]
-        # Tiles begin at 333, 461 and 589: the last two reach into the tail, from 512 on.
-        assert bool(same[0][128:].all())
-        assert not bool(same[0][:128].all())
-        assert not bool(same[1][128:].all())
-        assert not bool(same[2].all())
-        assert bool(same[3].all())
-
-    def test_rows_of_prompts_that_are_not_known_run_dense(
-        self, built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        _, builder = built(0, **TAIL)
-        monkeypatch.setattr(Requests, "step", Step({}, {"0": 1}))
-        rows = builder.sparse_group.row_classifier.rows_of_step(make_common(MIXED), 0, 1)
-        assert {rows[row].kind.reason for row in SPARSE_ROWS} == {Fallback.UNNAMED}
-        _, builder = built(0, min_tokens=MIN_TOKENS, method="anchor_attention")
-        rows = builder.sparse_group.row_classifier.rows_of_step(make_common(MIXED), 0, 1)
-        assert {rows[row].kind.reason for row in SPARSE_ROWS} == {None}
 
     def test_each_row_keeps_the_share_that_its_request_gives(
         self, built: Callable[..., Any], at_step: Any, tmp_path: Any

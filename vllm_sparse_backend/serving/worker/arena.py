@@ -44,10 +44,6 @@ GROUP_TOKENS = 16 * TILE_TOKENS
 DEVICE_SHARE = 1 / 16
 """Maximum size of the arena, as a share of the device's memory, unless a single tile needs more."""
 
-LONGER_PROMPT = 1 << 30
-"""Length in tokens of the prompts that rows at start-up belong to. The rows end well before the prompts, so that
-methods with a dense tail (``dense_tail``) also select keys here."""
-
 
 class Arena(Workspace):
     """A workspace that uses torch to allocate tensors that do not fit, and logs the first of them."""
@@ -76,15 +72,12 @@ class SparseRow:
     token: int
     query_len: int
     context_len: int
-    prompt_len: int | None = None
 
     @staticmethod
     def sparse_of(row: BatchRow, number: int) -> "SparseRow":
         """Return the part of a batch's row that does not run on the dense backend."""
         num_dense = row.dense_end - row.token
-        return SparseRow(
-            number, row.dense_end, row.query_len - num_dense, row.context_len + num_dense, prompt_len=row.prompt_len
-        )
+        return SparseRow(number, row.dense_end, row.query_len - num_dense, row.context_len + num_dense)
 
     def chunks(self, query_tokens: int) -> list["SparseRow"]:
         """Cut the row into chunks."""
@@ -144,13 +137,11 @@ class Room:
 
 def kernel_rows(rows: Sequence[SparseRow], block_table: torch.Tensor) -> Rows:
     """Convert rows to the form that kernels accept."""
-    prompt_lens = tuple(row.prompt_len for row in rows if row.prompt_len is not None)
     return Rows(
         query_starts=tuple(row.token for row in rows),
         query_lens=tuple(row.query_len for row in rows),
         context_lens=tuple(row.context_len for row in rows),
         block_table=block_table[rows[0].number : rows[-1].number + 1],
-        prompt_lens=prompt_lens if len(prompt_lens) == len(rows) else None,
     )
 
 
@@ -159,7 +150,7 @@ def consecutive_rows(lengths: Sequence[tuple[int, int]]) -> list[SparseRow]:
     rows: list[SparseRow] = []
     for context_len, query_len in lengths:
         token = rows[-1].token + rows[-1].query_len if rows else 0
-        rows.append(SparseRow(len(rows), token, query_len, context_len, prompt_len=LONGER_PROMPT))
+        rows.append(SparseRow(len(rows), token, query_len, context_len))
     return rows
 
 

@@ -135,7 +135,7 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     has_heads = worker.streaming.count  # else long rows would need a launch
     return SparseGroup(
         tuple(impls),
-        RowClassifier(lengths, worker.requests, resolved.reads_prompt_length),
+        RowClassifier(lengths, worker.requests),
         counts_rows=first_sparse in impls,
         streaming_context_tokens=streaming.min_context_tokens if streaming and has_heads else None,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as values: the requests of its rows, how each row runs, and the parts that layers run dense and sparse.
+"""A step as values: the levels of its rows, how each row runs, and the parts that layers run dense and sparse.
 
 All of it follows from lengths and levels that the host knows, so nothing here waits for the device.
 """
@@ -26,25 +26,14 @@ TABLE_STEP = 16
 """Each row of a copied block table has a multiple of this number of entries."""
 
 
-# --- the requests of a step's rows ---
-
-
-class Request(NamedTuple):
-    """A request that a worker knows."""
-
-    level: RequestLevel = SERVER_LEVEL
-    prompt_len: int = 0
-
-
-UNKNOWN = Request()
-"""Request of a row that pads a batch, or that vLLM made up to warm up."""
+# --- the levels of a step's rows ---
 
 
 class Step:
-    """A step of a worker's runner while it runs."""
+    """A step of a worker's runner while it runs, and the levels of the worker's requests."""
 
-    def __init__(self, requests: Mapping[str, Request], scheduled: Mapping[str, int]) -> None:
-        self.requests, self.scheduled = requests, scheduled
+    def __init__(self, levels: Mapping[str, RequestLevel], scheduled: Mapping[str, int]) -> None:
+        self.levels, self.scheduled = levels, scheduled
         self.req_ids: Callable[[], Sequence[str]] = tuple
         """Returns the request of each row, once the runner has ordered the batch."""
 
@@ -56,18 +45,18 @@ class Requests:
     """None outside of steps and in vLLM's dummy runs."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, Request] = {}
+        self._levels: dict[str, RequestLevel] = {}
 
     @contextmanager
     def run_step(self, scheduler_output: Any) -> Iterator[Step]:
         """Update the requests, and let builders read the step while it runs."""
         for req_id in scheduler_output.finished_req_ids:
-            self._requests.pop(req_id, None)
+            self._levels.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
             extra_args = new.sampling_params.extra_args
             if is_checked(extra_args):
-                self._requests[new.req_id] = Request(level_in(extra_args), compat.prompt_length(new))
-        self.step = Step(self._requests, scheduler_output.num_scheduled_tokens)
+                self._levels[new.req_id] = level_in(extra_args)
+        self.step = Step(self._levels, scheduler_output.num_scheduled_tokens)
         try:
             yield self.step
         finally:
@@ -77,25 +66,22 @@ class Requests:
     def is_counted(self) -> bool:
         """Whether the step has a request of a client. Dummy runs and the requests of vLLM's warm-up have none."""
         step = self.step
-        return step is not None and any(req_id in step.requests for req_id in step.scheduled)
+        return step is not None and any(req_id in step.levels for req_id in step.scheduled)
 
-    def of_rows(self, num_rows: int, needs_prompts: bool = False) -> list[Request] | None:
-        """Return the request of each row of a batch; None if it cannot be known.
+    def levels_of_rows(self, num_rows: int) -> list[RequestLevel] | None:
+        """Return the level of each row of a batch; None if it cannot be known.
 
-        Rows are not looked up if all of them would get the default. ``needs_prompts`` requires their prompts' lengths.
+        Rows that pad a batch, or that vLLM made up to warm up, get the server's own level. Rows are not looked up if
+        all of them would get it.
         """
         step = self.step
-        if step is None or not (needs_prompts or self._has_levels(step)):
-            return [UNKNOWN] * num_rows
+        if step is None or all(step.levels.get(req_id, SERVER_LEVEL) == SERVER_LEVEL for req_id in step.scheduled):
+            return [SERVER_LEVEL] * num_rows
         req_ids = step.req_ids()
         if not 0 < len(req_ids) <= num_rows:
             return None
-        known = [step.requests.get(req_id, UNKNOWN) for req_id in req_ids]
-        return known + [UNKNOWN] * (num_rows - len(known))
-
-    @staticmethod
-    def _has_levels(step: Step) -> bool:
-        return any(step.requests.get(req_id, UNKNOWN).level != SERVER_LEVEL for req_id in step.scheduled)
+        levels = [step.levels.get(req_id, SERVER_LEVEL) for req_id in req_ids]
+        return levels + [SERVER_LEVEL] * (num_rows - len(levels))
 
 
 # --- how each row runs ---
@@ -114,7 +100,6 @@ class BatchRow:
     """Index in the step of the first query after the row's dense ones. In a sparse row, queries at positions below
     ``min_tokens`` are dense; in other rows, all are."""
     level: RequestLevel = SERVER_LEVEL
-    prompt_len: int | None = None
 
     @property
     def end(self) -> int:
@@ -134,8 +119,6 @@ class RowClassifier:
     lengths: Mapping[str, Lengths]
     """By level, the lengths from which rows run sparse."""
     requests: Requests
-    needs_prompts: bool = False
-    """Whether a method depends on the length of a row's prompt."""
     cuts_rows: bool = True
     """Whether a row that crosses ``min_tokens`` runs sparse from there on. Otherwise all of it runs dense."""
 
@@ -147,13 +130,13 @@ class RowClassifier:
             return ()
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         seq_lens = compat.host_seq_lens(common)
-        requests = self.requests.of_rows(common.num_reqs, self.needs_prompts)
-        batch_reason = Fallback.UNNAMED if requests is None else _dense_reason_of_batch(common, common_prefix_len)
-        requests = requests or [UNKNOWN] * common.num_reqs
+        levels = self.requests.levels_of_rows(common.num_reqs)
+        batch_reason = Fallback.UNNAMED if levels is None else _dense_reason_of_batch(common, common_prefix_len)
+        levels = levels or [SERVER_LEVEL] * common.num_reqs
         prefilling = [True] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
         rows = []
         for i, (start, end) in enumerate(pairwise(starts)):
-            query_len, seq_len, level = end - start, seq_lens[i], requests[i].level
+            query_len, seq_len, level = end - start, seq_lens[i], levels[i]
             if query_len == 0:
                 kind = PADDING_ROW
             elif query_len <= max_decode_tokens or not prefilling[i]:
@@ -166,8 +149,7 @@ class RowClassifier:
             context_len, dense_end = seq_len - query_len, end
             if kind.path == SPARSE:
                 dense_end = start + max(self.lengths[level.name].min_tokens - context_len, 0)
-            prompt_len = requests[i].prompt_len if self.needs_prompts else None
-            rows.append(BatchRow(start, query_len, context_len, kind, dense_end, level, prompt_len))
+            rows.append(BatchRow(start, query_len, context_len, kind, dense_end, level))
         return rows
 
     def _dense_reason(self, query_len: int, seq_len: int, level: str) -> Fallback | None:

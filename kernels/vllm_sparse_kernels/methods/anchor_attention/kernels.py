@@ -15,6 +15,9 @@ from vllm_sparse_kernels.paged import load_keys, widen
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.pooled import is_read
 
+INITIAL = Constant(128)
+"""Keys of the paper's initial block, which every query attends to."""
+
 WORD = Constant(32)
 """Keys whose votes form one word."""
 
@@ -46,7 +49,6 @@ class VoteShape(NamedTuple):
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     GROUP: Any  # query heads of a kv head
-    INITIAL: Any  # keys of the initial region
     PAGE: Any  # tokens of a page
     PRECISION: Any  # ``input_precision`` of ``tl.dot`` for float32
     BLOCK_N: Any  # keys of a step
@@ -133,7 +135,7 @@ def anchor_kernel(
     i_head = tl.load(heads + tl.program_id(1))
     i_row, token, length, first = load_tile(tiles, i_tile)
     start = tl.load(groups.tile_windows + i_tile * TILE_FIELDS)
-    if start > SHAPE.INITIAL:
+    if start > INITIAL:
         o_m = tl.arange(0, VOTING.BLOCK_M)
         o_d = tl.arange(0, SHAPE.BLOCK_D)
         in_tile = o_m < length
@@ -168,7 +170,7 @@ def _region_max(b_q, o_m, source, start, first, SHAPE):
     """Compute row maxima [BLOCK_M] of q·k over the initial block and the window, for queries at positions ``o_m``."""
     b_max = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
     # As one run of positions that ends with the window; only blocks past the tile's first query need a mask.
-    head = start - SHAPE.INITIAL
+    head = start - INITIAL
     full = head + (first + 1 - head) // SHAPE.BLOCK_N * SHAPE.BLOCK_N
     for i in range(head, full, SHAPE.BLOCK_N):
         position = tl.where(i < start, i - head, i)
@@ -216,13 +218,13 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
     i_first = tl.load(groups.row_starts + i_row)
     num_pairs = (tl.load(groups.row_starts + i_row + 1) - i_first) * SHAPE.GROUP
     group = groups.table + (i_first + o_pair // SHAPE.GROUP) * GROUP_FIELDS
-    b_end = tl.load(group, mask=o_pair < num_pairs, other=0) - SHAPE.INITIAL  # candidates of each pair's group, if any
+    b_end = tl.load(group, mask=o_pair < num_pairs, other=0) - INITIAL  # candidates of each pair's group, if any
     end = tl.minimum(tl.max(b_end, 0), begin + VOTE_SPLIT)
     if (begin < end) & is_read(i_kv, heads, num_heads, SHAPE.GROUP):
         b_head = i_kv * SHAPE.GROUP + o_pair % SHAPE.GROUP
         b_offset = tl.load(group + LIST_OFFSET, mask=o_pair < num_pairs, other=0)
         b_word = b_head.to(tl.int64) * groups.num_words + b_offset // WORD
-        source = KeySource(keys, k_matrix, matrix, i_row, i_kv, SHAPE.INITIAL + end)
+        source = KeySource(keys, k_matrix, matrix, i_row, i_kv, INITIAL + end)
         row_voters = RowVoters(voters, groups.table + i_first * GROUP_FIELDS, num_pairs, i_kv * SHAPE.GROUP, num_tiles)
         most = 0
         if VOTE.ONE_PASS:
@@ -230,7 +232,7 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
         else:
             most = tl.max(tl.load(group + NUM_TILES, mask=o_pair < num_pairs, other=0), 0) * VOTE.VOTERS
         for candidate in range(begin, end, SHAPE.BLOCK_N):
-            b_k = _load_block(source, SHAPE.INITIAL + candidate, SHAPE)
+            b_k = _load_block(source, INITIAL + candidate, SHAPE)
             if VOTE.ONE_PASS:
                 b_lead = _leads(b_k, b_q, b_anchor, scale, PAIRS, SHAPE.PRECISION)
             else:
@@ -280,7 +282,7 @@ def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def blocks_kernel(groups, index, heads, num_tiles, INITIAL: tl.constexpr, INDEX_N: tl.constexpr, ANY: tl.constexpr):
+def blocks_kernel(groups, index, heads, num_tiles, INDEX_N: tl.constexpr, ANY: tl.constexpr):
     """Write the list of blocks of a tile and head: the anchor region, and blocks of which the group keeps all keys.
 
     With ANY, a block is listed if the group keeps at least one of its keys, and the tile has no stripes.
@@ -333,7 +335,7 @@ def _bits(b_words):
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def stripes_kernel(groups, index, heads, num_tiles, INITIAL: tl.constexpr, INDEX_N: tl.constexpr):
+def stripes_kernel(groups, index, heads, num_tiles, INDEX_N: tl.constexpr):
     """Write a stretch of one group's stripes for one head.
 
     The program of the last stretch also writes the counts of all tiles.
@@ -360,7 +362,7 @@ def stripes_kernel(groups, index, heads, num_tiles, INITIAL: tl.constexpr, INDEX
         for i in range(begin, tl.minimum(begin + LIST_SPLIT, num_candidates), LIST_STEP):
             o_b = i // INDEX_N + tl.arange(0, LIST_STEP // INDEX_N)
             b_kept = _bits(_stripe_words(words, o_b, o_b < num_candidates // INDEX_N, INDEX_N))
-            count = append(target, count, INITIAL + i + tl.arange(0, LIST_STEP), tl.reshape(b_kept, [LIST_STEP]) != 0)
+            count = append(target, count, i + tl.arange(0, LIST_STEP) + INITIAL, tl.reshape(b_kept, [LIST_STEP]) != 0)
         if begin + LIST_SPLIT >= num_candidates:
             for i in range(0, tl.load(group + NUM_TILES), 32):
                 o_t = i + tl.arange(0, 32)

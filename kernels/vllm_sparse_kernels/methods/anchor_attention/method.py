@@ -27,30 +27,22 @@ Choices where the paper is ambiguous, and deviations from it:
 * If a chunk ends within a group, only the tiles of the current step vote; votes of earlier chunks are not kept.
 * A row's last tile may be short: averages are over the queries that it has.
 * If a group keeps all keys of an index block, the block is listed as a block and not as stripes. The kept keys are the
-  same, but a stripe costs ``attend`` about twice as much as a key of a block. Initial region and group starts are
+  same, but a stripe costs ``attend`` about twice as much as a key of a block. Initial block and group starts are
   multiples of 128, so no block straddles a border, and a group that keeps everything has no stripes.
 
-**The authors' released code** differs from the paper in five ways:
+**The authors' released code** differs from the paper in five ways, none of which this module follows:
 
 * It runs only on the first n − n mod span tokens of a prompt of n tokens, and computes the remaining queries densely.
-  ``dense_tail`` does the same. Of 48 questions inside a prompt of 12,000 tokens (code-lm-29m-128k, θ = 12, step 16) the
-  paper's rule answers 6 and the released code 26: all 15 that are asked in the dense tail, all 6 whose fact lies in the
-  first 2,048 tokens, and none of the 22 that need other distant keys. So ``dense_tail`` helps the end of a prompt, but
-  does not improve the method. Tests that ask at a prompt's end mostly measure the tail.
-* Its initial region is the first group (2,048 keys), not the first block (128 keys), also for x_a. ``first_group`` does
-  the same. The released code counts a key of the first group twice if it also passes the vote; here it counts once.
+  Of 48 questions inside a prompt of 12,000 tokens (code-lm-29m-128k, θ = 12, step 16) the paper's rule answers 6 and
+  the released code 26: all 15 that are asked in the dense tail, all 6 whose fact lies in the first 2,048 tokens, and
+  none of the 22 that need other distant keys. Tests that ask at a prompt's end mostly measure the tail.
+* Its initial region is the first group (2,048 keys), not the first block (128 keys), also for x_a. It counts a key of
+  the first group twice if the key also passes the vote.
 * It never attends to the 128 keys before a group: its window begins with the group, and its vote ends 128 keys before.
-  One of its kernels counts blocks from 1 as the paper does, and the other counts from 0. This is therefore a mistake,
-  and there is no option for it: these keys are the nearest to the group's first queries, and leaving out 128 of
-  thousands saves no measurable time.
+  One of its kernels counts blocks from 1 as the paper does, and the other counts from 0. This is therefore a mistake:
+  these keys are the nearest to the group's first queries, and leaving out 128 of thousands saves no measurable time.
 * It compares scores and anchors in half precision and in units of log2. This module compares in float32.
 * It accepts no prefix or chunk: all queries of a prompt run at once.
-
-**dense_tail in a server.** The tail begins at n − n mod span, where n is the length of the request's prompt. A chunk
-cannot see that length, so ``Rows.prompt_lens`` passes it. Tail queries are therefore dense at any chunk size. Positions
-after the prompt, which a preempted request prefills again, count as tail. A tile that begins before the tail and
-reaches into it is entirely dense. The tail depends on the prompt's length, and so do cached keys and values of the last
-incomplete group: a longer prompt that shares this prefix reads the keys and values of the shorter prompt.
 
 **Targets of single queries.** A mean query cannot show them. In the layer of a trained model that copies
 (code-lm-29m-128k, layer 5; 6,144 tokens; queries that produce answers whose facts lie between initial block and group),
@@ -92,6 +84,7 @@ from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     GROUP_FIELDS,
+    INITIAL,
     LIST_SPLIT,
     TILE_FIELDS,
     VOTE_SPLIT,
@@ -110,9 +103,6 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache, key_args, padded_dim, query_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.selection.parameters import require
-
-INITIAL_TOKENS = TILE_TOKENS
-"""Keys of the paper's initial block, which every query attends to."""
 
 VOTE_COLUMNS = 128
 """Voters of several heads and groups that one product multiplies with keys; a power of two for each head and group."""
@@ -184,8 +174,6 @@ class AnchorAttention(Method):
     step_tiles: int = 16
     sample_tokens: int = 0
     whole_blocks: bool = False
-    dense_tail: bool = False
-    first_group: bool = False
 
     def __post_init__(self) -> None:
         require(self.theta >= 0, "theta", self.theta, "a number >= 0, or infinity")
@@ -215,55 +203,31 @@ class AnchorAttention(Method):
         return self.step_tiles * TILE_TOKENS
 
     @property
-    def initial_tokens(self) -> int:
-        """Keys at the start of a sequence that every query attends to."""
-        return self.span_tokens if self.first_group else INITIAL_TOKENS
-
-    @property
-    def reads_prompt_length(self) -> bool:
-        """Whether the selection depends on ``Rows.prompt_lens``."""
-        return self.dense_tail
-
-    @property
     def least_prompt_tokens(self) -> int:
-        """Start of the first group that votes, which must be complete under ``dense_tail``."""
-        first_voting_start = self.initial_tokens + TILE_TOKENS
-        group_start = ceil_div(first_voting_start, self.span_tokens) * self.span_tokens
-        return group_start + self.span_tokens - 1 if self.dense_tail else group_start
+        """Start of the first group that votes."""
+        return ceil_div(INITIAL.value + TILE_TOKENS, self.span_tokens) * self.span_tokens
 
-    def groups_of(self, rows: Rows, dense_tail: bool) -> list[list[Group]]:
-        """Return the groups of every row, in the order of their tiles. A dense tail is one group."""
+    def groups_of(self, rows: Rows) -> list[list[Group]]:
+        """Return the groups of every row, in the order of their tiles."""
         offset, grouped = 0, []
         for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
             groups, first_tile, row_end = [], rows.tile_starts[row], rows.tile_starts[row + 1]
-            tail_tile = self._tail_tile(rows, row) if dense_tail else row_end
             for i_group in range(context_len // self.span_tokens, ceil_div(seq_len, self.span_tokens)):
                 tiles_until = ceil_div((i_group + 1) * self.span_tokens - context_len, TILE_TOKENS)
-                end_tile = min(rows.tile_starts[row] + tiles_until, tail_tile)
+                end_tile = min(rows.tile_starts[row] + tiles_until, row_end)
                 if first_tile < end_tile:
                     start = i_group * self.span_tokens
-                    num_candidates = max(start - self.initial_tokens, 0)
+                    num_candidates = max(start - INITIAL.value, 0)
                     groups.append(Group(start, first_tile, end_tile - first_tile, offset, num_candidates))
                     offset += num_candidates
                     first_tile = end_tile
-            if tail_tile < row_end:
-                groups.append(Group(0, tail_tile, row_end - tail_tile, offset, 0))
             grouped.append(groups)
         return grouped
-
-    def _tail_tile(self, rows: Rows, row: int) -> int:
-        """Return the number of the row's first tile with a query in a dense tail; the row's end if there is none."""
-        row_start, row_end = rows.tile_starts[row], rows.tile_starts[row + 1]
-        tail_start = rows.prompt_ends[row] // self.span_tokens * self.span_tokens
-        if tail_start >= rows.seq_lens[row]:
-            return row_end
-        return row_start + max(tail_start - rows.context_lens[row], 0) // TILE_TOKENS
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         if self.whole_blocks:
             return StripeLayout.none(rows)
-        # Lists have room for any prompt length, because memory must not depend on it.
-        groups = [group for of_row in self.groups_of(rows, dense_tail=False) for group in of_row]
+        groups = [group for of_row in self.groups_of(rows) for group in of_row]
         offsets = tuple(group.offset for group in groups for _ in range(group.num_tiles))
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
@@ -273,8 +237,7 @@ class AnchorAttention(Method):
 
     def select(self, call: Call) -> None:
         index, rows, empty = call.index, call.rows, call.index.workspace.empty
-        key = Groups, self.step_tiles, self.first_group, self.dense_tail
-        groups = rows.once(key, lambda: Groups.of(rows, self.groups_of(rows, self.dense_tail)))
+        groups = rows.once((Groups, self.step_tiles), lambda: Groups.of(rows, self.groups_of(rows)))
         shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), padded_dim(call.cache.head_dim)
         voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(call.q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
@@ -296,7 +259,6 @@ class AnchorAttention(Method):
                 HEAD_DIM=cache.head_dim,
                 BLOCK_D=block_d,
                 GROUP=group,
-                INITIAL=self.initial_tokens,
                 PAGE=cache.page_size,
                 PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
                 BLOCK_N=block_n,
@@ -339,13 +301,13 @@ class AnchorAttention(Method):
         index, rows, heads = call.index, call.rows, call.head_ids
         blocks_kernel[(rows.num_tiles, len(heads))](
             args, index.args, heads, rows.num_tiles,
-            INITIAL=self.initial_tokens, INDEX_N=index.block_tokens, ANY=self.whole_blocks,
+            INDEX_N=index.block_tokens, ANY=self.whole_blocks,
         )  # fmt: skip
         if self.whole_blocks:
             return
         stripes_kernel[(max(ceil_div(groups.largest, LIST_SPLIT.value), 1), len(groups.table), len(heads))](
             args, index.args, heads, rows.num_tiles,
-            INITIAL=self.initial_tokens, INDEX_N=index.block_tokens,
+            INDEX_N=index.block_tokens,
         )  # fmt: skip
 
 

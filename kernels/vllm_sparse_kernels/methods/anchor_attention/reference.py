@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention (Zhang et al., 2025), equations 1 and 2 and section 3.4, in plain torch.
 
-``method.py`` describes the interpretation of the paper, deviations from it, and options of the authors' code.
+``method.py`` describes the interpretation of the paper, and deviations from it.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.methods.anchor_attention.kernels import INITIAL
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, Tile
+from vllm_sparse_kernels.rows import TILE_TOKENS, Tile
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -21,9 +22,10 @@ if TYPE_CHECKING:
 def select_anchor_attention(call: Call) -> None:
     """Fill the lists of the call's heads in plain torch, as ``AnchorAttention.select`` does with kernels."""
     method, q, index, rows = call.method, call.q, call.index, call.rows
-    initial = method.initial_tokens
+    initial, span_tokens = INITIAL.value, call.method.span_tokens
     keys = [keys for _, _, keys in rows_of(call)]
-    row_and_start = [(tile.row, window_start(method, rows, tile)) for tile in rows.tile_list]
+    # A tile belongs to the group of its first query; groups lie at multiples of the span.
+    row_and_start = [(tile.row, tile.position // span_tokens * span_tokens) for tile in rows.tile_list]
     for (row, start), members in groupby(enumerate(rows.tile_list), lambda numbered: row_and_start[numbered[0]]):
         tiles = list(members)
         for head, head_method in zip(call.heads.heads, call.heads.methods, strict=True):
@@ -41,19 +43,6 @@ def select_anchor_attention(call: Call) -> None:
                 index.set_stripes(head, i_tile, kept)  # only positions outside the blocks
 
 
-def window_start(method: "AnchorAttention", rows: Rows, tile: Tile) -> int:
-    """Return where the window of a tile begins: with its group, or at 0 in the dense tail.
-
-    Groups lie at multiples of the span. A tile belongs to the group of its first query, and to the dense tail if any of
-    its queries does.
-    """
-    span_tokens = method.step_tiles * TILE_TOKENS
-    tail_start = rows.prompt_ends[tile.row] // span_tokens * span_tokens
-    if method.dense_tail and tile.last_position >= tail_start:
-        return 0
-    return tile.position // span_tokens * span_tokens
-
-
 def anchor_differences(
     method: "AnchorAttention", tiles: Sequence[Tile], q: torch.Tensor, k: torch.Tensor, start: int, scale: float
 ) -> torch.Tensor:
@@ -62,7 +51,7 @@ def anchor_differences(
     With ``sample_tokens`` = n, compute x_a − Q Kᵀ · scale for the last of every n queries of a tile, and for the last
     of the remainder at its end.
     """
-    initial, sample_tokens = method.initial_tokens, method.sample_tokens
+    initial, sample_tokens = INITIAL.value, method.sample_tokens
     future = torch.ones(TILE_TOKENS, TILE_TOKENS, dtype=torch.bool, device=q.device).triu(1)
     differences = []
     for tile in tiles:
