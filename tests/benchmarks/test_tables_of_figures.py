@@ -11,7 +11,7 @@ import pytest
 from benchmarks.figures import read_figures
 from tests.helpers.external_tools import ROOT
 from vllm_sparse_backend.config.crossover_table import AUTO, LayerSize, Place, load_crossover, resolve_lengths
-from vllm_sparse_backend.config.method_parameters import ALIASES
+from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_kernels.methods import METHODS
 
 HALF_A_UNIT = Decimal("0.5")
@@ -351,7 +351,7 @@ def test_dense_prompts(row: list[str]) -> None:
     """The shortest prompt, without a cached prefix and in one row, that runs sparse with the default method."""
     device, num_heads, head_dim, weights, dense_below, dense_positions = row
     size = LayerSize(1, 1) if head_dim == "any" else LayerSize(number(num_heads) * number(head_dim), number(weights))
-    method = METHODS[ALIASES["default"]].parameters()
+    method = METHODS[PRESETS["default"]].parameters()
     lengths = resolve_lengths(AUTO, AUTO, [method], load_crossover(), Place(DEVICES[device], "hopper", size))
     assert lengths.min_tokens == number(dense_positions)
     shortest = next(length for length in range(1, 200_000) if lengths.dense_reason(length, length) is None)
@@ -359,7 +359,7 @@ def test_dense_prompts(row: list[str]) -> None:
 
 
 def test_crossovers_by_engine() -> None:
-    default = METHODS[ALIASES["default"]].parameters()
+    default = METHODS[PRESETS["default"]].parameters()
     measured = {
         (entry.num_heads, entry.num_kv_heads, entry.head_dim, entry.engine): entry.min_tokens
         for entry in load_crossover().entries

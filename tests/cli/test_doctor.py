@@ -260,6 +260,13 @@ def test_the_length_from_which_a_device_runs_sparse(
     assert finding.status == ("note" if "nothing" in says else "ok")
 
 
+def test_a_model_whose_widths_cannot_be_read_has_a_length(tmp_path: Path) -> None:
+    """A server runs it, with the lengths of the most similar layers that it knows."""
+    model = CheckedModel.read(model_folder(tmp_path, LLAMA_8B | {"intermediate_size": "wide"}))
+    finding = doctor.first_sparse_length(model, ModelShape.from_config(LLAMA_8B), "NVIDIA H200", "hopper")
+    assert "for prompts of at least" in finding.text
+
+
 def test_layers_without_softmax_attention_have_names(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, LLAMA | {"layer_types": ["linear_attention", "mamba", FULL] * 2})
     subjects = [finding.subject for finding in doctor.layer_findings(CheckedModel.read(folder))]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.layer_weights import layer_sizes, mean_layer_weights
+from vllm_sparse_backend.config.layer_weights import layer_weights_if_known, mean_layer_weights
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
 
@@ -25,9 +25,9 @@ QWEN3_30B_A3B = {
 WEIGHTS_8B = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336
 
 
-def weights_of(config: dict, folder: Path) -> int | None:
+def weights_of(config: dict, folder: Path) -> int:
     (folder / "config.json").write_text(json.dumps(config))
-    return mean_layer_weights(read_config(folder), ModelShape.from_folder(folder))
+    return mean_layer_weights(read_config(folder), ModelShape.from_folder(folder), str(folder / "config.json"))
 
 
 def test_attention_and_feed_forward_layers_count(tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_widths_that_differ_between_layers_count_as_their_mean(tmp_path: Path) -
 def test_kinds_of_layers_that_are_numbers_count_as_attention(tmp_path: Path) -> None:
     """A server reads the sizes of every model, and must not stop."""
     config = {**LLAMA_8B, "layer_types": [0, 1] * 16}
-    assert mean_layer_weights(config, ModelShape.from_config(config)) == WEIGHTS_8B
+    assert mean_layer_weights(config, ModelShape.from_config(config), "config.json") == WEIGHTS_8B
 
 
 @pytest.mark.parametrize("width", ["wide", [1, "2"], -1, 10**400], ids=["text", "list", "negative", "huge"])
 def test_a_width_that_is_no_number_names_its_file(width: object, tmp_path: Path) -> None:
     config = {**LLAMA_8B, "intermediate_size": width}
     with pytest.raises(ConfigurationError, match=r"config.json: intermediate_size: .*one number for all layers"):
-        next(layer_sizes(config, ModelShape.from_config(config), "config.json"))
-    assert weights_of(config, tmp_path) is None
+        weights_of(config, tmp_path)
+    assert layer_weights_if_known(config, ModelShape.from_config(config)) is None

@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.crossover_cases import entry, written
 from tests.helpers.folders import LLAMA_8B, model_folder
 from vllm_sparse_backend.config.crossover_table import NEVER, Entry, Lengths, load_crossover
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.evaluation import crossover_bench
 from vllm_sparse_backend.evaluation.client import Endpoint, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
@@ -118,5 +119,5 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="--longest: given 3,000, expected enough tokens"):
         lengths_to_measure(3000)
     model = model_folder(tmp_path / "model", LLAMA_8B | {"intermediate_size": "wide"})
-    with pytest.raises(BenchError, match="does not tell the widths"):
+    with pytest.raises(ConfigurationError, match="intermediate_size: given 'wide'"):
         Crossover(model, Settings({"method": "top_p"}), 131_072, "").measure(Progress())

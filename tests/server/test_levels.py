@@ -165,7 +165,11 @@ class TestConfiguredByNestedYaml:
         levels = {"everything": server_levels.ALL["everything"], "strided": {"default": STRIDED}}
         env = example_package.install(folder / "installed")
         profile = {"format": 1, "model": "any", "min_tokens": server_levels.MIN_TOKENS, "min_query_tokens": 1}
-        profile |= {"level": "mass", "default": {"method": "top_p", "kept_mass": 0.6}, "levels": levels}
+        profile |= {
+            "level": "mass",
+            "default": {"method": "top_p", "kept_mass": 0.6, "peak_share": 0.2},
+            "levels": levels,
+        }
         (folder / "profile.yaml").write_text(yaml.safe_dump(profile))
         config = {
             "attention-backend": "sparse-prefill",

@@ -23,7 +23,7 @@ from vllm_sparse_backend.cli.common import MaybeModel
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.config.layer_weights import mean_layer_weights
+from vllm_sparse_backend.config.layer_weights import layer_weights_if_known
 from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of
@@ -267,7 +267,7 @@ def first_sparse_length(model: CheckedModel, shape: ModelShape, device: str, eng
     from vllm_sparse_backend.config.profile import ON
     from vllm_sparse_backend.config.resolved import Resolved
 
-    weights = mean_layer_weights(model.config, shape)
+    weights = layer_weights_if_known(model.config, shape)
     lengths = Resolved.from_additional_config(None, shape, weights, device).lengths(ON, [engine])
     longest = model.max_positions or max(attention_share.LENGTHS_TOKENS)
     why = "".join(f"; {text}" for text in lengths.notes)

@@ -35,13 +35,15 @@ UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "
 """Models whose feed-forward layers have two matrices. Other models have a third, the gate."""
 
 
-def mean_layer_weights(config: Mapping[str, Any], shape: ModelShape) -> int | None:
-    """Return the weights of linear layers that apply to each token, mean over a model's layers.
+def mean_layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str) -> int:
+    """Return the weights of linear layers that apply to each token, mean over a model's layers."""
+    return round(fmean(weights for weights, _ in layer_sizes(config, shape, source)))
 
-    None if the config does not tell.
-    """
+
+def layer_weights_if_known(config: Mapping[str, Any], shape: ModelShape) -> int | None:
+    """Return the same, or None if the config does not tell: a server runs any model."""
     try:
-        return round(fmean(weights for weights, _ in layer_sizes(config, shape, "config")))
+        return mean_layer_weights(config, shape, "config.json")
     except ConfigurationError:
         return None
 

@@ -19,7 +19,7 @@ from vllm_sparse_backend.config.ranges import MOST_COUNT
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 
-ALIASES = {"default": "top_p", "minference": "vertical_slash", "streaming": "a_shape"}
+PRESETS = {"default": "top_p", "minference": "vertical_slash", "streaming": "a_shape"}
 """Other names of methods.
 
 ``default`` is the cheapest method that lost no answers of dense attention on third-party models (table in
@@ -30,14 +30,14 @@ StreamingLLM's pattern.
 
 def method_names() -> list[str]:
     """List every name that ``make_method`` accepts."""
-    return sorted({*METHODS, *ALIASES})
+    return sorted({*METHODS, *PRESETS})
 
 
 def make_method(name: object, params: Mapping[str, Any]) -> Method:
     """Build a method from its name and parameters."""
     if not isinstance(name, str) or name not in method_names():
         raise ValueError(f"method: {not_one_of(name, method_names())}")
-    method = ALIASES.get(name, name)
+    method = PRESETS.get(name, name)
     parameters = METHODS[method].parameters
     adapters = _adapters(parameters)
     problems, values = [], {}

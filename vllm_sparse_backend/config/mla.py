@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from vllm_sparse_backend.config.crossover_table import AUTO
 from vllm_sparse_backend.config.errors import format_value
 from vllm_sparse_backend.config.keys import KEY, OPTION
-from vllm_sparse_backend.config.method_parameters import ALIASES, format_call
+from vllm_sparse_backend.config.method_parameters import PRESETS, format_call
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.mla import MlaMethod
@@ -20,7 +20,7 @@ ENGINE = "mla"
 PARAMETERS = {"a_shape": ("sink_tokens", "local_tokens"), "top_p": ("kept_mass", "most_tokens")}
 """The methods that exist for MLA, with the parameters that they have there."""
 
-METHOD_NAMES = (*PARAMETERS, *(alias for alias, method in ALIASES.items() if method in PARAMETERS))
+METHOD_NAMES = (*PARAMETERS, *(preset for preset, method in PRESETS.items() if method in PARAMETERS))
 
 SUPPORTED = {
     "method", "params", "min_tokens", "min_query_tokens", "dense_layers", "requests", "metrics_interval_s",
@@ -50,7 +50,7 @@ def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
             f"{place}.method: given {config.method!r}, expected one of {', '.join(METHOD_NAMES)}: no other method "
             "exists for multi-head latent attention"
         )
-    name = ALIASES.get(config.method, config.method)
+    name = PRESETS.get(config.method, config.method)
     for field, value in config.params.items():
         if field not in PARAMETERS[name]:
             yield (

@@ -149,7 +149,7 @@ class Crossover:
 
     def measure(self, progress: Progress) -> tuple[str, list[Cell]]:
         """Return the server's engine, and the cells."""
-        self.model_size()  # fails before the measurement
+        self.model_size()  # a model that cannot be read fails before the measurement
         workload, cells = self.workload, list[Cell]()
         progress.begin(f"crossover of {self.settings}", 2 * workload.num_requests)
         with opened(self.contestants(), progress) as servers:
@@ -165,10 +165,7 @@ class Crossover:
     def model_size(self) -> tuple[ModelShape, int]:
         """Return the model's shape, and the mean weights of its linear layers."""
         shape = ModelShape.from_folder(self.model)
-        weights = mean_layer_weights(read_config(self.model), shape)
-        if weights is None:
-            raise BenchError(f"{self.model}: its config.json does not tell the widths of its linear layers")
-        return shape, weights
+        return shape, mean_layer_weights(read_config(self.model), shape, str(self.model))
 
     def entry(self, device: str, engine: str, lengths: Lengths, command: str) -> Entry:
         """Return the table's entry."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.carried import Carried
-from vllm_sparse_backend.config.layer_weights import mean_layer_weights
+from vllm_sparse_backend.config.layer_weights import layer_weights_if_known
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
@@ -41,7 +41,7 @@ def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
 def resolve(vllm_config: VllmConfig, tp_rank: int | None = None) -> Resolved:
     """Resolve the settings for the served model, or for the heads of one tensor-parallel rank."""
     shape = compat.model_shape(vllm_config)
-    weights = mean_layer_weights(compat.hf_config(vllm_config), shape)
+    weights = layer_weights_if_known(compat.hf_config(vllm_config), shape)
     rank_of = (0, 1) if tp_rank is None else (tp_rank, vllm_config.parallel_config.tensor_parallel_size)
     return _resolved(_text_of(vllm_config), shape, weights, compat.device_name(), *rank_of)
 

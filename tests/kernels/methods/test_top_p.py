@@ -264,10 +264,11 @@ def test_hopper_and_portable_masses_agree(head_dim, dtype, monkeypatch) -> None:
         pytest.skip(f"no Hopper kernels here: {reason}")
     batch = make_batch([(20_000, 700), (0, 2049), (5000, 1)], (8, 2, head_dim), 16, dtype)
     ours = masses_of(METHOD, batch, monkeypatch)
-    few, many = (masses_of(replace(METHOD, peak_share=0.2 * by), batch, monkeypatch) < 0 for by in (1.2, 1 / 1.2))
+    share = TopP().peak_share
+    few, many = (masses_of(replace(METHOD, peak_share=share * by), batch, monkeypatch) < 0 for by in (1.2, 1 / 1.2))
     monkeypatch.setattr(module, "hopper_refusal", lambda spec: "not in this half of the test")
     theirs = masses_of(METHOD, batch, monkeypatch)
-    peaks = masses_of(replace(METHOD, peak_share=0.2), batch, monkeypatch) < 0
+    peaks = masses_of(replace(METHOD, peak_share=share), batch, monkeypatch) < 0
     assert bool(peaks.any())
     for i_tile, tile in enumerate(batch.rows.tile_list):
         diagonal = tile.position // 128 * 4  # only the sum of the diagonal blocks is comparable

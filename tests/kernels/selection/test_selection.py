@@ -27,7 +27,7 @@ from vllm_sparse_kernels.pair_counts import CHUNK_LISTS, add_listed_pairs
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection import lines, pooled, slabs
 
-TOP_P = TopP(0.2, sink_tokens=32, local_tokens=128, most_tokens=None)
+TOP_P = TopP(0.2, sink_tokens=32, local_tokens=128, most_tokens=None, peak_share=0.2)
 LINES = VerticalSlash(30, 10, 64, 5, 5)
 HEADS_OF_SALE = [Sale(0.3), Sale(0.2)]
 

@@ -173,6 +173,7 @@ class TestRows:
                 "most_tokens": None,
                 "sink_tokens": 0,
                 "local_tokens": 128,
+                "peak_share": 0.2,
             }
             heads = {0: by_mass, 1: by_mass | {"kept_mass": share if share < 0.9 else 1.0}}
             path = profile_file(tmp_path, default={"method": "a_shape"}, layers={0: {"heads": heads}})

@@ -17,8 +17,8 @@ default, so that attention over the kept blocks is exact to rounding.
 
 * It recommends the calls whose names contain ``topk``, and states "we do not recommend" for the cumulative calls. In
   place of step 3 they keep the ⌊share · K⌋ blocks of the largest P^, at least 1. K counts all key blocks of the call,
-  not only the causal blocks. The recommended share is 0.5, with θ = −0.1; no block is below this θ. Not implemented: on
-  SmolLM2 it kept 0.55 of the answers at 16,384 tokens and 0.38 at 65,536, computing 0.56 of the pairs.
+  not only the causal blocks. The recommended share is 0.5, with θ = −0.1; no block is below this θ. It is not
+  implemented, because it loses half of the answers (docs/research/papers.md).
 * Its cumulative cut follows the paper's listing. It keeps blocks while the sum is at most τ, but at least 1 block. It
   therefore stops one block earlier than the paper's text.
 * No diagonal block is forced: a tile may drop the keys at its own queries.
