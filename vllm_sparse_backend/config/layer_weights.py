@@ -41,7 +41,7 @@ def mean_layer_weights(config: Mapping[str, Any], shape: ModelShape, source: str
 
 
 def layer_weights_if_known(config: Mapping[str, Any], shape: ModelShape) -> int | None:
-    """Return the same, or None if the config does not tell: a server runs any model."""
+    """Return ``mean_layer_weights``; None if the config does not tell, because a server runs such models too."""
     try:
         return mean_layer_weights(config, shape, "config.json")
     except ConfigurationError:

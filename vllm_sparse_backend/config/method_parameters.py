@@ -22,7 +22,7 @@ from vllm_sparse_kernels.methods.base import Method
 PRESETS = {"default": "top_p", "minference": "vertical_slash", "streaming": "a_shape"}
 """Other names of methods.
 
-``default`` is the cheapest method that lost no answers of dense attention on third-party models (table in
+``default`` is the cheapest method that keeps nearly all answers of dense attention on third-party models (table in
 docs/research/quality.md). ``minference`` is MInference's pattern without a profile, ``streaming`` is
 StreamingLLM's pattern.
 """

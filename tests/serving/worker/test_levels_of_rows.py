@@ -47,7 +47,7 @@ def scheduled(order: str, new: Mapping[str, RequestLevel] | None = None, finishe
 
 
 class Runner:
-    """A runner of vLLM as the hooks use it. Its steps return each row's level."""
+    """What the hooks use of vLLM's runner. A step returns the level of each row."""
 
     def __init__(self, is_newer: bool) -> None:
         if not is_newer:

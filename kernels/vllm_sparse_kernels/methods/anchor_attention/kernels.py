@@ -16,7 +16,7 @@ from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, l
 from vllm_sparse_kernels.selection.pooled import is_read
 
 INITIAL = Constant(128)
-"""Keys of the paper's initial block, which every query attends to."""
+"""Length of the paper's initial block in keys. Every query attends to it."""
 
 WORD = Constant(32)
 """Keys whose votes form one word."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorAttention (Zhang et al., 2025), equations 1 and 2 and section 3.4, in plain torch.
 
-``method.py`` describes the interpretation of the paper, and deviations from it.
+``method.py`` says how we read the paper, and where the method differs from it.
 """
 
 from collections.abc import Sequence
