@@ -32,9 +32,9 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	@$(BIN)/pytest $(SIDE_BY_SIDE) --durations=15
 
-# On a card: its tests, then README's figures for it, into docs/results; twenty minutes at most.
+# The tests that need a card.
 gpu: $(INSTALLED)
-	@$(BIN)/python -m benchmarks.gpu
+	@$(BIN)/pytest -m gpu -n $(JOBS) --dist loadgroup
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
