@@ -40,7 +40,6 @@ PAPERS = (
     Setting("sparge_attn", "SpargeAttn", (-20, -15)),
     Setting("sparge_attn kept_mass=0.998", "SpargeAttn 0.998", (-64, -20)),
     Setting("sale", "SALE", (-12, 8)),
-    Setting("sale tau=0.05,channels=half", "SALE, τ 0.05, half", (-4, -16)),
     Setting("vertical_slash", "vertical-slash", (8, -12)),
 )
 

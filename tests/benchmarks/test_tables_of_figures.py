@@ -167,7 +167,6 @@ ANSWERS_PROFILES = {
     "vertical_slash-answers": "MInference",
     "anchor_attention-answers": "AnchorAttention",
     "sparge_attn-answers": "SpargeAttn",
-    "sale-answers": "SALE",
     "flex_vertical_slash-answers": "FlexPrefill",
 }
 
@@ -206,7 +205,7 @@ def test_accuracy_and_speed_by_setting() -> None:
 
 def test_accuracy_and_ttft_by_setting() -> None:
     rows = table(QUALITY, "setting, 65,536 tokens", "answers ÷ stock's")
-    assert len(rows) == 9
+    assert len(rows) == 8
     for cell, answers, questions, perplexity, density, speed_up in rows:
         about = f"65,536 tokens, {cell.replace('`', '')}: "
         name = f"code-lm, {about}"

@@ -67,8 +67,8 @@ def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
 
 
 def test_steps_are_halved_where_one_number_differs():
-    ladder = [Sale(tau=0.2), Sale(tau=0.1), Sale(tau=0.1, channels="half"), Sale(tau=0.05, channels="half")]
-    between = [Sale(tau=0.15), Sale(tau=0.075, channels="half")]
+    ladder = [Sale(tau=0.2), Sale(tau=0.1), Sale(tau=0.1, int8_scores=True), Sale(tau=0.05, int8_scores=True)]
+    between = [Sale(tau=0.15), Sale(tau=0.075, int8_scores=True)]
     assert [setting for setting in halved(ladder) if setting not in ladder] == between
     blocks = [AShape(64, 128), AShape(64, 256)]
     assert halved(blocks) == blocks

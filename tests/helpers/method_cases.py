@@ -25,7 +25,7 @@ POISON = -7
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
     "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
-    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "sale": [{}, {"int8_scores": True}],
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0}],
     "top_p": [{}],

@@ -13,7 +13,6 @@ from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
 from vllm_sparse_kernels.methods.sale.scores import half_refusal, marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_channels
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
@@ -58,20 +57,6 @@ def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.
     return in_steps.round() * steps[:, None], steps, near
 
 
-def channels_of(batch: Batch, method: Sale, row: int, head: int) -> list[int]:
-    """Return the multiplied channels: all, or the half with the most energy, selected by a sort in plain Python."""
-    head_dim, group = batch.cache.head_dim, batch.num_heads // batch.cache.num_kv_heads
-    if method.channels == "all" or head_dim <= 32:
-        return list(range(head_dim))
-    q = batch.q[batch.rows.query_starts[row] :][: batch.rows.query_lens[row], head // group * group :][
-        :, :group
-    ].double()
-    k = row_parts(batch, row, head)[1]
-    energy = (k - k.mean(0)).square().mean(0) * (q - q.mean(0)).square().mean(0).sum(0)
-    heaviest = sorted(range(head_dim), key=lambda d: -float(energy[d]))
-    return sorted(heaviest[: {64: 32, 96: 64, 128: 64, 256: 128}[head_dim]])
-
-
 def compared_as(fits: bool = True) -> torch.dtype:
     """Return the dtype in which the kernel compares scores that fit (or do not fit) half precision."""
     in_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
@@ -88,11 +73,8 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
     q, k = row_parts(batch, row, head)
     j = torch.arange(len(k), device=DEVICE)
     smooth_k, smooth_q = k - k.mean(0), q - q.mean(0)
-    kept_d = channels_of(batch, method, row, head)
-    left_out = [d for d in range(k.shape[1]) if d not in kept_d]
-    k4, k_steps, k_near = rounded(smooth_k[:, kept_d], j // 32 * 4 + j % 8 // 2)
-    q4, q_steps, q_near = rounded(smooth_q[:, kept_d], torch.arange(len(q), device=DEVICE))
-    deviation = (smooth_q[:, left_out] ** 2 @ (smooth_k[:, left_out] ** 2).mean(0)).sqrt()
+    k4, k_steps, k_near = rounded(smooth_k, j // 32 * 4 + j % 8 // 2)
+    q4, q_steps, q_near = rounded(smooth_q, torch.arange(len(q), device=DEVICE))
     for i_tile in rows.tiles_of(row):
         tile = rows.tile_list[i_tile]
         blocks = regions(method, tile.position, tile.length_tokens)
@@ -112,8 +94,7 @@ def definition(batch: Batch, method: Sale, row: int, head: int):
             error = ERROR + half * scale * (2**-11 * (product + bias).abs() + 2**-10 * bias.abs())
             error = error + scale * 7 * q_steps[mine, None] * k_steps[middle] * (q_near[mine, None] + k_near[middle])
             for which, sign in enumerate((-1, 1)):
-                lowered = estimate + deviation[mine, None]
-                passed = (lowered * scale + sign * error - m).exp() / l >= method.tau
+                passed = (estimate * scale + sign * error - m).exp() / l >= method.tau
                 kept[which, i, method.sink_tokens // 32 : local // 32] = passed.any(0).view(-1, 32).any(1)
                 kept[which, i, num_blocks:] = False
         yield i_tile, kept[0], kept[1]
@@ -146,8 +127,7 @@ def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, Roun
     """Round all rows, whose keys fit a single slab."""
     index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
     call = batch.call(index, every_head(method, batch.num_heads))
-    kept_d = kept_channels(batch.cache.head_dim, method.channels == "half", sale_means.LEAST_CHANNELS)
-    means = sale_means.row_means(call, kept_d)
-    integers = RoundedFormat(kept_d, module.integer_dtype(batch.q.device))
+    means = sale_means.row_means(call)
+    dtype = module.integer_dtype(batch.q.device)
     (slab,) = slabs_of(batch.rows, batch.num_heads, marks_bytes)
-    return sale_rounding.round_queries(call, means, integers), sale_rounding.round_keys(call, means, slab, integers)
+    return sale_rounding.round_queries(call, means, dtype), sale_rounding.round_keys(call, means, slab, dtype)

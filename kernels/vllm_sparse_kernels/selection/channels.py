@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of a kv head's channels with the largest weight, and vectors reduced to these channels."""
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,13 +15,6 @@ class RoundedFormat(NamedTuple):
     dtype: torch.dtype
 
 
-@lru_cache(maxsize=64)
-def kept_channels(head_dim: int, half: bool, least: int) -> int:
-    """Return KEPT_D, the number of kept channels, including those that pad head_dim to a power of two."""
-    block_d = triton.next_power_of_2(head_dim)
-    return max(block_d // 2, least) if half and block_d > least else block_d
-
-
 @triton.jit
 def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constexpr):
     """Store the KEPT_D channels with the largest weights, in ascending order; ties go to lower channels."""
@@ -33,7 +25,6 @@ def keep_heaviest(channels, b_weight, HEAD_DIM: tl.constexpr, KEPT_D: tl.constex
     b_rank = tl.sum(((b_weight[None, :] > b_weight[:, None]) | b_equal).to(tl.int32), 1)
     b_kept = b_rank < KEPT_D
     tl.store(channels + tl.cumsum(b_kept.to(tl.int32), 0) - 1, o_d, mask=b_kept)
-    return b_kept
 
 
 @triton.jit

@@ -31,7 +31,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     ],
     "block_sparse": [{"top_blocks": 1}],
     "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
-    "sale": [{"tau": 0.3}, {"tau": 0.3, "channels": "half"}],
+    "sale": [{"tau": 0.3}],
     "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
     "sparge_attn": [
         {"kept_mass": 0.6, "min_similarity": 0.1},
@@ -127,7 +127,7 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
         "gamma": (0.0, 1.01, NAN), "max_stripes": (-1,), "last_queries": (257,), "estimating": ("first",),
     },
     "sale": {
-        "tau": (-0.1, 1.0, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130), "channels": ("most", 64),
+        "tau": (-0.1, 1.0, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130),
     },
     "share_prefill": {
         "max_sparsity": (-0.1,), "max_distance": (-0.1,), "gamma": (0.0, 1.1), "cluster": (-2,), "last_queries": (0,),

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tests.helpers.batches import every_head, random_batch
-from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, row_parts, select
+from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, select
 from tests.helpers.sale_cases import (
     assert_agrees,
-    channels_of,
     compared_as,
     definition,
     make_batch,
@@ -20,7 +19,7 @@ from tests.helpers.sale_cases import (
 )
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, scores as sale_scores
+from vllm_sparse_kernels.methods.sale import method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
 from vllm_sparse_kernels.methods.sale.rounding import (
@@ -28,7 +27,6 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     RoundedQueries,
 )
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.channels import kept_channels
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
@@ -44,11 +42,6 @@ CASES = [
     ([(477, 300), (0, 63), (801, 1)], 4, 2, 64, 16, 32, "HND", Sale(0.3)),
     ([(711, 130)], 6, 2, 64, 32, 32, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
     ([(513, 64)], 1, 1, 64, 16, 32, "NHD", Sale(0.2, sink_tokens=0)),
-    ([(477, 300), (0, 63), (801, 1)], 4, 2, 128, 16, 32, "HND", Sale(0.3, channels="half")),
-    ([(633, 130), (129, 1), (255, 2)], 6, 2, 96, 64, 64, "NHD", Sale(0.4, channels="half")),
-    ([(900, 70)], 8, 1, 256, 32, 32, "NHD", Sale(0.4, channels="half")),
-    ([(633, 300), (0, 70)], 4, 2, 64, 16, 32, "NHD", Sale(0.3, channels="half")),
-    ([(500, 130)], 1, 1, 32, 16, 32, "NHD", Sale(0.2, channels="half")),
 ]
 
 
@@ -71,29 +64,6 @@ def test_reference_agrees_with_the_paper(case):
     for row, head in product(range(len(lengths)), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
             assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 256])
-def test_the_channels_that_weigh_most_are_multiplied(head_dim):
-    """In the first kv head, all keys of the first row are equal, and a channel of the second row contains NaN."""
-    batch = make_batch([(300, 70), (0, 140)], 6, 3, head_dim, 64)
-    pages = batch.rows.block_table
-    batch.cache.keys[pages[0, :6], :, 0] = 1.0
-    batch.cache.keys[pages[1, 0], 5, 0, 7] = torch.nan
-    kept_d = kept_channels(head_dim, True, sale_means.LEAST_CHANNELS)
-    assert kept_d == {64: 32, 96: 64, 256: 128}[head_dim]
-    means = sale_means.row_means(batch.call(SparseIndex.allocate(batch.rows, 6, 32)), kept_d)
-    assert means.channels[0, 0].tolist() == list(range(kept_d))
-    assert 7 not in means.channels[1, 0]
-    assert means.channels[1, 0].unique().numel() == kept_d
-    assert 0 <= means.channels.min() <= means.channels.max() < head_dim
-    for row, kv in product(range(2), (1, 2)):
-        expected = channels_of(batch, Sale(channels="half"), row, 2 * kv)
-        assert means.channels[row, kv].tolist() == expected
-        variance = row_parts(batch, row, 2 * kv)[1].var(0, correction=0)
-        variance[expected] = 0
-        torch.testing.assert_close(means.left_out[row, kv, :head_dim].double(), variance, rtol=1e-4, atol=0)
-        assert not means.left_out[row, kv, head_dim:].any()
 
 
 def test_defaults_are_the_papers():

@@ -45,7 +45,7 @@ DTYPE = torch.float16
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}],
-    "sale": [{}, {"int8_scores": True}, {"channels": "half"}],
+    "sale": [{}, {"int8_scores": True}],
     "top_p": [{}],
     "vertical_slash": [{}],
 }

@@ -18,7 +18,7 @@ SPECS = (
         select_sale,
         full=Sale(tau=0.0),
         demo={"tau": 0.95},
-        ladder=(*({"tau": tau} for tau in TAUS), *({"tau": tau, "channels": "half"} for tau in TAUS)),
+        ladder=tuple({"tau": tau} for tau in TAUS),
         paper="SALE",
         summary="the blocks with a key of high attention relative to near keys, by 4-bit scores of every key",
         control="threshold",

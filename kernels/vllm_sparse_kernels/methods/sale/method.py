@@ -36,17 +36,10 @@ Choices where the paper is ambiguous, and deviations from it:
   index has the paper's blocks of 32 keys where all heads of a layer run SALE (``block_width.py``). Elsewhere, a block
   of 64 keys is kept if either of its two halves is, and queries attend to more keys. The second query block's local
   region never begins before the first's, so only keys before the first's local region are tested.
-* Both means, and the choice of channels, cover the keys and queries of this step. Selection therefore depends on the
+* Both means cover the keys and queries of this step. Selection therefore depends on the
   chunk size, and on later queries of the same chunk.
 * The paper computes attention over the selected blocks in 8 bits (SageAttention). Here that is an option of ``attend``,
   ``int8_scores``, off by default.
-* Beyond the paper, and off unless ``channels`` is "half": scores are estimated from the half of each kv head's channels
-  that affects them most in this step (``means.py``), which halves the product. q̄(k − k̄)ᵀ and q k̄ᵀ keep all channels,
-  so the omitted term, (q − q̄)(k − k̄)ᵀ of the other half, averages to 0 over a row's keys. To avoid losing keys, each
-  query's threshold is lowered by that term's standard deviation, √(Σ (q − q̄)² var k) over the omitted channels. On a
-  trained model with 128 channels, where half of them hold 0.66 to 0.99 of the energy, density and recall stay the same
-  at the paper's τ (0.70 and 0.996). At τ = 0.03 they are 0.49 and 0.961 (all channels: 0.51 and 0.970). At
-  0.1 they are 0.29 and 0.857 (all channels: 0.33 and 0.890).
 
 **The authors' released code** differs from the paper and from this module in the following ways:
 
@@ -62,7 +55,7 @@ Choices where the paper is ambiguous, and deviations from it:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
 import torch
 import triton
@@ -71,7 +64,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.sale.means import LEAST_CHANNELS, row_means
+from vllm_sparse_kernels.methods.sale.means import row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
     SEGMENT,
@@ -84,7 +77,6 @@ from vllm_sparse_kernels.methods.sale.scores import (
     half_refusal,
     marks_bytes,
 )
-from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_channels
 from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
     SelectEngine,
@@ -95,8 +87,6 @@ from vllm_sparse_kernels.selection.engine import (
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require, require_blocks
 from vllm_sparse_kernels.selection.slabs import slabs_of
-
-CHANNELS = Literal["all", "half"]
 
 
 @dataclass(frozen=True)
@@ -121,10 +111,6 @@ class Sale(Method):
     int8_scores: bool = False
     """Multiply queries and keys of the kept blocks in 8 bits."""
 
-    channels: CHANNELS = "all"
-    """Channels that are multiplied in 4 bits. ``half`` goes beyond the paper: it multiplies the half of each kv head's
-    channels with most of the energy, and lowers the threshold by the standard deviation of the other half."""
-
     SEGMENT_TOKENS: ClassVar[int] = SEGMENT.value
     """Four 32-key blocks: the number of keys between sink and local region is a multiple of this."""
 
@@ -132,7 +118,6 @@ class Sale(Method):
         require(0 <= self.tau < 1, "tau", self.tau, "a number in [0, 1)")
         require_blocks("sink_tokens", self.sink_tokens, KEY_BLOCK.value, least=0)
         require_blocks("local_tokens", self.local_tokens, KEY_BLOCK.value, least=128)
-        require(self.channels in get_args(CHANNELS), "channels", self.channels, f"one of {get_args(CHANNELS)}")
 
     @property
     def log_tau(self) -> float:
@@ -181,14 +166,13 @@ def _select(call: Call, in_half: bool) -> None:
 def _flag_all_blocks(call: Call, kept: torch.Tensor, in_half: bool) -> None:
     """Compute the flags of all blocks: [num_selected, block_capacity] uint8, laid out like ``block_ids``."""
     workspace = call.index.workspace
-    kept_d = kept_channels(call.cache.head_dim, call.method.channels == "half", LEAST_CHANNELS)
-    integers = RoundedFormat(kept_d, integer_dtype(call.q.device))
+    dtype = integer_dtype(call.q.device)
     first_flags(call, kept)
-    means = row_means(call, kept_d)
-    queries = round_queries(call, means, integers)
+    means = row_means(call)
+    queries = round_queries(call, means, dtype)
     for slab in slabs_of(call.rows, len(call.heads), marks_bytes):
         with workspace.frame():
-            keys = round_keys(call, means, slab, integers)
+            keys = round_keys(call, means, slab, dtype)
             for run in slab.runs:
                 flag_blocks(call, queries, keys, kept, run, in_half)
 

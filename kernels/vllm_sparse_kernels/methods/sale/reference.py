@@ -39,9 +39,7 @@ def paper_blocks(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
     for row, queries, keys in rows_of(call):
         key_mean = keys.mean(0)  # [num_kv_heads, head_dim]
         query_mean = queries.mean(0)  # [num_heads, head_dim]
-        kept = kept_channels(method, keys - key_mean, queries - query_mean)
-        rounded_keys = round_keys((keys - key_mean) * kept)
-        left_out = keys.var(0, correction=0) * ~kept
+        rounded_keys = round_keys(keys - key_mean)
         for head, head_method in zip(call.heads.heads, call.heads.methods, strict=True):
             kv = head // call.group
             # Q̃ K̃ᵀ approximates (q − q̄)(k − k̄)ᵀ; q̄ (k − k̄)ᵀ is added exactly.
@@ -51,23 +49,11 @@ def paper_blocks(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
                 # Subtracting k̄ shifts all scores of a query and the threshold by the same amount.
                 threshold = exact_threshold(head_method, b_q, keys[:, kv], tile, call.scale) - b_q @ key_mean[kv]
-                b_q = b_q - query_mean[head]
-                threshold -= (b_q.square() @ left_out[kv]).sqrt()
                 starts = [local_start(method, last) for last in last_positions(tile)]
                 scores = torch.addmm(
-                    bias[: max(starts)], round_queries(b_q * kept[kv]), rounded_keys[: max(starts), kv].T
+                    bias[: max(starts)], round_queries(b_q - query_mean[head]), rounded_keys[: max(starts), kv].T
                 )
                 yield head, i_tile, keep(method, scores >= threshold[:, None], starts, tile)
-
-
-def kept_channels(method: "Sale", keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """Flag the channels of the estimate: all, or those that affect scores most."""
-    num_kv_heads, head_dim = keys.shape[1:]
-    of_queries = queries.square().mean(0).view(num_kv_heads, -1, head_dim).sum(1)
-    order = (keys.square().mean(0) * of_queries).argsort(dim=1, descending=True, stable=True)
-    # Half of head_dim rounded up to a power of two, but at least 32 channels.
-    count = max((1 << (head_dim - 1).bit_length()) // 2, 32) if method.channels == "half" else head_dim
-    return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, :count], True)
 
 
 def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:

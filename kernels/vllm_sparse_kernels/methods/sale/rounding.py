@@ -17,7 +17,6 @@ from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.online_softmax import add_exponentials
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
 from vllm_sparse_kernels.rows import TILE, TILE_TOKENS
-from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_of, load_kept
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
 
@@ -36,7 +35,6 @@ class RoundShape(NamedTuple):
 
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
-    KEPT_D: Any  # channels that are multiplied
     GROUP: Any  # query heads of a kv head
 
 
@@ -56,7 +54,7 @@ class RoundedQueries(NamedTuple):
     heads that keep everything are undefined.
     """
 
-    integers: Any  # [num_selected, num_queries, KEPT_D]
+    integers: Any  # [num_selected, num_queries, BLOCK_D]
     thresholds: Any  # [num_selected, num_queries] float32, divided by the query's scale; infinity past the row's end
     inverse_scales: Any  # [num_selected, num_queries] float32, 0 past the row's end
     squares: Any  # [num_selected, num_queries] float32, of the integers' length
@@ -66,7 +64,7 @@ class RoundedQueries(NamedTuple):
 class RoundedKeys(NamedTuple):
     """Keys of a slab in 4 bits. Parts of kv heads that no estimating head reads are undefined."""
 
-    integers: Any  # [num_kv_heads, num_keys, KEPT_D]
+    integers: Any  # [num_kv_heads, num_keys, BLOCK_D]
     scales: Any  # [num_kv_heads, num_keys / 8] float32
     biases: Any  # [num_selected, num_keys] float32, q̄(k − k̄)ᵀ divided by the key's scale
     half_biases: Any  # the same in half precision, infinite if they are out of its range
@@ -75,12 +73,12 @@ class RoundedKeys(NamedTuple):
     num_keys: int  # a multiple of 128
 
 
-def round_keys(call: Call, means: Means, slab: KeySlab, integers: RoundedFormat) -> RoundedKeys:
+def round_keys(call: Call, means: Means, slab: KeySlab, dtype: torch.dtype) -> RoundedKeys:
     """Round the keys of a slab's rows to 4 bits, in whole steps; keys past a row's end count as zeros."""
     cache, rows, group, empty = call.cache, call.rows, call.group, call.index.workspace.empty
-    num_selected, num_keys = len(call.heads), slab.num_keys
+    num_selected, num_keys, block_d = len(call.heads), slab.num_keys, means.keys.shape[2]
     rounded = RoundedKeys(
-        integers=empty(cache.num_kv_heads, num_keys, integers.kept_d, dtype=integers.dtype),
+        integers=empty(cache.num_kv_heads, num_keys, block_d, dtype=dtype),
         scales=empty(cache.num_kv_heads, num_keys // 8),
         biases=empty(num_selected, num_keys),
         half_biases=empty(num_selected, num_keys, dtype=torch.float16),
@@ -88,7 +86,7 @@ def round_keys(call: Call, means: Means, slab: KeySlab, integers: RoundedFormat)
         largest_biases=empty(num_selected, num_keys // 64),
         num_keys=num_keys,
     )
-    shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, group)
+    shape = RoundShape(cache.head_dim, block_d, group)
     num_programs = padded(slab.longest) // BLOCK_N.value
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"), num_selected,
@@ -98,18 +96,18 @@ def round_keys(call: Call, means: Means, slab: KeySlab, integers: RoundedFormat)
     return rounded
 
 
-def round_queries(call: Call, means: Means, integers: RoundedFormat) -> RoundedQueries:
+def round_queries(call: Call, means: Means, dtype: torch.dtype) -> RoundedQueries:
     """Round the queries of all rows to 4 bits, and compute every query's threshold."""
     q, cache, rows, empty = call.q, call.cache, call.rows, call.index.workspace.empty
-    count, num_queries = len(call.heads), rows.num_tiles * TILE_TOKENS
+    count, num_queries, block_d = len(call.heads), rows.num_tiles * TILE_TOKENS, means.keys.shape[2]
     rounded = RoundedQueries(
-        integers=empty(count, num_queries, integers.kept_d, dtype=integers.dtype),
+        integers=empty(count, num_queries, block_d, dtype=dtype),
         thresholds=empty(count, num_queries),
         inverse_scales=empty(count, num_queries),
         squares=empty(count, num_queries),
         num_queries=num_queries,
     )
-    shape = RoundShape(cache.head_dim, means.keys.shape[2], integers.kept_d, call.group)
+    shape = RoundShape(cache.head_dim, block_d, call.group)
     # Four stages: two for the keys, and two more for the pages that locate them.
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
         query_args(q), key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"),
@@ -157,10 +155,7 @@ def _round_keys_kernel(
         b_mean = tl.load(means.keys + i_mean * SHAPE.BLOCK_D + o_d)
         b_bias = _biases(b_k, b_mean, means.queries, i_mean, SHAPE.GROUP, GROUP_2)
         b_bias = tl.where((o_n < seq_len)[:, None], b_bias, 0.0)
-        channels = means.channels + i_mean * SHAPE.KEPT_D
-        b_mean = load_kept(means.keys + i_mean * SHAPE.BLOCK_D, channels, SHAPE.BLOCK_D, SHAPE.KEPT_D)
-        b_k = kept_of(b_k, channels, SHAPE.KEPT_D)
-        b_k = tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
+        b_k = tl.where((o_n < seq_len)[:, None], b_k.to(tl.float32) - b_mean[None, :], 0.0)
 
         b_largest = tl.reshape(tl.max(tl.abs(b_k), 1), [BLOCK_N // 32, 4, 4, 2])
         b_scale = tl.maximum(tl.max(tl.max(b_largest, 3), 1), TINY) / LEVELS
@@ -169,7 +164,7 @@ def _round_keys_kernel(
         b_inverse = tl.broadcast_to((1.0 / b_scale)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
         b_inverse = tl.reshape(b_inverse, [BLOCK_N])
         b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
-        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
+        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * SHAPE.BLOCK_D + o_d[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_kv // BLOCK_N, tl.max(tl.sum(b_int * b_int, 1), 0))
 
@@ -240,24 +235,18 @@ def _round_queries_kernel(
         begin = local_start(end, sink_tokens, local_tokens)
         source = KeySource(keys, i_row, i_kv, end)
         b_lse = _local_lse(b_q, position + o_m, source, begin, sink_tokens, scale, PRECISION, SHAPE)
-        b_q = widen(b_q)
+        b_q = b_q.to(tl.float32)
 
         i_mean = i_row * KV_HEADS + i_kv
         b_mean = tl.load(means.keys + i_mean * SHAPE.BLOCK_D + o_d)
-        b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1)
+        b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q * b_mean[None, :], 1)
         i_query_mean = i_row * KV_HEADS * SHAPE.GROUP + i_head
-        if SHAPE.KEPT_D < SHAPE.BLOCK_D:
-            b_mean = tl.load(means.queries + i_query_mean * SHAPE.BLOCK_D + o_d)
-            b_centred = b_q.to(tl.float32) - b_mean[None, :]
-            b_centred = b_centred * b_centred * tl.load(means.left_out + i_mean * SHAPE.BLOCK_D + o_d)[None, :]
-            b_threshold -= tl.sqrt(tl.sum(b_centred, 1))
-        channels = means.channels + i_mean * SHAPE.KEPT_D
-        b_mean = load_kept(means.queries + i_query_mean * SHAPE.BLOCK_D, channels, SHAPE.BLOCK_D, SHAPE.KEPT_D)
-        b_q = tl.where(in_row[:, None], kept_of(b_q, channels, SHAPE.KEPT_D) - b_mean[None, :], 0.0)
+        b_mean = tl.load(means.queries + i_query_mean * SHAPE.BLOCK_D + o_d)
+        b_q = tl.where(in_row[:, None], b_q - b_mean[None, :], 0.0)
         b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
         b_int = tl.floor(b_q * (1.0 / b_scale)[:, None] + 0.5)
         o_r = i_selected.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
-        o_int = o_r[:, None] * SHAPE.KEPT_D + tl.arange(0, SHAPE.KEPT_D)[None, :]
+        o_int = o_r[:, None] * SHAPE.BLOCK_D + o_d[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
         tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_scale, float("inf")))

@@ -61,7 +61,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
 )
 from vllm_sparse_kernels.methods.top_p.scored import SET_TILES
 from vllm_sparse_kernels.paged import padded_dim
-from vllm_sparse_kernels.selection.channels import RoundedFormat, kept_channels
+from vllm_sparse_kernels.selection.channels import RoundedFormat
 from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
     SelectEngine,
@@ -200,8 +200,9 @@ def _select(kernels: _MassKernels, call: Call) -> None:
 
 
 def estimate_channels(head_dim: int) -> int:
-    """Return the number of channels that the estimate multiplies."""
-    return kept_channels(head_dim, half=True, least=LEAST_CHANNELS)
+    """Return the number of channels that the estimate multiplies, including those that pad head_dim."""
+    block_d = padded_dim(head_dim)
+    return min(block_d, max(block_d // 2, LEAST_CHANNELS))
 
 
 def stored_dtype(device: torch.device) -> torch.dtype:
