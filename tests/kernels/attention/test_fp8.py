@@ -32,7 +32,6 @@ READING = [name for name in sparse_names() if name != "a_shape"]
 METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in READING]
 METHODS_ASKED += [
     METHODS["anchor_attention"].parameters(step_tiles=1, sample_tokens=32),
-    METHODS["sale"].parameters(),
 ]
 
 

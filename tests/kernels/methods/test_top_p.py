@@ -22,8 +22,8 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, scored_queries, tile_shares
-from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
-from vllm_sparse_kernels.selection.channels import RoundedFormat
+from vllm_sparse_kernels.methods.top_p.rounding import RoundedFormat, in_e4m3
+from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
@@ -247,6 +247,22 @@ def test_rounding_without_fp8_is_that_of_fp8() -> None:
     assert torch.equal(y.float(), x.to(torch.float8_e4m3fn).float())
 
 
+def test_the_heaviest_channels_are_kept() -> None:
+    """Among equal weights, the first channels. NaN counts as 0, and channels past the head's are never kept."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def kernel(weights, channels):
+        keep_heaviest(channels, tl.load(weights + tl.arange(0, 128)), HEAD_DIM=96, KEPT_D=64)
+
+    weights = torch.ones(128, device=DEVICE)
+    weights[[3, 95]], weights[7], weights[96:] = 2.0, torch.nan, 9.0
+    channels = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    kernel[(1,)](weights, channels)
+    assert channels.tolist() == [i for i in range(64) if i != 7] + [95]
+
+
 def test_the_reference_rounds_by_block() -> None:
     x = torch.randn(70, 2, 64, generator=torch.Generator().manual_seed(0))
     rounded = round_to_e4m3(x, 32)
@@ -284,7 +300,7 @@ def test_hopper_and_portable_masses_agree(head_dim, dtype, monkeypatch) -> None:
 def test_rows_of_unequal_lengths_read_only_their_own_memory() -> None:
     """compute-sanitizer finds no access outside a tensor. Torch allocates each tensor separately for it.
 
-    Errors of CUDA's functions are not reported: Triton's loader tries an attribute that not every driver has.
+    Errors of CUDA's functions are not reported: Triton 3.8's loader tries an attribute that not every driver has.
     """
     if (reason := module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), 64))) is not None:
         pytest.skip(f"no Hopper kernels here: {reason}")

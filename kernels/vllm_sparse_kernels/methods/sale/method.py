@@ -36,8 +36,8 @@ Choices where the paper is ambiguous, and deviations from it:
   index has the paper's blocks of 32 keys where all heads of a layer run SALE (``block_width.py``). Elsewhere, a block
   of 64 keys is kept if either of its two halves is, and queries attend to more keys. The second query block's local
   region never begins before the first's, so only keys before the first's local region are tested.
-* Both means cover the keys and queries of this step. Selection therefore depends on the
-  chunk size, and on later queries of the same chunk.
+* The mean query covers this step's queries, and the mean key all keys so far. Selection therefore depends on the chunk
+  size, and on later queries and keys of the same chunk.
 * The paper computes attention over the selected blocks in 8 bits (SageAttention). Here that is an option of ``attend``,
   ``int8_scores``, off by default.
 

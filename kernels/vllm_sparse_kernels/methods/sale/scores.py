@@ -49,7 +49,7 @@ class ScoreShape(NamedTuple):
     """Compile-time sizes of ``_test_kernel``; every field is a ``tl.constexpr``."""
 
     GROUP: Any  # query heads of a kv head
-    BLOCK_D: Any  # channels that are multiplied
+    BLOCK_D: Any  # head_dim rounded up to a power of two
     INDEX_N: Any  # keys of a block of the index
     SPAN: Any  # keys of a program
     STAGES: Any  # pipeline stages of the loop over keys
@@ -86,9 +86,9 @@ def marks_bytes(num_selected: int, reach: int) -> int:
     return num_selected * ceil_div(reach, SPAN_TOKENS)
 
 
-def _test_stages(kept_d: int, limit_bytes: int) -> int:
+def _test_stages(block_d: int, limit_bytes: int) -> int:
     """Return the pipeline stages of ``_test_kernel``'s loop over keys."""
-    query_bytes, step_bytes = TILES.value * TILE.value * kept_d, 64 * (kept_d + 4) + 32
+    query_bytes, step_bytes = TILES.value * TILE.value * block_d, 64 * (block_d + 4) + 32
     return max(2, min(4, 1 + (limit_bytes - query_bytes) // step_bytes))
 
 
@@ -111,13 +111,13 @@ def flag_blocks(
         call.head_ids, call.parameters("log_tau"), kept, index.args, run.tile_sets, method.sink_tokens,
         method.local_tokens,
     )  # fmt: skip
-    kept_d = keys.integers.shape[2]
+    block_d = keys.integers.shape[2]
     test = ScoreShape(
         GROUP=call.group,
-        BLOCK_D=kept_d,
+        BLOCK_D=block_d,
         INDEX_N=index.block_tokens,
         SPAN=SPAN_TOKENS,
-        STAGES=_test_stages(kept_d, shared_bytes(keys.integers.device)),
+        STAGES=_test_stages(block_d, shared_bytes(keys.integers.device)),
     )
     with index.workspace.frame():
         untested = index.workspace.empty(num_heads, num_sets, num_spans, dtype=torch.uint8)

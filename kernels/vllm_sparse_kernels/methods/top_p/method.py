@@ -54,6 +54,7 @@ from vllm_sparse_kernels.methods.top_p.choice import (
 from vllm_sparse_kernels.methods.top_p.rounding import (
     LEAST_CHANNELS,
     Rounded,
+    RoundedFormat,
     round_keys,
     round_queries,
     rounding_bytes,
@@ -61,7 +62,6 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
 )
 from vllm_sparse_kernels.methods.top_p.scored import SET_TILES
 from vllm_sparse_kernels.paged import padded_dim
-from vllm_sparse_kernels.selection.channels import RoundedFormat
 from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
     SelectEngine,

@@ -33,7 +33,7 @@ from vllm_sparse_kernels.paged import (
     widen,
 )
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.channels import RoundedFormat, keep_heaviest, kept_of, load_kept
+from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.key_sums import GROUP_TOKENS, key_sums
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
@@ -60,6 +60,13 @@ class Moments(NamedTuple):
 
     means: Any  # [num_rows, num_kv_heads, BLOCK_D] float32
     channels: Any  # [num_rows, num_kv_heads, KEPT_D] int32, ascending; not read where all are kept
+
+
+class RoundedFormat(NamedTuple):
+    """Format of rounded queries and keys."""
+
+    kept_d: int  # channels that are multiplied
+    dtype: torch.dtype
 
 
 class Rounded(NamedTuple):
@@ -221,6 +228,26 @@ def _mean_square(squares, tile_starts, first_head, num_heads, GROUP: tl.constexp
         at = squares + (o_i // GROUP * num_heads + first_head + o_i % GROUP)[:, None] * BLOCK_D + o_d[None, :]
         b_square += tl.load(at, mask=(o_i < end)[:, None], other=0.0)
     return tl.sum(b_square, 0)
+
+
+@triton.jit
+def kept_of(b_x, channels, KEPT_D: tl.constexpr):
+    """Return the kept channels of some vectors."""
+    BLOCK_D: tl.constexpr = b_x.shape[1]
+    if KEPT_D == BLOCK_D:
+        return b_x.to(tl.float32)
+    else:
+        b_columns = tl.load(channels + tl.arange(0, KEPT_D))
+        # A product with a 0/1 matrix that has a single 1 in each column moves elements without changing them.
+        b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
+        return tl.dot(b_x, b_ones, input_precision="ieee")
+
+
+@triton.jit
+def load_kept(x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
+    """Load the kept channels of a vector."""
+    o_c = tl.arange(0, KEPT_D)
+    return tl.load(x + (tl.load(channels + o_c) if KEPT_D < BLOCK_D else o_c))
 
 
 @triton.jit
