@@ -112,21 +112,6 @@ def test_streaming_heads() -> None:
         assert shows(density, VALUES[f"{name}: density"]), name
 
 
-def test_a_cap_in_tokens() -> None:
-    densities = [
-        f"density{where} with {cap}"
-        for where in ("", " of the last chunk")
-        for cap in ("most_tokens", "a cap of a fifth")
-    ]
-    for model, tokens, perplexity, error, *cells in table(QUALITY, "model", "tokens", "perplexity, %"):
-        name = f"{model}, emulated, {tokens} tokens: "
-        assert shows(perplexity, percent(VALUES[f"{name}perplexity with most_tokens"])), name
-        stretches = "standard error over stretches of 4,096 tokens"
-        assert shows(error, 100 * VALUES[f"{name}perplexity with most_tokens, {stretches}"]), name
-        for cell, quantity in zip(cells, densities, strict=True):
-            assert shows(cell, VALUES[name + quantity]), (name, quantity)
-
-
 def test_rules_of_other_projects() -> None:
     for model, rule, *cells in table("docs/compared_with.md", "model", "rule"):
         for tokens, row in (("16,384", cells[:4]), ("32,768", cells[4:])):
@@ -313,7 +298,10 @@ def test_settings_in_turns() -> None:
         assert_shows_with_error(answers, f"{name}answers")
         assert_shows_with_error(kl, f"{name}KL to stock")
         assert shows(lowest, VALUES[f"{name}lowest turn's answers"]), name
-        assert not density or shows(density, VALUES[f"{name}density of sparse rows"]), name
+        if density:
+            assert shows(density, VALUES[f"{name}density of sparse rows"]), name
+        else:
+            assert f"{name}density of sparse rows" not in VALUES
 
 
 def test_turns() -> None:

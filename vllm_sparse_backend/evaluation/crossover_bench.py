@@ -149,7 +149,7 @@ class Crossover:
 
     def measure(self, progress: Progress) -> tuple[str, list[Cell]]:
         """Return the server's engine, and the cells."""
-        self.model_size()  # a model that cannot be read fails before the measurement
+        self.model_size()  # refuses a model that it cannot read before minutes of measuring
         workload, cells = self.workload, list[Cell]()
         progress.begin(f"crossover of {self.settings}", 2 * workload.num_requests)
         with opened(self.contestants(), progress) as servers:

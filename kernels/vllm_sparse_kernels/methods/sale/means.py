@@ -57,8 +57,10 @@ def _query_sums_kernel(queries, tiles, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
+    o_d = tl.arange(0, BLOCK_D)
     b_q = load_queries(queries, i_head, token, length, TILE, HEAD_DIM, BLOCK_D).to(tl.float32)
-    tl.store(sums + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + tl.arange(0, BLOCK_D), tl.sum(b_q, 0))
+    i_sum = i_tile * tl.num_programs(1) + i_head
+    tl.store(sums + i_sum * BLOCK_D + o_d, tl.sum(b_q, 0))
 
 
 @triton.jit

@@ -58,7 +58,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import triton
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
@@ -77,6 +76,7 @@ from vllm_sparse_kernels.methods.sale.scores import (
     half_refusal,
     marks_bytes,
 )
+from vllm_sparse_kernels.paged import padded_dim
 from vllm_sparse_kernels.selection.engine import (
     PORTABLE,
     SelectEngine,
@@ -133,7 +133,7 @@ class Sale(Method):
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
-        block_d = triton.next_power_of_2(head_dim)
+        block_d = padded_dim(head_dim)
         return 640 * block_d if block_d > 256 else 0
 
     def select(self, call: Call) -> None:
