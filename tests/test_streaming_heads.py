@@ -16,14 +16,14 @@ from vllm_sparse_backend.streaming_heads import (
     HEAVY_SHARE,
     PROMPT_TOKENS,
     SINK_TOKENS,
-    WINDOW_TOKENS,
+    WINDOWS_TOKENS,
     AttentionTraits,
     attend_and_measure,
     default_context_tokens,
     streaming_prompt,
 )
 
-PAST = SINK_TOKENS + WINDOW_TOKENS
+PAST = SINK_TOKENS + WINDOWS_TOKENS[-1]
 HEAD_DIM = 32
 
 
@@ -38,7 +38,8 @@ def random_layer(num_tokens: int, num_heads: int, num_kv_heads: int, seed: int =
 def reference(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, traits: AttentionTraits
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return output, mean share in far blocks and share of heavy queries, pair by pair in float64."""
+    """Return output and, by window and head, mean share in far blocks and share of heavy queries, pair by pair in
+    float64."""
     num_tokens, group = query.shape[0], query.shape[1] // key.shape[1]
     keys, values = (x.double().repeat_interleave(group, 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * traits.scale
@@ -54,17 +55,18 @@ def reference(
         total = total + traits.sinks.double()[:, None, None].exp()
     shares = mass / total
     blocks = shares[..., : num_tokens // BLOCK_TOKENS * BLOCK_TOKENS].unflatten(-1, (-1, BLOCK_TOKENS)).sum(-1)
-    past = blocks[:, PAST:]
-    for i in range(num_tokens - PAST):
-        for block in range(blocks.shape[-1]):
-            is_sink = block * BLOCK_TOKENS < SINK_TOKENS
-            if is_sink or (block + 1) * BLOCK_TOKENS - 1 > PAST + i - WINDOW_TOKENS:
-                past[:, i, block] = 0
-    return (
-        torch.einsum("hqk,khd->qhd", shares, values),
-        past.sum(-1).mean(-1),
-        (past.amax(-1) >= HEAVY_SHARE).double().mean(-1),
-    )
+    mean_shares, heavy_queries = [], []
+    for window_tokens in WINDOWS_TOKENS:
+        past = blocks[:, PAST:].clone()
+        for i in range(num_tokens - PAST):
+            for block in range(blocks.shape[-1]):
+                is_sink = block * BLOCK_TOKENS < SINK_TOKENS
+                if is_sink or (block + 1) * BLOCK_TOKENS - 1 > PAST + i - window_tokens:
+                    past[:, i, block] = 0
+        mean_shares.append(past.sum(-1).mean(-1))
+        heavy_queries.append((past.amax(-1) >= HEAVY_SHARE).double().mean(-1))
+    out = torch.einsum("hqk,khd->qhd", shares, values)
+    return out, torch.stack(mean_shares), torch.stack(heavy_queries)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,8 @@ def test_a_prompt_without_far_keys_is_an_error() -> None:
 
 
 def test_heads_are_told_apart_by_their_mean_and_by_single_lookups() -> None:
-    """Four heads: uniform over all keys, on the nearest keys, on the first keys, and as the second but for a lookup.
+    """Five heads: uniform over all keys, on the nearest keys, on the first keys, as the second but for a lookup, and on
+    the keys 600 tokens before.
 
     Keys hold what a head looks for: dimension 0 is large for the first keys, dimension 1 for one key, dimensions 2 and
     3 give a position on a circle.
@@ -106,17 +109,18 @@ def test_heads_are_told_apart_by_their_mean_and_by_single_lookups() -> None:
     key[:SINK_TOKENS, 0, 0] = 1
     key[looked_up, 0, 1] = 1
     key[:, 0, 2], key[:, 0, 3] = angles.cos(), angles.sin()
-    query = torch.zeros(num_tokens, 4, 4)
+    query = torch.zeros(num_tokens, 5, 4)
     nearest = torch.stack([angles.cos(), angles.sin()], -1) * 1e5
     query[:, 1, 2:] = query[:, 3, 2:] = nearest
+    query[600:, 4, 2:] = nearest[:-600]
     query[:, 2, 0] = 30
     lookups = slice(PAST + 500, PAST + 502)  # 1 in 1000 queries, above the threshold of 1 in 2000
     query[lookups, 3] = torch.tensor([0.0, 30.0, 0.0, 0.0])
     _, measured = attend_and_measure(query, key, torch.randn(num_tokens, 1, 4), AttentionTraits(1.0))
-    assert measured.streaming_heads() == {1, 2}
-    assert measured.mean_share[0] > 0.2
-    assert measured.mean_share[3] < 0.01
-    assert float(measured.heavy_queries[3]) == pytest.approx(1e-3)
+    assert measured.windows() == {1: 256, 2: 256, 4: 1024}
+    assert measured.mean_share[-1, 0] > 0.2
+    assert measured.mean_share[-1, 3] < 0.01
+    assert float(measured.heavy_queries[-1, 3]) == pytest.approx(1e-3)
 
 
 class TestPrompt:

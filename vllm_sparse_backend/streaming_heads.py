@@ -3,15 +3,16 @@
 
 The term is DuoAttention's (arXiv:2410.10819). A worker runs the served model once on a generated prompt, and measures
 the attention of each head to *far* blocks: blocks of keys that lie completely outside of sink and window. It measures
-two numbers, over the queries past sink and window:
+two numbers for each window of ``WINDOWS_TOKENS``, over the queries past sink and largest window:
 
 * the mean share of attention in far blocks;
 * the share of queries that have at least ``HEAVY_SHARE`` of their attention in a single far block. A lookup is such a
   query; lookups are so rare that they hardly change the mean.
 
-A head is a streaming head if both are small, by more than the measurement's noise: servers of one model on different
-devices then agree about most heads. DuoAttention instead trains a gate for each head, on passkeys; this rule
-needs no training. The thresholds come from an emulation on two models (docs/research/quality.md).
+A head is a streaming head if both are small for a window, by more than the measurement's noise: servers of one model
+on different devices then agree about most heads. It keeps the smallest such window. DuoAttention instead trains a gate
+for each head, on passkeys; this rule needs no training. The thresholds come from an emulation on two models
+(docs/research/quality.md).
 """
 
 import random
@@ -31,8 +32,8 @@ from vllm_sparse_kernels.methods.minference import AShape
 SINK_TOKENS = 128
 """First keys of a sequence that a streaming head keeps."""
 
-WINDOW_TOKENS = 2048
-"""Nearest keys, including the query's own position, that a streaming head keeps."""
+WINDOWS_TOKENS = (256, 512, 1024, 2048)
+"""Numbers of nearest keys, including the query's own position, that a streaming head may keep."""
 
 BLOCK_TOKENS = 32
 """Keys of a block."""
@@ -52,7 +53,7 @@ PROMPT_TOKENS = 8192
 FAR_SHARE_NOISE = 0.002
 """Largest measured difference between bfloat16 and float32 of a mean share near the threshold (two trained models)."""
 
-HEAVY_QUERIES_NOISE = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOW_TOKENS)
+HEAVY_QUERIES_NOISE = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOWS_TOKENS[-1])
 """The same of the share of heavy queries near the threshold: one query of the prompt."""
 
 SEED = 0
@@ -61,9 +62,6 @@ SEED = 0
 CHUNK_ROWS = 1024
 """Scores of this number of (head, query) pairs are computed at a time: for 8,192 keys, a float32 temporary takes 32
 MiB. The measurement must not need more memory than vLLM's profile run, which decides on the size of the KV cache."""
-
-STREAMING = AShape(sink_tokens=SINK_TOKENS, local_tokens=WINDOW_TOKENS)
-"""Method of a streaming head."""
 
 WITHOUT_A_PROMPT = "set streaming_heads to null, because the heads cannot be measured with this tokenizer"
 """What to do if a tokenizer makes no prompt."""
@@ -79,16 +77,22 @@ class AttentionTraits(NamedTuple):
 
 
 class FarAttention(NamedTuple):
-    """Attention to far blocks by head, over the queries past sink and window."""
+    """Attention to far blocks, over the queries past sink and largest window."""
 
-    mean_share: torch.Tensor
-    heavy_queries: torch.Tensor
+    mean_share: torch.Tensor  # [len(WINDOWS_TOKENS), num_heads]
+    heavy_queries: torch.Tensor  # [len(WINDOWS_TOKENS), num_heads]
 
-    def streaming_heads(self) -> frozenset[int]:
-        """Return the streaming heads. Waits for the device."""
+    def windows(self) -> dict[int, int]:
+        """Return the window of each streaming head. Waits for the device."""
         is_near = self.mean_share < MAX_FAR_SHARE - FAR_SHARE_NOISE
-        is_streaming = is_near & (self.heavy_queries < MAX_HEAVY_QUERIES - HEAVY_QUERIES_NOISE)
-        return frozenset(is_streaming.nonzero().flatten().tolist())
+        suffices = is_near & (self.heavy_queries < MAX_HEAVY_QUERIES - HEAVY_QUERIES_NOISE)
+        by_head = enumerate(suffices.T.tolist())
+        return {head: WINDOWS_TOKENS[of_head.index(True)] for head, of_head in by_head if True in of_head}
+
+
+def streaming_method(window_tokens: int) -> AShape:
+    """Return the method of a streaming head."""
+    return AShape(sink_tokens=SINK_TOKENS, local_tokens=window_tokens)
 
 
 def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
@@ -119,15 +123,16 @@ def attend_and_measure(
 ) -> tuple[torch.Tensor, FarAttention]:
     """Compute causal attention of one prompt in float32, and measure each head's attention to far blocks."""
     num_tokens, num_kv_heads = query.shape[0], key.shape[1]
-    first_far = SINK_TOKENS + WINDOW_TOKENS
-    if num_tokens <= first_far:
-        raise ValueError(f"query: given {num_tokens} tokens, expected more than {first_far}")
+    first_measured = SINK_TOKENS + WINDOWS_TOKENS[-1]
+    if num_tokens <= first_measured:
+        raise ValueError(f"query: given {num_tokens} tokens, expected more than {first_measured}")
     grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, heads per kv head, tokens, dim]
     keys, values = key.transpose(0, 1).float(), value.transpose(0, 1).float()
     out = torch.empty_like(grouped, dtype=torch.float32)
     shape, device = grouped.shape[:2], query.device
     chunk_tokens = max(CHUNK_ROWS // shape[1], 1)
-    far_shares, heavy_queries = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+    far_shares = torch.zeros(len(WINDOWS_TOKENS), *shape, device=device)
+    heavy_queries = torch.zeros_like(far_shares)
     sinks = None if traits.sinks is None else traits.sinks.float().view(*shape, 1, 1)
     for kv_head in range(num_kv_heads):
         for begin in range(0, num_tokens, chunk_tokens):
@@ -140,11 +145,13 @@ def attend_and_measure(
                 None if sinks is None else sinks[kv_head],
             )
             out[kv_head, :, begin:end] = part @ values[kv_head, :end]
-            far = _far_blocks(part, begin)
-            far_shares[kv_head] += far.sum((1, 2))
-            heavy_queries[kv_head] += (far.amax(-1) >= HEAVY_SHARE).sum(-1)
-    num_queries = num_tokens - first_far
-    measured = FarAttention(far_shares.flatten() / num_queries, heavy_queries.flatten() / num_queries)
+            by_block = _block_shares(part)
+            for i, window_tokens in enumerate(WINDOWS_TOKENS):
+                far = by_block.masked_fill(~_far_blocks(begin, end, by_block, window_tokens), 0.0)
+                far_shares[i, kv_head] += far.sum((1, 2))
+                heavy_queries[i, kv_head] += (far.amax(-1) >= HEAVY_SHARE).sum(-1)
+    num_queries = num_tokens - first_measured
+    measured = FarAttention(far_shares.flatten(1) / num_queries, heavy_queries.flatten(1) / num_queries)
     return out.permute(2, 0, 1, 3).flatten(1, 2), measured
 
 
@@ -166,12 +173,15 @@ def _attention(
     return with_sink.softmax(-1)[..., :-1]
 
 
-def _far_blocks(shares: torch.Tensor, begin: int) -> torch.Tensor:
-    """Return [heads, queries, blocks] shares of attention in far blocks; 0 for other blocks."""
-    num_queries, num_keys = shares.shape[1:]
-    num_blocks = num_keys // BLOCK_TOKENS  # the last keys are within every query's window
-    by_block = shares[..., : num_blocks * BLOCK_TOKENS].unflatten(-1, (num_blocks, BLOCK_TOKENS)).sum(-1)
-    first_keys = torch.arange(num_blocks, device=shares.device) * BLOCK_TOKENS
-    window_begins = torch.arange(begin, begin + num_queries, device=shares.device)[:, None] - (WINDOW_TOKENS - 1)
-    is_far = (first_keys >= SINK_TOKENS) & (first_keys + BLOCK_TOKENS <= window_begins)
-    return by_block.masked_fill_(~is_far, 0.0)
+def _block_shares(shares: torch.Tensor) -> torch.Tensor:
+    """Return [heads, queries, blocks] shares of attention; the last keys, which are in every window, are left out."""
+    num_blocks = shares.shape[2] // BLOCK_TOKENS
+    return shares[..., : num_blocks * BLOCK_TOKENS].unflatten(-1, (num_blocks, BLOCK_TOKENS)).sum(-1)
+
+
+def _far_blocks(begin: int, end: int, by_block: torch.Tensor, window_tokens: int) -> torch.Tensor:
+    """Flag the far blocks of the queries [begin, end): [queries, blocks]. Queries that do not count have none."""
+    first_keys = torch.arange(by_block.shape[2], device=by_block.device) * BLOCK_TOKENS
+    queries = torch.arange(begin, end, device=by_block.device)[:, None]
+    is_past = queries >= SINK_TOKENS + WINDOWS_TOKENS[-1]
+    return is_past & (first_keys >= SINK_TOKENS) & (first_keys + BLOCK_TOKENS <= queries - (window_tokens - 1))

@@ -24,7 +24,7 @@ from vllm_sparse_backend.calibration.judge import (
     summarize_errors,
 )
 from vllm_sparse_backend.config.method_parameters import make_method
-from vllm_sparse_backend.streaming_heads import STREAMING
+from vllm_sparse_backend.streaming_heads import streaming_method
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -186,12 +186,12 @@ def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> Non
     job = make_job(tmp_path / "work", num_tokens=4096, num_prompts=2, capturer=NearAndFarCapturer())
     captures = job.capturer(job.prompts, tmp_path)
     judged, without = (captured_layer(captures, Served(1024, 100, context)) for context in (3072, None))
-    even = frozenset(range(0, HEADS, 2))
-    assert [prompt.streaming_heads for prompt in judged.prompts] == [even, even]
-    assert [prompt.streaming_heads for prompt in without.prompts] == [None] * 2
+    even = dict.fromkeys(range(0, HEADS, 2), 256)
+    assert [prompt.windows for prompt in judged.prompts] == [even, even]
+    assert [prompt.windows for prompt in without.prompts] == [None] * 2
     with_a_short_prompt = CapturedLayer([judged.prompts[0], without.prompts[1]])
     assert torch.equal(with_a_short_prompt._errors_of_default[0], judged._errors_of_default[0])
-    streaming = [STREAMING if head in even else make_method("default", {}) for head in range(HEADS)]
+    streaming = [streaming_method(256) if head in even else make_method("default", {}) for head in range(HEADS)]
     for prompt, errors, default in zip(
         judged.prompts, judged._errors_of_default, without._errors_of_default, strict=True
     ):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from vllm.sequence import IntermediateTensors
 
-from vllm_sparse_backend.streaming_heads import SINK_TOKENS, WINDOW_TOKENS
+from vllm_sparse_backend.streaming_heads import SINK_TOKENS, WINDOWS_TOKENS
 
-PROMPT = list(range(SINK_TOKENS + WINDOW_TOKENS + 1500))
+PROMPT = list(range(SINK_TOKENS + WINDOWS_TOKENS[-1] + 1500))
 MIN_CONTEXT = 2500
 SETTINGS = {
     "method": "top_p",

@@ -23,9 +23,9 @@ from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.streaming_heads import (
     PROMPT_TOKENS,
-    STREAMING,
     AttentionTraits,
     attend_and_measure,
+    streaming_method,
 )
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
@@ -156,8 +156,8 @@ class LayerPrompt:
     served: Served
     engines: Mapping[str, AttendEngine] | None
     """Attention engines of the device; None to use the references."""
-    streaming_heads: frozenset[int] | None
-    """Streaming heads on this prompt; None if no chunk has a context from which they keep fewer keys."""
+    windows: Mapping[int, int] | None
+    """Windows of the streaming heads on this prompt; None if no chunk has a context from which they keep fewer keys."""
 
     @staticmethod
     def read(
@@ -175,11 +175,11 @@ class LayerPrompt:
         spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # replaces NaN in the cache that all chunks share
-        streaming_heads = None
+        windows = None
         if any(map(served.has_long_context, rows)):  # by the rule of a server, on the prompt's first tokens
             query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
-            streaming_heads = attend_and_measure(query, key, value, AttentionTraits(scale))[1].streaming_heads()
-        return LayerPrompt(batches, [whole[span] for span in spans], served, engines, streaming_heads)
+            windows = attend_and_measure(query, key, value, AttentionTraits(scale))[1].windows()
+        return LayerPrompt(batches, [whole[span] for span in spans], served, engines, windows)
 
     @property
     def num_pairs(self) -> int:
@@ -276,12 +276,17 @@ class CapturedLayer:
         """Errors under the server's default, for each prompt [num_queries, num_heads] float32.
 
         In chunks with a long context, the default's streaming heads keep only the first and the nearest keys. A server
-        finds these heads on a prompt of its own. Here, the rule must find a head on every prompt with such a chunk.
+        finds these heads on a prompt of its own. Here, the rule must find a head on every prompt with such a chunk, and
+        the head keeps the largest window of these prompts.
         """
         default = [make_method("default", {})] * self.num_heads
-        by_prompt = [prompt.streaming_heads for prompt in self.prompts if prompt.streaming_heads is not None]
-        streaming_heads = frozenset.intersection(*by_prompt) if by_prompt else frozenset()
-        in_long_contexts = [STREAMING if head in streaming_heads else method for head, method in enumerate(default)]
+        by_prompt = [prompt.windows for prompt in self.prompts if prompt.windows is not None]
+        in_long_contexts: list[Method] = [
+            streaming_method(max(windows[head] for windows in by_prompt))
+            if by_prompt and all(head in windows for windows in by_prompt)
+            else method
+            for head, method in enumerate(default)
+        ]
         return [prompt.outcome(default, in_long_contexts).errors for prompt in self.prompts]
 
 

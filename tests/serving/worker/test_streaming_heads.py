@@ -32,9 +32,9 @@ from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
 from vllm_sparse_backend.streaming_heads import (
     PROMPT_TOKENS,
     SINK_TOKENS,
-    STREAMING,
-    WINDOW_TOKENS,
+    WINDOWS_TOKENS,
     FarAttention,
+    streaming_method,
 )
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
@@ -114,11 +114,12 @@ class TestFinding:
         layers = make_layers(config, range(3))
         find(config, Model(layers, {0: {1, 2}, 2: {0, 1, 2, 3}}))
         found = worker_of(config).streaming
-        assert found.by_layer == {0: {1, 2}, 1: set(), 2: {0, 1, 2, 3}}
+        assert found.by_layer == {0: {1: 256, 2: 256}, 1: {}, 2: {0: 256, 1: 256, 2: 256, 3: 256}}
         assert "forward" not in vars(layers[0].impl)
         assert ("streaming_heads", [found.fingerprint], 6.0) in worker_of(config).new_samples()["samples"]
         assert re.search(
-            rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .* at least 2500 tokens",
+            rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .* at least 2500 tokens .*"
+            r"128 first and their nearest keys \(6 heads 256\)$",
             lines[-1],
         )
 
@@ -130,14 +131,17 @@ class TestFinding:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
         find(config, Model(make_layers(config, [0]), {0: {1, 2}}))
-        assert worker_of(config).streaming.by_layer == {0: {1, 2}}
+        assert worker_of(config).streaming.by_layer == {0: {1: 256, 2: 256}}
 
     def test_a_fingerprint_tells_heads_apart_whatever_the_number_of_ranks(self) -> None:
-        whole: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {3}})]
-        halves: Any = [(rank, {0: 2, 1: 2}, heads) for rank, heads in enumerate([{0: {1}, 1: set()}, {0: {0}, 1: {1}}])]
-        others: Any = [(0, {0: 4, 1: 4}, {0: {1, 2}, 1: {2}})]
-        prints = [streaming.fingerprint(by_rank) for by_rank in (whole, halves, others)]
-        assert prints[0] == prints[1] != prints[2]
+        whole = [(0, {0: 4, 1: 4}, {0: {1: 256, 2: 512}, 1: {3: 256}})]
+        by_rank: list[dict[int, dict[int, int]]] = [{0: {1: 256}, 1: {}}, {0: {0: 512}, 1: {1: 256}}]
+        halves = [(rank, {0: 2, 1: 2}, heads) for rank, heads in enumerate(by_rank)]
+        others = [(0, {0: 4, 1: 4}, {0: {1: 256, 2: 512}, 1: {2: 256}})]
+        wider = [(0, {0: 4, 1: 4}, {0: {1: 256, 2: 512}, 1: {3: 512}})]
+        prints = [streaming.fingerprint(heads) for heads in (whole, halves, others, wider)]
+        assert prints[0] == prints[1]
+        assert len(set(prints)) == 3
 
     def test_a_second_call_changes_nothing(self, config: Any) -> None:
         """vLLM may profile a model again, for example to measure the memory of its CUDA graphs."""
@@ -289,7 +293,7 @@ class TestRunning:
         assert [name_of(method) for method in level.layer.plan.methods] == ["top_p"] * 4
         streaming = level.streaming_layer.plan.methods
         assert [name_of(method) for method in streaming] == ["a_shape", "top_p", "top_p", "a_shape"]
-        assert streaming[0] == STREAMING
+        assert streaming[0] == streaming_method(256)
         assert level.streaming_layer.block_tokens == level.layer.block_tokens == 32
         assert without.impl.levels[ON].streaming_layer is None
 
@@ -316,18 +320,18 @@ class TestRunning:
             expected, index = reference(step, row, plan, layer.impl.scale)
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
             kept = mask_of(index, 0)
-            far = kept[:, -1, SINK_TOKENS : -WINDOW_TOKENS - 128]
+            far = kept[:, -1, SINK_TOKENS : -256 - 128]
             assert far.any(-1).tolist() == ([True] * 4 if row == 0 else [False, True, True, False])
 
     def test_the_plan_of_long_rows_needs_no_more_memory(self) -> None:
         """The arena is sized before heads are known."""
-        scored = METHODS["top_p"].parameters()
+        scored, widest = METHODS["top_p"].parameters(), streaming_method(WINDOWS_TOKENS[-1])
         for query_len, context_len in ((1, 50_000), (100, 60_001), (2048, 131_072), (8192, 49_152), (8192, 122_880)):
             needed = [
                 LayerMemory([Layer.of(layer_plan(methods), 128, META)], 2, 128, torch.float16).needed(
                     [SparseRow(0, 0, query_len, context_len)]
                 )
-                for methods in ([STREAMING] * number + [scored] * (8 - number) for number in range(9))
+                for methods in ([widest] * number + [scored] * (8 - number) for number in range(9))
             ]
             assert max(needed) == needed[0]
 
@@ -348,7 +352,16 @@ def reference(step: Any, row: int, layer: Layer, scale: float) -> tuple[torch.Te
 
 
 def test_no_head_streams_if_either_number_is_large_or_within_noise_of_its_threshold() -> None:
-    query = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOW_TOKENS)
+    query = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOWS_TOKENS[-1])
     shares, heavy = torch.tensor([0.0, 0.2, 0.0, 0.0979, 0.0985, 0.0]), torch.tensor([0, 0, 6, 2, 0, 3]) * query
-    assert FarAttention(shares, heavy).streaming_heads() == {0, 3}
-    assert layer_plan([STREAMING] * 2).groups[0].heads == (0, 1)
+    shares, heavy = (x.expand(len(WINDOWS_TOKENS), -1) for x in (shares, heavy))
+    assert FarAttention(shares, heavy).windows() == {0: 256, 3: 256}
+
+
+def test_a_head_keeps_its_smallest_window_that_suffices() -> None:
+    shares = torch.tensor(
+        [[0.05, 0.2, 0.3, 0.4], [0.05, 0.09, 0.2, 0.3], [0.05, 0.08, 0.1, 0.2], [0.0, 0.0, 0.01, 0.1]]
+    )
+    assert FarAttention(shares, torch.zeros_like(shares)).windows() == {0: 256, 1: 512, 2: 2048}
+    methods = [streaming_method(window) for window in WINDOWS_TOKENS]
+    assert layer_plan(methods).groups[0].heads == (0, 1, 2, 3)  # one launch selects for all windows

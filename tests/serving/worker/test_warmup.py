@@ -29,7 +29,7 @@ from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.owner import LayerLevel
 from vllm_sparse_backend.serving.worker.rows import copy_block_table_rows
 from vllm_sparse_backend.serving.worker.warmup import warm_up
-from vllm_sparse_backend.streaming_heads import STREAMING
+from vllm_sparse_backend.streaming_heads import streaming_method
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import AttendEngine, FlashAttention
 from vllm_sparse_kernels.attention.portable import engine as portable
@@ -177,7 +177,9 @@ class TestKeys:
         """A level has two plans then. They have blocks of the same width, and each gets its own engines."""
         impls = make_impls("top_p", {}, CPU)
         level = impls[0].levels[ON]
-        methods = [STREAMING if head % 3 else method for head, method in enumerate(level.layer.plan.methods)]
+        methods = [
+            streaming_method(512) if head % 3 else method for head, method in enumerate(level.layer.plan.methods)
+        ]
         streaming = Layer.of(layer_plan(methods), SHAPE.head_dim, CPU, block_tokens=level.layer.block_tokens)
         impls[0].levels = {ON: replace(level, streaming_layer=replace(streaming, by_kernels=True))}
         steps = random_steps(seed=6, number=8)

@@ -21,7 +21,7 @@ from vllm_sparse_backend.serving.worker import compile_monitor, startup_log
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
 from vllm_sparse_backend.serving.worker.counters import Key, Recorder, Sample
 from vllm_sparse_backend.serving.worker.rows import BatchRow, Requests, count_decodes
-from vllm_sparse_backend.streaming_heads import STREAMING
+from vllm_sparse_backend.streaming_heads import streaming_method
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, layer_plan
 from vllm_sparse_kernels.methods import name_of
 
@@ -47,9 +47,10 @@ class LayerLevel:
 
 @dataclass(frozen=True)
 class StreamingHeads:
-    """The streaming heads of a rank by layer, and a fingerprint of those of all ranks. Empty if none were searched."""
+    """The streaming heads of a rank, and a fingerprint of those of all ranks. Empty if none were searched."""
 
-    by_layer: Mapping[int, frozenset[int]]
+    by_layer: Mapping[int, Mapping[int, int]]
+    """By layer, the windows of its streaming heads."""
     fingerprint: str
 
     @property
@@ -126,11 +127,13 @@ class Worker:
 
     def _streaming_layer(self, number: int, plan: LayerPlan, head_dim: int) -> Layer | None:
         """Return a layer whose streaming heads keep only the first and the nearest keys; None if it has none."""
-        scored = {head for head, method in enumerate(plan.methods) if name_of(method) == SCORING_METHOD}
-        heads = self.streaming.by_layer.get(number, frozenset()) & scored
-        if not heads:
+        windows = self.streaming.by_layer.get(number, {})
+        streaming = [
+            streaming_method(windows[head]) if head in windows and name_of(method) == SCORING_METHOD else method
+            for head, method in enumerate(plan.methods)
+        ]
+        if streaming == list(plan.methods):
             return None
-        streaming = [STREAMING if head in heads else method for head, method in enumerate(plan.methods)]
         # The same block width: the other heads keep the same keys, and the arena has room for the index.
         return self.layer(layer_plan(streaming), head_dim, self.layer(plan, head_dim).block_tokens)
 

@@ -8,6 +8,7 @@ without the KV cache, which does not exist yet, and measures its heads (``vllm_s
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -129,8 +130,8 @@ def _prompt(vllm_config: VllmConfig) -> list[int]:
 
 def measure(
     vllm_config: VllmConfig, model: torch.nn.Module, layers: Mapping[int, SparsePrefillImpl], prompt: Sequence[int]
-) -> dict[int, frozenset[int]]:
-    """Run the model on a prompt and return the streaming heads of its layers."""
+) -> dict[int, dict[int, int]]:
+    """Run the model on a prompt and return the windows of its layers' streaming heads."""
     measured: dict[SparsePrefillImpl, streaming_heads.FarAttention] = {}
     errors: list[Exception] = []
     impls = plain_impls(vllm_config).values()  # those of a draft model do not run
@@ -172,20 +173,20 @@ def measure(
             del impl.forward
     if errors:
         raise errors[0]
-    return {number: measured[impl].streaming_heads() for number, impl in layers.items()}
+    return {number: measured[impl].windows() for number, impl in layers.items()}
 
 
-RankHeads = tuple[int, Mapping[int, int], Mapping[int, frozenset[int]]]
-"""The tensor-parallel rank and, by layer, the number of its heads and the streaming heads among them."""
+RankHeads = tuple[int, Mapping[int, int], Mapping[int, Mapping[int, int]]]
+"""The tensor-parallel rank and, by layer, the number of its heads and the windows of the streaming heads among them."""
 
 
 def fingerprint(by_rank: Sequence[RankHeads]) -> str:
-    """Hash the streaming heads of all ranks, by their numbers in the whole model."""
+    """Hash the streaming heads of all ranks and their windows, by their numbers in the whole model."""
     heads = sorted(
-        (number, rank * num_heads[number] + head)
+        (number, rank * num_heads[number] + head, window)
         for rank, num_heads, by_layer in by_rank
-        for number, layer_heads in by_layer.items()
-        for head in layer_heads
+        for number, windows in by_layer.items()
+        for head, window in windows.items()
     )
     return hashlib.sha256(json.dumps(heads).encode()).hexdigest()[:12]
 
@@ -198,11 +199,14 @@ def heads_of_worker(vllm_worker: Any) -> str:
 def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
     settings = worker.resolved.streaming_heads
     assert settings is not None
+    windows = Counter(
+        window for _, _, by_layer in by_rank for of_layer in by_layer.values() for window in of_layer.values()
+    )
     logger.info(
         "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): in steps after at "
-        "least %d tokens of a request, they keep only %d first and %d nearest keys",
-        sum(len(heads) for _, _, by_layer in by_rank for heads in by_layer.values()),
+        "least %d tokens of a request, they keep only %d first and their nearest keys (%s)",
+        windows.total(),
         sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
         worker.streaming.fingerprint, seconds, settings.min_context_tokens, streaming_heads.SINK_TOKENS,
-        streaming_heads.WINDOW_TOKENS,
+        ", ".join(f"{count} heads {window}" for window, count in sorted(windows.items())) or "none",
     )  # fmt: skip
