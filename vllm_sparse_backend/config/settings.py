@@ -37,8 +37,8 @@ class StreamingHeadsConfig(Section):
     """Settings of streaming heads, which keep only the first and the nearest keys (docs/streaming_heads.md)."""
 
     min_context_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)] = 16_384
-    """Number of earlier tokens of a request from which streaming heads keep only 128 first and 2,048 nearest keys in a
-    step. With fewer earlier tokens, `top_p` keeps about as few keys itself."""
+    """Number of earlier tokens of a request from which streaming heads keep only 128 first and 256 to 2,048 nearest
+    keys in a step."""
 
 
 def _to_level(value: object) -> object:
