@@ -145,11 +145,9 @@ def attend_and_measure(
                 None if sinks is None else sinks[kv_head],
             )
             out[kv_head, :, begin:end] = part @ values[kv_head, :end]
-            by_block = _block_shares(part)
-            for i, window_tokens in enumerate(WINDOWS_TOKENS):
-                far = by_block.masked_fill(~_far_blocks(begin, end, by_block, window_tokens), 0.0)
-                far_shares[i, kv_head] += far.sum((1, 2))
-                heavy_queries[i, kv_head] += (far.amax(-1) >= HEAVY_SHARE).sum(-1)
+            far = _far_blocks(part, begin)
+            far_shares[:, kv_head] += far.sum((2, 3))
+            heavy_queries[:, kv_head] += (far.amax(-1) >= HEAVY_SHARE).sum(-1)
     num_queries = num_tokens - first_measured
     measured = FarAttention(far_shares.flatten(1) / num_queries, heavy_queries.flatten(1) / num_queries)
     return out.permute(2, 0, 1, 3).flatten(1, 2), measured
@@ -173,15 +171,17 @@ def _attention(
     return with_sink.softmax(-1)[..., :-1]
 
 
-def _block_shares(shares: torch.Tensor) -> torch.Tensor:
-    """Return [heads, queries, blocks] shares of attention; the last keys, which are in every window, are left out."""
-    num_blocks = shares.shape[2] // BLOCK_TOKENS
-    return shares[..., : num_blocks * BLOCK_TOKENS].unflatten(-1, (num_blocks, BLOCK_TOKENS)).sum(-1)
+def _far_blocks(shares: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return [windows, heads, queries, blocks] shares of attention in far blocks; 0 for other blocks.
 
-
-def _far_blocks(begin: int, end: int, by_block: torch.Tensor, window_tokens: int) -> torch.Tensor:
-    """Flag the far blocks of the queries [begin, end): [queries, blocks]. Queries that do not count have none."""
-    first_keys = torch.arange(by_block.shape[2], device=by_block.device) * BLOCK_TOKENS
-    queries = torch.arange(begin, end, device=by_block.device)[:, None]
+    Queries that do not count, because they precede the end of sink and largest window, have zeros only.
+    """
+    num_queries, num_keys = shares.shape[1:]
+    num_blocks = num_keys // BLOCK_TOKENS  # the last keys are within every query's window
+    by_block = shares[..., : num_blocks * BLOCK_TOKENS].unflatten(-1, (num_blocks, BLOCK_TOKENS)).sum(-1)
+    first_keys = torch.arange(num_blocks, device=shares.device) * BLOCK_TOKENS
+    queries = torch.arange(begin, begin + num_queries, device=shares.device)[:, None]
+    windows = torch.tensor(WINDOWS_TOKENS, device=shares.device).view(-1, 1, 1, 1)
     is_past = queries >= SINK_TOKENS + WINDOWS_TOKENS[-1]
-    return is_past & (first_keys >= SINK_TOKENS) & (first_keys + BLOCK_TOKENS <= queries - (window_tokens - 1))
+    is_far = is_past & (first_keys >= SINK_TOKENS) & (first_keys + BLOCK_TOKENS <= queries - (windows - 1))
+    return by_block.masked_fill(~is_far, 0.0)
