@@ -156,10 +156,10 @@ class TestPrompt:
 @pytest.mark.parametrize(
     ("config", "chunk_tokens", "expected"),
     [
-        ({}, 8192, 16_384),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, 16_384, 16_384),
+        ({}, 8192, 8192),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, 16_384, 8192),
         ({}, 4096, None),
-        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, 8192, 16_384),
+        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, 8192, 8192),
         ({"layer_types": ["chunked_attention", "full_attention"]}, 8192, None),
     ],
 )

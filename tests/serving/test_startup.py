@@ -153,7 +153,7 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
         ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),
         ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
         ({"weight_transfer_config": object()}, "given with --weight-transfer-config"),
-        ({"model_config.max_model_len": 16_384}, "--max-model-len 16384, expected at least 16385"),
+        ({"model_config.max_model_len": 8192}, "--max-model-len 8192, expected at least 8193"),
     ],
 )
 def test_servers_that_cannot_find_streaming_heads(changes: dict[str, Any], says: str | None) -> None:
@@ -168,7 +168,7 @@ def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> No
     startup.check(config)
     streaming_heads = resolve(config).streaming_heads
     assert streaming_heads is not None
-    assert streaming_heads.min_context_tokens == 16_384
+    assert streaming_heads.min_context_tokens == 8192
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> No
         ({"method": "sale"}, {}, None),
         ({"profile": "streaming"}, {}, None),
         ({"params": {"kept_mass": 1}}, {}, None),
-        ({}, {"model_config.max_model_len": 16_384}, None),
+        ({}, {"model_config.max_model_len": 8192}, None),
         ({"min_tokens": 32_768}, {"model_config.max_model_len": 32_768}, None),
         ({}, {"lora_config": object()}, "--enable-lora: adapters can change"),
         ({}, {"model_config.is_multimodal_model": True}, "a multimodal model: finding heads was not tried"),
@@ -249,7 +249,7 @@ def test_weights_that_can_be_replaced_are_a_warning_if_heads_were_measured(
 def test_the_first_process_decides_for_all() -> None:
     config = streaming({})
     startup.check(config)
-    config.model_config.max_model_len = 16_384  # as if another process saw another value
+    config.model_config.max_model_len = 8192  # as if another process saw another value
     startup.check(config)
     assert resolve(config).streaming_heads is not None
 

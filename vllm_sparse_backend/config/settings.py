@@ -36,7 +36,7 @@ SCORING_METHOD = "top_p"
 class StreamingHeadsConfig(Section):
     """Settings of streaming heads, which keep only the first and the nearest keys (docs/streaming_heads.md)."""
 
-    min_context_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)] = 16_384
+    min_context_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)] = 8192
     """Number of earlier tokens of a request from which streaming heads keep only 128 first and 256 to 2,048 nearest
     keys in a step."""
 

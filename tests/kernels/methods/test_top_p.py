@@ -298,15 +298,21 @@ def test_hopper_and_portable_masses_agree(head_dim, dtype, monkeypatch) -> None:
 
 @pytest.mark.gpu
 def test_rows_of_unequal_lengths_read_only_their_own_memory() -> None:
-    """compute-sanitizer finds no access outside a tensor. Torch allocates each tensor separately for it."""
+    """compute-sanitizer finds no access outside a tensor. Torch allocates each tensor separately for it.
+
+    Triton's loader first sets an attribute for oversized shared memory that older drivers refuse, and then does
+    without. compute-sanitizer counts the refusal.
+    """
     if (reason := module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), 64))) is not None:
         pytest.skip(f"no Hopper kernels here: {reason}")
     if (memcheck := shutil.which("compute-sanitizer")) is None:
         pytest.skip("no compute-sanitizer here")
     case = f"{__file__}::test_hopper_and_portable_masses_agree[dtype0-64]"
     pytest_args = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "gpu", case]
-    command = [memcheck, "--error-exitcode=9", sys.executable, "-m", "pytest", *pytest_args]
+    command = [memcheck, sys.executable, "-m", "pytest", *pytest_args]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    errors = "\n".join(line for line in run.stdout.splitlines() if "Host Frame" not in line)
-    assert (run.returncode, "1 passed" in run.stdout) == (0, True), errors[-4000:]
+    lines = [line for line in run.stdout.splitlines() if "Host Frame" not in line]
+    refusals = sum(line.endswith("on CUDA API call to cuFuncSetAttribute.") for line in lines)
+    passed, summary = "1 passed" in run.stdout, lines[-1]
+    assert (passed, summary.partition(": ")[2].split()[:1]) == (True, [str(refusals)]), "\n".join(lines)[-4000:]

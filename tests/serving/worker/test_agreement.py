@@ -98,7 +98,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[st
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("streaming heads", ("streaming_heads: None, found: False", "min_context_tokens=16384, found: True")),
+        ("streaming heads", ("streaming_heads: None, found: False", "min_context_tokens=8192, found: True")),
         ("required", ("found: True, required: True", "found: True, required: False as rank 0")),
         ("lengths", ("level on with engine any other: rows of more than 4096 tokens", "rows of more than 100 tokens")),
         ("method", ("method: method a_shape", "method: method default")),
