@@ -11,7 +11,7 @@ import torch
 from benchmarks.attention_prompts import AttentionPrompt
 from benchmarks.method_specs import plan_of_heads
 from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, load_tokenizer
-from vllm_sparse_backend.calibration.judge import PAGE_TOKENS, paged, without_nan
+from vllm_sparse_backend.calibration.judge import chunk_rows, paged, without_nan
 from vllm_sparse_backend.calibration.prompts import MOST_CHARS
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -19,18 +19,13 @@ from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.prompts.lookups import begin_ids
 from vllm_sparse_backend.prompts.texts import read_prompt_text
-from vllm_sparse_kernels import PagedCache, Rows
+from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
-from vllm_sparse_kernels.rows import ceil_div
 
 NUM_HEADS = 32
 """Number of heads up to which a model's are repeated: few heads do not fill a card."""
-
-FURTHEST_CLUSTER = 10_000
-"""Upper bound of a model's number of heads."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +53,8 @@ class CapturedModel:
         for layer in self.layers:
             methods = profile.methods_of(layer, num_heads)
             methods = (Dense(),) * num_heads if layer in profile.dense_layers else methods
-            every.append([_of_copy(method, copy) for copy in range(self.copies) for method in methods])
+            every.append([*methods] * self.copies)
         return plan_of_heads(every, self.shape, f"profile {name_or_path}")
-
-
-def _of_copy(method: Method, copy: int) -> Method:
-    """Return the method for a copy of its head, which has its own clusters of SharePrefill."""
-    if isinstance(method, SharePrefill) and method.cluster != NOISE:
-        return replace(method, cluster=method.cluster + copy * FURTHEST_CLUSTER)
-    return method
 
 
 def capture_model(model: Path, text: Path, skip: int, num_tokens: int, device: torch.device) -> CapturedModel:
@@ -82,8 +70,7 @@ def capture_model(model: Path, text: Path, skip: int, num_tokens: int, device: t
 
 def _prompt(captured: Capture, layer: int, copies: int, device: torch.device) -> AttentionPrompt:
     q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
-    table = torch.arange(ceil_div(captured.num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
-    rows = Rows((0,), (captured.num_tokens,), (0,), table)
+    (rows,) = chunk_rows(captured.num_tokens, captured.num_tokens, device)
     return AttentionPrompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])))
 
 

@@ -3,7 +3,7 @@
 
     python -m benchmarks.figures served.json docs/results/performance.jsonl
 
-adds the figures of a file by `bench serve --json` or `eval answers --json` to such a file.
+adds the figures of a file by `bench serve --json` to such a file.
 """
 
 import json
@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal
 import typer
 
 from vllm_sparse_backend.evaluation import report as product
-from vllm_sparse_backend.evaluation.answer_scores import read_cases
-from vllm_sparse_backend.evaluation.answer_tables import summaries
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError
 
@@ -98,28 +96,15 @@ def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
         yield f"{about}: TPOT, speed-up", case.get("tpot_speed_up"), "ratio", "higher"
 
 
-def of_answers(cases: Sequence[dict[str, Any]]) -> Iterator[Named]:
-    """Yield the figures of `eval answers`, for lengths whose requests were all answered: otherwise prompts differ."""
-    prompts = read_cases(cases)
-    model = prompts[0].model
-    for row in summaries(prompts, list(dict.fromkeys(prompt.label for prompt in prompts))):
-        if not row["failed"] and row["share"] is not None:
-            task = "answers" if row["task"] == "facts" else row["task"]
-            name = f"{row['label']}, {task} inside the prompt, {row['tokens']:,} tokens, {model}"
-            yield f"{name}: right", row["share"], "share", "higher"
-            yield f"{name}: perplexity", row["perplexity"], "ratio", "lower"
-
-
-OF = {"serve": of_serve, "answers": of_answers}
-
-
 def main(
-    measured: Annotated[Path, typer.Argument(help="File by --json of `bench serve` or `eval answers`.")],
+    measured: Annotated[Path, typer.Argument(help="File by --json of `bench serve`.")],
     results: Annotated[Path, typer.Argument(help="List of figures to merge these into.")],
 ) -> None:
     data = json.loads(measured.read_text(encoding="utf-8"))
+    if data["bench"] != "serve":
+        raise BenchError(f"{measured}: given a file of {data['bench']}, expected one of bench serve")
     report = Report(data["bench"], data["device"], None, results, data["command"])
-    for name, value, unit, better in OF[data["bench"]](data["cases"]):
+    for name, value, unit, better in of_serve(data["cases"]):
         if value is not None:
             report.add_figure(name, value, unit, better)
     print(f"{len(report.figures)} figures in {results}")

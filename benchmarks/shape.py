@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a model folder of a real model's shape without weights, for `vllm serve --load-format dummy`.
 
-    python -m benchmarks.shape FOLDER [--like llama-8b] [--layers 32] [--positions 135168] [--sinks]
+    python -m benchmarks.shape FOLDER [--like llama-8b] [--positions 135168]
 
 Random weights make attention nearly uniform. Methods that depend on attention then keep nearly everything, and show
 their cost if nothing can be left out. A-shape's density does not depend on weights.
@@ -60,19 +60,11 @@ experts that a token activates."""
 
 SHAPES = {"llama-8b": LLAMA_8B, "qwen3-next": QWEN3_NEXT, "nemotron-h": NEMOTRON_H, "deepseek-r1": DEEPSEEK_R1}
 
-SINKS = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_sinks": True}
-SINKS |= {"attention_multiplier": LLAMA_8B["head_dim"] ** -0.5}
-"""The same with a learnt sink for each head: vLLM's Granite is a Llama with optional sinks."""
 
-
-def make_shape(
-    folder: Path, positions: int, like: str = "llama-8b", layers: int | None = None, sinks: bool = False
-) -> Path:
+def make_shape(folder: Path, positions: int, like: str = "llama-8b") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     common = {"tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     config = common | SHAPES[like] | {"max_position_embeddings": positions, "dtype": "bfloat16"}
-    config |= {} if layers is None else {"num_hidden_layers": layers}
-    config |= SINKS if sinks else {}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED / name, folder / name)
@@ -95,15 +87,11 @@ def _name_all_tokens(file: Path, vocab_size: int) -> None:
 def main(
     folder: Annotated[Path, typer.Argument(help="Model folder to create.")],
     like: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}.")] = "llama-8b",
-    layers: Annotated[
-        int | None, typer.Option(help="Layers of a Llama; with 8, a million tokens fit on a card.")
-    ] = None,
     positions: Annotated[int, typer.Option(help="Longest sequence.")] = 135168,
-    sinks: Annotated[bool, typer.Option(help="With a learnt sink for each head of a Llama.")] = False,
 ) -> None:
     if like not in SHAPES:
         raise typer.BadParameter(f"--like: given {like!r}, expected one of {', '.join(SHAPES)}")
-    print(make_shape(folder, positions, like, layers, sinks))
+    print(make_shape(folder, positions, like))
 
 
 if __name__ == "__main__":

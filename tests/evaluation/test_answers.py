@@ -16,6 +16,8 @@ from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.agreement import TOP
+from vllm_sparse_backend.evaluation.answer_scores import read_cases
+from vllm_sparse_backend.evaluation.report import BenchError
 
 
 class Stub(Api):
@@ -117,7 +119,7 @@ def test_a_server_that_loses_far_facts(folder: Path) -> None:
     cases = json.loads(out.read_text())["cases"]
     rows = {(row["label"], row["tokens"]): row for row in json.loads(out.read_text())["summary"]}
     for length in (2000, 6000):
-        ranks = [ranks for case in cases if case["tokens"] == length for ranks in case["ranks"]][24:]
+        ranks = [ranks for case in cases if case["key"][1] == length for ranks in case["scores"]["ranks"]][24:]
         distances = [distance for n, distance in ours.distances if n == length]
         near = sum(distance < 1024 for distance in distances)
         assert 0 < near < 24
@@ -189,7 +191,7 @@ def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
         assert ours.prompts == 2 * stock.prompts
         cases = json.loads(out.read_text())["cases"]
         assert {case["label"] for case in cases} == {"stock", "ours high", "ours 0"}
-        assert {case["density"] for case in cases if "density" in case} == {0.25}
+        assert {prompt.pairs.density for prompt in read_cases(cases) if prompt.pairs} == {0.25}
         assert run(*options, *levels, "--level", "fast").exit_code == 0  # only this level is missing
         assert ours.levels == ["high"] * number + [0] * number + ["fast"] * number
 
@@ -201,6 +203,11 @@ def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -
         result = run("--url", second, "--label", "a", *LENGTHS, "--json", out)
     assert result.exit_code == 1
     assert f"server a {first!r}, now {second!r}" in result.stderr
+
+
+def test_cases_of_another_format_are_refused() -> None:
+    with pytest.raises(BenchError, match="not a case of eval answers: 0.key: Field required; delete the file"):
+        read_cases([{"label": "a", "task": "facts"}])
 
 
 @pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])
@@ -215,7 +222,10 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_says_
         result = run(*urls, "--lengths", 2000, "--facts", 4, "--count", 2, "--json", out)
     assert result.exit_code == 0, result.output
     cases = json.loads(out.read_text())["cases"]
-    assert {case["label"]: case["density"] for case in cases} == {"a": 0.3, "b": None}
+    assert {prompt.label: prompt.pairs and prompt.pairs.density for prompt in read_cases(cases)} == {
+        "a": 0.3,
+        "b": None,
+    }
     assert f"b: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
     assert "a: no request ran sparse" not in result.output
 

@@ -80,8 +80,6 @@ def _ask_server(
         before = after
         answered = AnsweredPrompt(
             label=contestant.label,
-            what=contestant.what,
-            model=contestant.model,
             level=contestant.level,
             key=key,
             sha256=prompt.sha256,

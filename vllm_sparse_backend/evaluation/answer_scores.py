@@ -2,14 +2,17 @@
 """Scores of a prompt's answers by the ranks of their tokens, and an answered prompt as a case of a results file."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
 
 from vllm_sparse_backend.evaluation.agreement import NextTokens
 from vllm_sparse_backend.evaluation.answer_prompts import Prompt, PromptKey
 from vllm_sparse_backend.evaluation.client import RequestError
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs
+from vllm_sparse_backend.evaluation.report import BenchError
 
 TEXT_POSITIONS = 512
 """Positions of a prompt outside answers whose next-token distributions are compared: evenly spaced."""
@@ -26,7 +29,7 @@ class PromptScores:
     """Number of tokens in that text."""
     ranks: list[list[int]]
     """Ranks of each answer's tokens."""
-    next_tokens: Mapping[str, NextTokens]
+    next_tokens: Mapping[str, Annotated[NextTokens, PlainSerializer(str), BeforeValidator(NextTokens.parse)]]
     """Distributions at some positions of the ``text``, and at all tokens of the ``answers``."""
 
     @staticmethod
@@ -87,12 +90,11 @@ def _ranks_and_logprobs(
 
 @dataclass(frozen=True)
 class AnsweredPrompt:
-    """A server's answers to a prompt: a case of a results file. The first four fields are the contestant's."""
+    """A server's answers to a prompt: a case of a results file."""
 
     label: str
-    what: str
-    model: str
-    level: float | str | None
+    """The contestant's."""
+    level: int | float | str | None
     key: PromptKey
     sha256: str
     """Hash of the prompt's tokens."""
@@ -115,44 +117,20 @@ class AnsweredPrompt:
 
     def to_case(self) -> dict[str, Any]:
         """Return the prompt as a results file keeps it."""
-        case: dict[str, Any] = {
-            "label": self.label, "what": self.what, "model": self.model, "level": self.level, **self.key._asdict(),
-            "sha256": self.sha256, "error": self.error,
-        }  # fmt: skip
-        if self.scores is not None:
-            case |= {
-                "seconds": self.scores.seconds,
-                "nats": self.scores.nats,
-                "others": self.scores.text_tokens,
-                "ranks": self.scores.ranks,
-                "next_tokens": {part: str(tokens) for part, tokens in self.scores.next_tokens.items()},
-            }
-        if self.pairs is not None:
-            case |= {**self.pairs.figures, "dense_rows": self.dense_rows}
-        return case
-
-    @staticmethod
-    def of_case(case: Mapping[str, Any]) -> "AnsweredPrompt":
-        scores, pairs = None, None
-        if case["error"] is None:
-            next_tokens = {part: NextTokens.parse(text) for part, text in case["next_tokens"].items()}
-            scores = PromptScores(case["seconds"], case["nats"], case["others"], case["ranks"], next_tokens)
-        if "kept_pairs" in case:
-            pairs = Pairs(case["kept_pairs"], case["causal_pairs"])
-        return AnsweredPrompt(
-            label=case["label"],
-            what=case["what"],
-            model=case["model"],
-            level=case["level"],
-            key=PromptKey(case["task"], case["tokens"], case["prompt"]),
-            sha256=case["sha256"],
-            error=case["error"],
-            scores=scores,
-            pairs=pairs,
-            dense_rows=case.get("dense_rows"),
-        )
+        (case,) = CASES.dump_python([self], mode="json")
+        return dict(case)
 
 
-def read_cases(cases: Iterable[Mapping[str, Any]]) -> list[AnsweredPrompt]:
-    """Return the answered prompts of a report or a results file."""
-    return [AnsweredPrompt.of_case(case) for case in cases]
+CASES = TypeAdapter(list[AnsweredPrompt])
+
+
+def read_cases(cases: Sequence[Mapping[str, Any]]) -> list[AnsweredPrompt]:
+    """Return the answered prompts of a report or a results file. Raises BenchError if they are none."""
+    try:
+        return CASES.validate_python(cases)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BenchError(
+            f"not a case of eval answers: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete the file of results "
+            "or name another"
+        ) from None
