@@ -206,7 +206,7 @@ def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -
 
 
 def test_cases_of_another_format_are_refused() -> None:
-    with pytest.raises(BenchError, match="not a case of eval answers: 0.key: Field required; delete the file"):
+    with pytest.raises(BenchError, match=r"not a case of eval answers: 0\.level: Field required; delete the file"):
         read_cases([{"label": "a", "task": "facts"}])
 
 
@@ -222,10 +222,8 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_says_
         result = run(*urls, "--lengths", 2000, "--facts", 4, "--count", 2, "--json", out)
     assert result.exit_code == 0, result.output
     cases = json.loads(out.read_text())["cases"]
-    assert {prompt.label: prompt.pairs and prompt.pairs.density for prompt in read_cases(cases)} == {
-        "a": 0.3,
-        "b": None,
-    }
+    densities = {prompt.label: prompt.pairs and prompt.pairs.density for prompt in read_cases(cases)}
+    assert densities == {"a": 0.3, "b": None}
     assert f"b: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
     assert "a: no request ran sparse" not in result.output
 

@@ -131,6 +131,6 @@ def read_cases(cases: Sequence[Mapping[str, Any]]) -> list[AnsweredPrompt]:
     except ValidationError as error:
         first = error.errors()[0]
         raise BenchError(
-            f"not a case of eval answers: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete the file of results "
-            "or name another"
+            f"not a case of eval answers: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete the file or name "
+            "another"
         ) from None
