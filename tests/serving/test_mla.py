@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="needs vLLM")
 
 import torch
 import transformers
+from vllm import envs
 from vllm.config import AttentionConfig
 from vllm.v1.attention.backends.mla.prefill import registry
 
@@ -152,7 +153,7 @@ def test_float32_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batch_invariance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "is_set", lambda name: name == "VLLM_BATCH_INVARIANT")
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
     with pytest.raises(ConfigurationError, match="^" + re.escape(MLA_FLAG) + ": VLLM_BATCH_INVARIANT is set"):
         mla_startup.check(mla_config())
 
@@ -170,8 +171,8 @@ def test_the_wrong_flag_for_the_model_names_the_other(tmp_path: Path) -> None:
 
 
 def test_settings_on_a_stock_server_of_such_a_model_name_its_flag() -> None:
-    assert f"add {MLA_FLAG} to use these settings" in unread_settings(None, MLA_FLAG)
-    assert f"add {FLAG} to use these settings" in unread_settings(None)
+    assert f"add {MLA_FLAG} to use these settings" in unread_settings(MLA_FLAG)
+    assert f"add {FLAG} to use these settings" in unread_settings(FLAG)
 
 
 def test_the_log_shows_the_parameters_that_exist() -> None:

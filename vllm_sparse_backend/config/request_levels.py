@@ -146,11 +146,6 @@ class LevelPolicy:
             return True
         return self.refusal is None and (self.allowed is None or level in self.allowed)
 
-    def describe(self) -> str:
-        """Describe the policy for the log."""
-        allowed = "all levels" if self.allowed is None else ", ".join(sorted(self.allowed)) or "none"
-        return f"default {self.default}; on request {allowed}"
-
     def __str__(self) -> str:
         """List the values that a request may give."""
         values = []
@@ -176,7 +171,7 @@ def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], streaming_heads: Str
         "layers": [[repr(method) for method in layer.methods] if layer is not None else None for layer in plan.layers],
         "lengths": {engine: str(on_engine) for engine, on_engine in lengths.items()},
         "streaming_heads": None if streaming_heads is None else streaming_heads.model_dump(),
-        "shape": plan.shape.model_dump(),
+        "shape": plan.shape.model_dump(exclude={"names"}),  # by which each server may know the model
         "version": package_version(PACKAGE),
     }
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))

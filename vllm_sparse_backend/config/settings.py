@@ -106,14 +106,6 @@ class SparsePrefillConfig(Section):
     metrics_interval_s: Annotated[StrictFloat, Field(gt=0, le=5, allow_inf_nan=False)] = 1.0
     """Minimum interval, in seconds, at which `/metrics` polls the workers."""
 
-    @field_validator("streaming_heads", mode="before")
-    @classmethod
-    def _null_or_mapping(cls, value: object) -> object:
-        if value is None or isinstance(value, (Mapping, StreamingHeadsConfig)):
-            return value
-        expected = "null (off), {} (on, and required) or a mapping with min_context_tokens"
-        raise ValueError(unexpected(value, expected))
-
     @field_validator("method")
     @classmethod
     def _known(cls, name: str) -> str:

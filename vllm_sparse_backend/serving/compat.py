@@ -342,13 +342,6 @@ def query_scale(query: torch.Tensor, layer: Any) -> float:
     return float(layer._q_scale_float) if query.dtype == FP8 else 1.0
 
 
-def is_set(variable: str) -> bool:
-    """Return whether one of vLLM's environment variables is on."""
-    from vllm import envs
-
-    return bool(getattr(envs, variable))
-
-
 def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
     """Return the order of the dimensions of a layer's cache in memory."""
     return tuple(vllm_config.cache_config.get_resolved_kv_cache_layout().layer_view_order)

@@ -377,7 +377,6 @@ class Hook(NamedTuple):
     owner: str
     function: str
     wrapper: Callable[[Function], Function]
-    why: str
 
 
 class ObjectHook(NamedTuple):
@@ -387,7 +386,6 @@ class ObjectHook(NamedTuple):
     function: str
     wrapper: Callable[[Function, Any, Any], Function]
     """Takes the method, its object, and our value for the object: a fingerprint, or our ``Worker``."""
-    why: str
 
 
 _MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
@@ -395,34 +393,22 @@ _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
 # fmt: off
 HOOKS = (
-    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", check_configuration,
-         "the configuration is checked before a model loads; if it is ours, the server gets its hooks"),
-    Hook(EVERY, "vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", begin_core,
-         "a spawned core, which checks no configuration, gets its hook; it learns which heads its workers found"),
-    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", begin_worker,
-         "workers with other settings are refused; a worker gets the owner of our state, and its hooks"),
-    Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls", select_on_cpu,
-         "a CPU runs the configured backend"),
-    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", select_mla_on_cpu,
-         "a CPU runs the configured prefill backend for MLA"),
-    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", add_endpoints,
-         "levels are refused where vLLM would drop them; /metrics shows our counters"),
-    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", set_levels,
-         "each request's level is checked, written in canonical form, and put into its cache salt"),
-    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build", classify_mla_rows,
-         "the rows that prefill are mapped to requests"),
-    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha", name_mla_layer,
-         "the prefill backend, which layers share, knows the layer"),
+    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", check_configuration),
+    Hook(EVERY, "vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", begin_core),
+    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", begin_worker),
+    Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls", select_on_cpu),
+    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", select_mla_on_cpu),
+    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", add_endpoints),
+    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", set_levels),
+    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build", classify_mla_rows),
+    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha", name_mla_layer),
 )
 OBJECT_HOOKS = (
-    ObjectHook(CORE_OBJECT, "preprocess_add_request", refuse_unchecked_requests,
-               "requests whose level our front process has not checked are refused; salts name the heads found"),
-    ObjectHook(WORKER_OBJECT_ON_CPU, "determine_available_memory", find_heads_on_cpu,
-               "streaming heads are found before the KV cache exists"),
-    ObjectHook(RUNNER_OBJECT, "execute_model", track_requests, "the requests of a step are mapped to levels"),
-    ObjectHook(RUNNER_OBJECT_V2, "prepare_attn", name_rows, "the rows of a step are mapped to requests"),
-    ObjectHook(RUNNER_OBJECT_ON_GPU, "profile_run", profile_model,
-               "vLLM counts our memory; streaming heads are found before the KV cache exists"),
+    ObjectHook(CORE_OBJECT, "preprocess_add_request", refuse_unchecked_requests),
+    ObjectHook(WORKER_OBJECT_ON_CPU, "determine_available_memory", find_heads_on_cpu),
+    ObjectHook(RUNNER_OBJECT, "execute_model", track_requests),
+    ObjectHook(RUNNER_OBJECT_V2, "prepare_attn", name_rows),
+    ObjectHook(RUNNER_OBJECT_ON_GPU, "profile_run", profile_model),
 )
 # fmt: on
 

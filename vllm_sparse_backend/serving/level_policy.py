@@ -9,6 +9,7 @@ ours are then exact, whichever server wrote them, and only servers with the same
 """
 
 import logging
+import multiprocessing
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,7 @@ def level_policy(vllm_config: VllmConfig) -> LevelPolicy:
         }
     else:
         fingerprints = {level: "" for level in (EXACT, *resolved.plans) if level != policy.default}
-    refusal = _refusal(vllm_config, connectors)
+    refusal = _refusal(vllm_config)
     if vllm_config.parallel_config.use_ubatching and policy.default != ON:
         raise ConfigurationError(f"{OPTION} {KEY}.requests.default: given {policy.default!r}, but {refusal}")
     return replace(policy, fingerprints=fingerprints, refusal=refusal)
@@ -129,7 +130,7 @@ def stores_by_token(vllm_config: VllmConfig) -> list[str]:
     return sorted(kv_connectors(vllm_config) - SALTED_STORES - BY_REQUEST)
 
 
-def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
+def _refusal(vllm_config: VllmConfig) -> str | None:
     if stores := stores_by_token(vllm_config):
         return (
             f"this server stores keys and values with {', '.join(stores)} by their tokens only, so a request could "
@@ -142,7 +143,8 @@ def _refusal(vllm_config: VllmConfig, connectors: set[str]) -> str | None:
 
 def warn_of_stores(vllm_config: VllmConfig) -> None:
     """Warn if servers with other settings may share a store with this server, and read sparse keys from it."""
-    if stores := stores_by_token(vllm_config):
+    # Engine cores check the configuration again, and would repeat the warning.
+    if multiprocessing.parent_process() is None and (stores := stores_by_token(vllm_config)):
         logger.warning(
             "sparse-prefill: %s stores keys and values by their tokens only. This server writes other keys and values "
             "than stock vLLM or a server with other settings, and every server that shares the store reads them. Use a "

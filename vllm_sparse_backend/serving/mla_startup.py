@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks before a model with multi-head latent attention (MLA) loads, for ``MLA_FLAG`` (docs/research/mla.md)."""
 
-import multiprocessing
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,8 +28,6 @@ def check(vllm_config: VllmConfig) -> None:
     carry_settings(vllm_config)
     _refuse(_option_problems(vllm_config))
     level_policy(vllm_config)
-    if multiprocessing.parent_process() is not None:
-        return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
 
 

@@ -5,10 +5,10 @@ Some options of vLLM do not work with this backend or make it slow. The list com
 0.33; docs/compatibility.md explains each option.
 """
 
-import multiprocessing
 from collections.abc import Iterator
 
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -50,8 +50,6 @@ def check(vllm_config: VllmConfig) -> None:
     # As on Hopper. The device itself must not be initialised before vLLM starts its workers.
     fast_pages = fast_page_tokens(vllm_config, torch.device("cpu"))
     compat.capture_prefills(vllm_config, cache.block_size if cache.user_specified_block_size else fast_pages)
-    if multiprocessing.parent_process() is not None:
-        return  # engine cores check the configuration again, and would repeat the warnings
     warn_of_stores(vllm_config)
 
 
@@ -77,12 +75,12 @@ def refuse(vllm_config: VllmConfig) -> None:
 
 def shared_refusals(vllm_config: VllmConfig) -> Iterator[str]:
     """List the models and options that neither the attention backend nor the prefill backend for MLA supports."""
-    if compat.is_set("VLLM_BATCH_INVARIANT"):
+    if envs.VLLM_BATCH_INVARIANT:
         yield (
             "VLLM_BATCH_INVARIANT is set, but the selected keys depend on how the scheduler cuts a prompt into chunks, "
             "and thus on other requests; unset it, or serve without this backend"
         )
-    if compat.is_set(RUST_FRONTEND):
+    if envs.VLLM_USE_RUST_FRONTEND:
         yield (
             f"{RUST_FRONTEND} is set, but no part of this package runs in vLLM's front end in Rust, so nothing would "
             "check the levels of requests; unset it"

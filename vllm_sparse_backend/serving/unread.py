@@ -11,33 +11,22 @@ from vllm_sparse_backend.serving.registration import why_other_selected
 
 
 def log_unread_settings(vllm_config: Any) -> None:
-    """Log once that the server ignores this backend's settings, and which backend runs."""
+    """Log once that the server ignores this backend's settings."""
     from vllm.logger import init_logger
 
     # Engine cores and workers get the same configuration.
     if multiprocessing.parent_process() is not None:
         return
-    backend = vllm_config.attention_config.backend
     if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
         has_mla = vllm_config.model_config.use_mla
-        init_logger(LOGGER).info_once(unread_settings(backend, MLA_FLAG if has_mla else FLAG))
+        init_logger(LOGGER).info_once(unread_settings(MLA_FLAG if has_mla else FLAG))
     elif (why := why_other_selected(vllm_config.attention_config)) is not None:
         init_logger(LOGGER).warning_once(why)
 
 
-def unread_settings(backend: Any, flag: str = FLAG) -> str:
+def unread_settings(flag: str) -> str:
     """Format the line about ignored settings."""
     return (
-        f"sparse-prefill: {KEY} in {OPTION} is ignored: attention runs on {_name_of(backend)}; add {flag} to use these "
-        "settings, or remove them"
+        f"sparse-prefill: {KEY} in {OPTION} is ignored: another attention backend is selected; add {flag} to use "
+        "these settings, or remove them"
     )
-
-
-def _name_of(backend: Any) -> str:
-    from vllm.platforms import current_platform
-
-    if backend is None:
-        chosen = "CPU_ATTN, " if current_platform.is_cpu() else ""
-        return f"{chosen}vLLM's own choice, because --attention-backend is not given"
-    path = f" ({backend.get_path()})" if backend.is_overridden() else ""
-    return f"{backend.name}{path}, as configured"

@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl
 
 import prometheus_client
 
@@ -176,5 +175,4 @@ class MetricsMiddleware:
 
 def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
     """Return whether a request's query asks for fresh counts."""
-    query = scope.get("query_string", b"").decode("latin-1")
-    return FRESH_QUERY in (f"{name}={value}" for name, value in parse_qsl(query))
+    return FRESH_QUERY.encode() in scope.get("query_string", b"").split(b"&")

@@ -43,8 +43,6 @@ FORM_BEAMS = re.compile(
 """``use_beam_search`` in a form, with a value that vLLM reads as true."""
 FORM_WINDOW = 512
 """Bytes of a form that are kept, to find a field that two chunks share."""
-SMALL_BYTES = 1 << 16
-"""Bodies up to this size are parsed on the event loop, larger ones in a thread."""
 
 
 class LevelsMiddleware:
@@ -81,10 +79,7 @@ class JsonBody:
         body, self.chunks = b"".join(self.chunks), []
         if KEY not in body or (self.reason is None and b"use_beam_search" not in body):
             return
-        if len(body) > SMALL_BYTES:
-            vllm_xargs, has_beams = await asyncio.to_thread(top_fields, body)
-        else:
-            vllm_xargs, has_beams = top_fields(body)
+        vllm_xargs, has_beams = await asyncio.to_thread(top_fields, body)
         reason = self.reason or (BEAMS if has_beams else None)
         if reason is not None and isinstance(vllm_xargs, dict) and FIELD in vllm_xargs:
             raise refusal(reason)

@@ -71,9 +71,8 @@ class PendingCounts:
 class Recorder:
     """Counts of one worker."""
 
-    def __init__(self, device: torch.device, is_first_rank: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_first_rank = is_first_rank
         self._places: dict[tuple[int, str], int] = {}
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._counts: dict[Key, int] = {}
@@ -100,8 +99,7 @@ class Recorder:
                 logger.info("sparse-prefill: a row prefills dense: %s (logged once)", kind.reason.explain)
 
     def _count_rows(self, kind: RowKind, rows: int) -> None:
-        if self.is_first_rank:
-            self._add("rows", (kind.path, kind.reason.value if kind.reason else "", kind.level), rows)
+        self._add("rows", (kind.path, kind.reason.value if kind.reason else "", kind.level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = ON) -> None:
         """Count the pairs of one layer in a step. Does not wait for the device."""

@@ -15,11 +15,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.identity import BACKEND, LOGGER
+from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.startup import no_layer_message, other_decode, slow_path
 from vllm_sparse_backend.serving.streaming_startup import do_without
 from vllm_sparse_backend.serving.worker import startup_log
+from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
 from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 from vllm_sparse_backend.serving.worker.owner import Worker
 from vllm_sparse_backend.serving.worker.rows import RowClassifier
@@ -41,13 +42,8 @@ def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
         name: impl
         for name, impl in impls.items()
         # vLLM derives backends for chunked and cross attention, static sinks and pooled blocks.
-        if type(impl) is SparsePrefillImpl and _path(layers[name].get_attn_backend()) == BACKEND
+        if type(impl) is SparsePrefillImpl and layers[name].get_attn_backend() is SparsePrefillBackend
     }
-
-
-def _path(backend: type) -> str:
-    """Return the qualified name of a backend. Backends that vLLM derives have other names."""
-    return f"{backend.__module__}.{backend.__qualname__}"
 
 
 def served_layers(vllm_config: VllmConfig, layers: Mapping[str, T]) -> dict[int, T]:

@@ -149,7 +149,7 @@ class MlaWorker:
                 "sparse-prefill: no crossover of MLA is measured on any device: auto uses the conservative defaults; "
                 "set min_tokens and min_query_tokens to choose other numbers"
             )
-        startup_log.log_levels(vllm_config, self.worker.resolved, lengths)
+        startup_log.log_levels(vllm_config, lengths)
         startup_log.warn_if_no_chunk_begins_after(vllm_config, lengths.min_tokens)
 
     def prepare(self, level: RequestLevel, rows: Sequence[MlaRow], is_causal: bool) -> MlaCall:
@@ -179,26 +179,13 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
     _counts_rows = False
     """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: VllmConfig,
-    ) -> None:
-        dims = {
-            "num_heads": num_heads, "scale": scale, "kv_lora_rank": kv_lora_rank, "qk_nope_head_dim": qk_nope_head_dim,
-            "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim, "vllm_config": vllm_config,
-        }  # fmt: skip
-        super().__init__(**dims)
-        self.stock = compat.stock_mla_prefill(vllm_config)(**dims)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stock = compat.stock_mla_prefill(self.vllm_config)(*args, **kwargs)
         refuse_stock_prefill(self.stock)
-        worker = worker_of(vllm_config)
+        worker = worker_of(self.vllm_config)
         if worker.mla is None:
-            worker.mla = MlaWorker(worker, num_heads, float(scale))
+            worker.mla = MlaWorker(worker, self.num_heads, float(self.scale))
         self.shared: MlaWorker = worker.mla
 
     @staticmethod

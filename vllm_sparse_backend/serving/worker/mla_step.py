@@ -113,7 +113,7 @@ class _Divider:
                 )
                 keys = slice(key_starts[places.start], key_starts[places.stop])
                 queries = self._queries(run_rows, first_query)
-                dense.append(MlaDenseRun(queries, keys, _prepared(self.stock, self.metadata), part))
+                dense.append(MlaDenseRun(queries, keys, self.stock, part))
         for place, i in enumerate(range(rows.start, rows.stop)):
             if self.rows[i].is_sparse and num_keys[place]:
                 row = self._sparse_row(i, key_starts[place], num_keys[place], positions[place])

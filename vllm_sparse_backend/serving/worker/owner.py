@@ -68,7 +68,7 @@ class Worker:
         self.rank = compat.tensor_parallel_rank()
         self.resolved = resolve(vllm_config, self.rank)
         startup_log.warn_of_other_device(self.resolved, self.rank)
-        self.recorder = Recorder(self.device, is_first_rank=self.rank == 0)
+        self.recorder = Recorder(self.device)
         self.requests = Requests()
         self.streaming = StreamingHeads({}, "")
         self.memory: Memory | None = None
@@ -139,7 +139,7 @@ class Worker:
 
     def count_rows(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> None:
         """Count the rows of a batch, which are decodes if ``rows`` is empty. Dummy runs are not counted."""
-        if not self.requests.is_counted:
+        if self.rank or not self.requests.is_counted:
             return
         if rows:
             self.recorder.count_rows(row.kind for row in rows)

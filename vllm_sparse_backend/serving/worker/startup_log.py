@@ -38,15 +38,13 @@ def log_plans(vllm_config: VllmConfig, resolved: Resolved, lengths: Mapping[str,
             continue
         for line in plan.describe(lengths[level]):
             logger.info("sparse-prefill: %s", line)
-    log_levels(vllm_config, resolved, lengths[ON])
+    log_levels(vllm_config, lengths[ON])
 
 
-def log_levels(vllm_config: VllmConfig, resolved: Resolved, lengths: Lengths) -> None:
+def log_levels(vllm_config: VllmConfig, lengths: Lengths) -> None:
     """Log the levels that requests may choose, and a warning if no row of the server's own level can run sparse."""
     policy = level_policy(vllm_config)
-    logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s", FIELD, policy)
-    if resolved.config.requests.model_fields_set:
-        logger.info("sparse-prefill: policy for requests: %s", policy.describe())
+    logger.info("sparse-prefill: values of %s in a request's vllm_xargs: %s; default %s", FIELD, policy, policy.default)
     _warn_if_never_sparse(vllm_config, lengths)
 
 
