@@ -133,19 +133,8 @@ class TestPrompt:
         assert answers
         for name, value in answers:
             assert f"# The magic number of {name} is {value}." in text
-        assert prompt == streaming_prompt(lambda text: list(text.encode()), [300], "a tokenizer of bytes")
-
-    def test_no_release_changes_it(self) -> None:
-        """Otherwise, a release would change which heads of a model stream."""
-        prompt = streaming_prompt(lambda text: list(text.encode()), [300], "a tokenizer of bytes")
+        # Otherwise, a release would change which heads of a model stream.
         assert hashlib.sha256(str(prompt).encode()).hexdigest()[:16] == "c80df0d24099a8a8"
-
-    def test_a_tokenizer_of_few_tokens_is_an_error(self) -> None:
-        with pytest.raises(
-            ConfigurationError,
-            match=r"tokenizer of rare makes .* expected at least 16,384; set streaming_heads to null",
-        ):
-            streaming_prompt(lambda text: list(text.encode())[::16_000], [], "rare")
 
     def test_a_tokenizer_of_many_tokens_is_an_error_of_the_setting(self) -> None:
         """The options of the command that also makes such prompts are no remedy for a server."""

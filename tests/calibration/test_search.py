@@ -107,12 +107,6 @@ def test_a_search_that_always_fails_ends_dense():
     assert len(judge.passes) == loop.MOST_ROUNDS
 
 
-def test_what_cannot_be_calibrated_is_refused():
-    said = r"--method: given 'sage', expected one of a_shape, .*did you mean 'sale'"
-    with pytest.raises(ConfigurationError, match=said):
-        loop.require_methods(["top_p", "sage"], loop.independent_methods())
-
-
 def test_prompts_in_which_a_method_keeps_every_key_are_refused():
     for search, names, least in (
         (loop.search_of_method, "anchor_attention", 2048),

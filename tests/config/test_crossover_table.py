@@ -48,10 +48,6 @@ def resolved(measured: CrossoverTable, device: str = CARD, **fields: Any) -> Len
     return settings(measured, device, **fields).lengths(ON, ["flash"])
 
 
-def test_the_table_that_ships_is_one_and_is_in_the_package() -> None:
-    assert load_crossover().format == 1
-
-
 def test_a_measurement_of_the_very_same() -> None:
     assert resolved(table(entry(9000, 700))) == Lengths(9000, 700)
     assert resolved(table(entry(9000, 700)), device=CARD.lower()) == Lengths(9000, 700)

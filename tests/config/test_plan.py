@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.helpers.folders import profile_file
 from vllm_sparse_backend.config.crossover_table import NEVER, Lengths
@@ -48,29 +47,6 @@ def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write)
     plan = Plan.build(SparsePrefillConfig(profile=write(layers=layers)), SHAPE)
     assert plan.layer(1).groups == (every((0, 3, 7), NARROW), every((1, 4, 5, 6), WIDE), every((2,), DENSE))
     assert plan.layer(0).groups == (every(range(8), WIDE),)
-
-
-@pytest.mark.full
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data())
-def test_ranks_together_hold_every_head_once(write: Write, data: st.DataObject) -> None:
-    num_heads, size = data.draw(st.sampled_from([(8, 1), (8, 2), (8, 8), (12, 3), (12, 4), (40, 8), (14, 7)]))
-    methods = data.draw(st.lists(st.sampled_from([WIDE, NARROW, DENSE]), min_size=num_heads, max_size=num_heads))
-    shape = SHAPE.model_copy(update={"num_layers": 1, "num_heads": num_heads, "num_kv_heads": 1})
-    heads = {(head,): method for head, method in enumerate(methods)}
-    config = SparsePrefillConfig(profile=write(layers={(0,): LayerProfile(heads=heads)}))
-    method_of_head: dict[int, object] = {}
-    for rank in range(size):
-        groups = Plan.build(config, shape, rank, size).layer(0).groups
-        assert len({group.method for group in groups}) == len(groups)
-        assert [group.heads[0] for group in groups] == sorted(group.heads[0] for group in groups)
-        for group in groups:
-            assert list(group.heads) == sorted(group.heads)
-            for head in group.heads:
-                assert 0 <= head < num_heads // size
-                assert method_of_head.setdefault(rank * (num_heads // size) + head, group.method) is group.method
-        assert sum(len(group.heads) for group in groups) == num_heads // size
-    assert [method_of_head[head] for head in range(num_heads)] == methods
 
 
 # SharePrefill, whose heads depend on each other

@@ -161,7 +161,7 @@ LONG = [(131_071, 2), (262_144 - 65, 130)]
 """The first chunk ends past 131,072 tokens, the second past 262,144."""
 
 
-@pytest.mark.parametrize("page_size", [128, pytest.param(16, marks=FULL), pytest.param(640, marks=FULL)])
+@pytest.mark.parametrize("page_size", [128, pytest.param(640, marks=FULL)])
 def test_attention_past_131072_and_262144_tokens(engine: AttendEngine, device: str, page_size: int) -> None:
     """Contexts as long as in mlx-lm#1454."""
     batch = random_batch(LONG, 1, 1, 64, page_size, DTYPES[1], device)

@@ -8,30 +8,25 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.helpers.batches import assert_close, every_head, random_batch
+from tests.helpers.batches import assert_close, random_batch
 from tests.helpers.engine_cases import DTYPES, ENGINES, flash_attention
 from tests.helpers.method_cases import all_lists
 from vllm_sparse_backend.calibration.judge import without_nan
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_kernels import SparseIndex, Workspace
 from vllm_sparse_kernels.attention import PORTABLE, AttendSpec
-from vllm_sparse_kernels.attention.reference import attend
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
 from vllm_sparse_kernels.layer import Layer, LayerPlan, run
 from vllm_sparse_kernels.memory import META
-from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 CPU = torch.device("cpu")
 DENSE = make_method("dense", {})
-BLOCKS = make_method("block_sparse", {"top_blocks": 3})
 SHAPE = make_method("a_shape", {"sink_tokens": 64, "local_tokens": 128})
 LINES = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 104})
 MORE_LINES = make_method("vertical_slash", {"vertical_tokens": 41, "slash_tokens": 104})
-WIDER = make_method("vertical_slash", {"vertical_tokens": 40, "slash_tokens": 180})
 MASS = make_method("flex_vertical_slash", {"gamma": 0.4})
-ANCHORS = make_method("anchor_attention", {"theta": 3.0, "step_tiles": 2})
 
 
 def batch(lengths: Sequence[tuple[int, int]] = ((700, 300), (0, 131))) -> Batch:
@@ -80,29 +75,6 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     assert arena.peak_bytes == counted.peak_bytes
     wider = dataclasses.replace(layers[0], block_tokens=128).allocate_index(rows)
     assert wider.block_ids.shape[1] < index.block_ids.shape[1]
-
-
-@pytest.mark.parametrize("lengths", [pytest.param(((130, 70), (0, 131)), marks=pytest.mark.full), ((70, 40),)], ids=str)
-def test_an_output_is_that_of_every_head_alone(lengths: list[tuple[int, int]]) -> None:
-    """Different layers run in turn in the same arena. Each head equals its reference with a separate index."""
-    layers = [layer_of(DENSE, LINES, ANCHORS), layer_of(MASS), layer_of(BLOCKS, WIDER, ANCHORS), layer_of(SHAPE, LINES)]
-    first = batch(lengths)
-    arena = Workspace(CPU, torch.empty(64 << 20, dtype=torch.uint8))
-    for i, layer in enumerate([*layers, layers[0]]):
-        inputs = dataclasses.replace(first, q=first.q.roll(i, 1) * (1 + i % 3))
-        arena.used_bytes = 0
-        assert arena.buffer is not None
-        arena.buffer.fill_(0x7F)  # data of the previous layer
-        out, alone = inputs.empty_out(), inputs.empty_out()
-        run_layer(layer, inputs, out, arena).check()
-        for group in layer.plan.groups:
-            layouts = dict.fromkeys(range(NUM_HEADS), group.method.stripe_layout(inputs.rows))
-            index = SparseIndex.allocate(inputs.rows, NUM_HEADS, 64, layouts)
-            METHODS[name_of(group.method)].reference(inputs.call(index, every_head(group.method, NUM_HEADS)))
-            every = inputs.empty_out()
-            attend(inputs.call(index), every)
-            alone[:, list(group.heads)] = every[:, list(group.heads)]
-        assert torch.equal(out.nan_to_num(7), alone.nan_to_num(7))
 
 
 @pytest.mark.parametrize("check", [False, True])

@@ -6,6 +6,7 @@ The model was trained to find facts, and finds them with dense attention. A wron
 method or by a fault of this backend.
 """
 
+import json
 import signal
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_a_starved_method_falls_below(rows: dict[str, dict[str, Any]]) -> None:
     assert 100 * rows["starved"]["share"] < 100 * rows["exact"]["share"] - 10 * POINTS
 
 
-def test_a_report_continues_after_an_interruption(tmp_path: Path) -> None:
+def test_an_interrupted_report_keeps_what_it_measured(tmp_path: Path) -> None:
     """`eval report` on real servers, at sizes of a CPU."""
     sizes = ("--lengths", "2048", "--answer-lengths", "2048", "--count", "1", "--parts", "ttft,facts")
     settings = ("--settings", '{"method": "default", "min_tokens": 1024, "min_query_tokens": 1}')
@@ -110,11 +111,5 @@ def test_a_report_continues_after_an_interruption(tmp_path: Path) -> None:
             time.sleep(0.1)
         interrupted.send_signal(signal.SIGINT)
     assert interrupted.returncode == 130
-    measured_ns = (tmp_path / "report/ttft.json").stat().st_mtime_ns
-
-    continued = subprocess.run([*command, "--out", "report"], cwd=tmp_path, capture_output=True, text=True)
-    assert continued.returncode == 0, continued.stderr
-    assert (tmp_path / "report/ttft.json").stat().st_mtime_ns == measured_ns
-    assert (tmp_path / "report/report.md").read_text().strip() == continued.stdout.strip()
-    rows = [line.split("|") for line in continued.stdout.splitlines() if "facts, 2,048" in line]
-    assert [row[3].strip() for row in rows[:2]] == ["17 of 17"] * 2
+    (case,) = json.loads((tmp_path / "report/ttft.json").read_text())["cases"]
+    assert (case["case"], case["failures"]) == ("2,048 tokens", 0)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import scenario, server_levels
-from tests.helpers.scenario import Answer, Servers
+from tests.helpers.scenario import Answer, Servers, assert_same
 from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, reserve_port, sparse_args
 
 pytestmark = [
@@ -27,7 +27,6 @@ pytestmark = [
 
 pytest.importorskip("nixl", reason="the pair needs: pip install nixl")
 
-LOGPROB_TOLERANCE = 5e-5
 LEVELS = ("high", "fast")
 # One token more than whole pages: a single server that finds these pages in its cache computes the last token like a
 # decode server, densely.
@@ -78,11 +77,6 @@ def pair(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def prompts() -> dict[int, list[int]]:
     return {length: scenario.prompt(length, seed=3000 + length) for length in LENGTHS}
-
-
-def assert_same(answer: Answer, expected: Answer) -> None:
-    assert answer.token_ids == expected.token_ids
-    assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
 
 
 def test_sparse_answers_are_those_of_a_single_server_and_exact_answers_are_stock(pair: Pair, servers: Servers) -> None:

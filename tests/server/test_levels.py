@@ -20,32 +20,15 @@ import pytest
 import yaml
 
 from tests.helpers import example_package, scenario, server_levels
-from tests.helpers.scenario import Answer, Servers
+from tests.helpers.scenario import Answer, Servers, assert_same
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, environment
 
 pytestmark = pytest.mark.server
 
-LOGPROB_TOLERANCE = 2e-5
-"""Stock vLLM differs from itself by up to 2.4e-6 if the same prompts are batched differently."""
-
 
 def ask(server: Server, token_ids: list[int], level: object = None, **more: Any) -> Answer:
-    """Return the answer to a completion with more fields."""
-    body: dict[str, Any] = {"model": server.model, "prompt": token_ids, "max_tokens": 8, "logprobs": 0}
-    body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True, **more}
-    if level is not None:
-        body["vllm_xargs"] = {"sparse_prefill": level}
-    answer = server.post("/v1/completions", body)
-    choice, details = answer["choices"][0], answer["usage"]["prompt_tokens_details"] or {}
-    return Answer(
-        tuple(choice["token_ids"]), tuple(choice["logprobs"]["token_logprobs"]), details.get("cached_tokens") or 0
-    )
-
-
-def assert_same(answer: Answer, expected: Answer) -> None:
-    assert answer.token_ids == expected.token_ids
-    assert answer.logprobs == pytest.approx(expected.logprobs, abs=LOGPROB_TOLERANCE)
+    return scenario.ask(server, token_ids, level=level, **more)
 
 
 @pytest.mark.parametrize(("first", "seed"), [(None, 7000), ("fast", 7001), (0, 7002)])
@@ -228,6 +211,13 @@ class TestConfiguredByNestedYaml:
             assert answer.cached_tokens in (0, 1280)
         exact = [ask(ours, token_ids, 0, model=name) for name in names]
         assert exact[0].logprobs != pytest.approx(exact[1].logprobs, abs=1e-3)
+
+    def test_the_other_backends_log_says_that_settings_are_not_read(self, servers: Servers, bystander: Server) -> None:
+        """This also shows that the plugin was loaded."""
+        log = bystander.log_path.read_text(errors="replace")
+        assert log.count("sparse_prefill in --additional-config is ignored: another attention backend") == 1
+        assert "sparse_prefill_" not in bystander.get("/metrics")
+        assert "is ignored: another attention backend" not in servers.stock.log_path.read_text(errors="replace")
 
     def test_beams(self, ours: Server, servers: Servers) -> None:
         """Several sequences that continue the same prompt past ``min_tokens``, at the server's default level."""

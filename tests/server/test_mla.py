@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.helpers import chunked_mla, scenario
-from tests.helpers.scenario import Answer
+from tests.helpers.scenario import Answer, assert_same
 from tests.helpers.tiny_models import MLA_CONFIG, make_model
 from tests.server.conftest import ENV
 from vllm_sparse_backend.config.fallback import Fallback
@@ -29,7 +29,6 @@ pytestmark = [
     pytest.mark.xdist_group("mla"),
 ]
 
-TOLERANCE = 2e-5
 PAGE_TOKENS, MIN_TOKENS = 16, 256
 # Without chunks on a CPU, rows that begin within min_tokens would all be dense.
 SETTINGS = {"method": "top_p", "params": {"kept_mass": 0.4}, "min_tokens": 0, "min_query_tokens": 256}
@@ -44,11 +43,6 @@ def flags(settings: dict[str, Any]) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def mla_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "mla", config=MLA_CONFIG)
-
-
-def assert_same(answer: Answer, expected: Answer) -> None:
-    assert answer.token_ids == expected.token_ids
-    assert answer.logprobs == pytest.approx(expected.logprobs, abs=TOLERANCE)
 
 
 def test_a_server_runs_long_rows_sparse_unless_requests_are_exact(mla_model: Path) -> None:

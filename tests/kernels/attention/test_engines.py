@@ -392,7 +392,7 @@ SPEC = AttendSpec(
 @pytest.mark.parametrize(
     ("head_dim", "block_tokens", "says"),
     [
-        (128, 128, None),
+        *((128, block_tokens, None) for block_tokens in (32, 64, 128)),
         (256, 32, None),
         (256, 64, None),
         (256, 128, "blocks of 128 keys with head_dim 256 do not fit into shared memory"),
@@ -401,10 +401,11 @@ SPEC = AttendSpec(
 )
 def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
     monkeypatch.setattr(AttendSpec, "capability", (9, 0))
-    strides = (128 * 4 * head_dim, 4 * head_dim, 2 * head_dim)
-    changes = {"head_dim": head_dim, "block_tokens": block_tokens, "page_size": 128, "strides": strides}
-    why = HOPPER.refusal(dataclasses.replace(SPEC, **changes))
-    assert (why is None) if says is None else (says in why)
+    for page_size in (128, 640, 7808):  # the longer ones as in hybrids
+        strides = (page_size * 4 * head_dim, 4 * head_dim, 2 * head_dim)
+        changes = {"head_dim": head_dim, "block_tokens": block_tokens, "page_size": page_size, "strides": strides}
+        why = HOPPER.refusal(dataclasses.replace(SPEC, **changes))
+        assert (why is None) if says is None else (says in why)
 
 
 def test_all_kernels_in_gluon_name_what_gluon_lacks(monkeypatch):

@@ -162,27 +162,17 @@ def block_scores(q: torch.Tensor, k: torch.Tensor, theta: float) -> list[tuple[t
     return tiles
 
 
-def ruled_map(q: torch.Tensor, k: torch.Tensor, theta: float, rule) -> torch.Tensor:
-    """Return bool [tiles, key blocks]; ``rule`` returns how many of the sorted probabilities to keep."""
+def papers_map(q: torch.Tensor, k: torch.Tensor, theta: float, tau: float) -> torch.Tensor:
+    """Return bool [tiles, key blocks]: section 3.2's "top values whose cumulative sum reaches τ · ΣP^"."""
     maps = []
     for i_tile, (scores, similar, is_tile_similar) in enumerate(block_scores(q, k, theta)):
         last = len(k) - len(q) + min(128 * i_tile + 128, len(q)) - 1
         probabilities, order = torch.nan_to_num(scores.softmax(0)).sort(descending=True)
         kept = ~similar if is_tile_similar else torch.ones_like(similar)
-        kept[order[: rule(probabilities)]] = True
+        kept[order[: int((probabilities.cumsum(0) < tau * probabilities.sum()).sum()) + 1]] = True
         kept[last // 64 + 1 :] = False
         maps.append(kept)
     return torch.stack(maps)
-
-
-def papers_cut(tau: float):
-    """Return section 3.2's rule: "the top values whose cumulative sum reaches τ · ΣP^"."""
-    return lambda sorted_p: int((sorted_p.cumsum(0) < tau * sorted_p.sum()).sum()) + 1
-
-
-def released_cut(tau: float):
-    """Return the released code's search in the sums from the right: blocks whose sum is at most τ, but at least 1."""
-    return lambda sorted_p: max(1, int((sorted_p.cumsum(0) <= tau).sum()))
 
 
 def selected_map(index: SparseIndex, batch: Batch, row: int, head: int) -> torch.Tensor:
@@ -216,11 +206,8 @@ RULE_CASES = {
 
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 @pytest.mark.parametrize("name", RULE_CASES)
-def test_selection_equals_both_rules_but_for_what_is_documented(name, by_reference):
-    """IoU of masks, with the diagonals added to the paper's.
-
-    The released cumulative cut keeps one block less than the paper's, and nothing else differs.
-    """
+def test_selection_equals_the_papers_rule(name, by_reference):
+    """IoU of masks, with the diagonals added to the paper's."""
     batch = make_batch(*RULE_CASES[name])
     method = clear_of_ties(dataclasses.replace(METHOD, keep_sink=False), batch)
     theta, tau = method.min_similarity, method.kept_mass
@@ -230,12 +217,9 @@ def test_selection_equals_both_rules_but_for_what_is_documented(name, by_referen
         for head in range(batch.num_heads):
             q, k = (tensor.cpu() for tensor in row_parts(batch, row, head))
             diagonal = diagonal_map(batch, row)
-            expected = ruled_map(q, k, theta, papers_cut(tau)) | diagonal
+            expected = papers_map(q, k, theta, tau) | diagonal
             kept = selected_map(index, batch, row, head)
             common, union = common + int((kept & expected).sum()), union + int((kept | expected).sum())
-            released = ruled_map(q, k, theta, released_cut(tau))
-            assert not bool((released & ~kept).any())
-            assert int((expected & ~diagonal & ~released).sum(1).max()) <= 1
     assert common >= 0.999 * union
 
 

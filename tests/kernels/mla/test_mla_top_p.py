@@ -60,13 +60,6 @@ def test_no_tile_drops_more_than_its_share_of_the_whole_row(chunk_tokens: int, h
         assert mean.max() > 0.02 or heavy.stop > 4  # mass that comes late is kept with the blocks before it
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"), [(1, [0]), (2, [1]), (3, [1, 2]), (5, [1, 3, 4]), (128, list(range(1, 128, 2)))]
-)
-def test_the_second_of_each_two_queries_is_scored(length: int, expected: list[int]) -> None:
-    assert reference.scored_queries(length).tolist() == expected
-
-
 def stored_maxima(engine: MlaPrefill, call: MlaCall) -> Iterator[torch.Tensor]:
     """Yield the estimates that kernels stored, as logarithms to base 2, in the order of the reference."""
     (part,) = call.parts

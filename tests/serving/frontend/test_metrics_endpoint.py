@@ -153,17 +153,6 @@ class TestNoReaderWaits:
 
         CLOCK.run(scrapes())
 
-    def test_an_engine_that_is_idle_gives_its_counts_of_now(self) -> None:
-        async def scrapes() -> list[float]:
-            polls = polls_of({0: Engine()})
-            pages = []
-            for _ in range(4):
-                await asyncio.sleep(0.002)
-                pages.append((await timed(polls))[0][COUNT])
-            return pages
-
-        assert CLOCK.run(scrapes()) == [1, 2, 3, 4]
-
     def test_a_late_engine_shows_its_last_counts_until_it_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(metrics_endpoint, "TIMEOUT_S", 0.3)
 

@@ -17,7 +17,6 @@ import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.vllm_objects import make_config, make_model
 from vllm_sparse_backend.serving import compat, startup
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
-from vllm_sparse_kernels.attention import HOPPER, AttendSpec
 
 HOPPER_CAPABILITY = (9, 0)
 PASSES_SPECS = "kv_cache_specs" in inspect.signature(select_common_block_size).parameters  # from 0.32 on
@@ -120,17 +119,3 @@ def test_a_page_that_exists_already_is_never_refused(hybrid: ModelConfig) -> Non
     config = aligned(hybrid, None)
     with set_current_vllm_config(config):
         assert kernel_page(16, spec_of(hybrid, 16)) == 16
-
-
-@pytest.mark.parametrize("page_tokens", [640, 7808])
-@pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 32), (128, 64), (128, 128), (256, 32), (256, 64)])
-def test_hoppers_engine_takes_long_pages_whole(
-    monkeypatch: pytest.MonkeyPatch, page_tokens: int, head_dim: int, block_tokens: int
-) -> None:
-    monkeypatch.setattr(AttendSpec, "capability", HOPPER_CAPABILITY)
-    strides = (page_tokens * 4 * head_dim, 4 * head_dim, 2 * head_dim)
-    spec = AttendSpec(
-        torch.device("cpu"), torch.bfloat16, 8, 2, head_dim, page_tokens, strides, block_tokens=block_tokens,
-        has_stripes=True,
-    )  # fmt: skip
-    assert HOPPER.refusal(spec) is None
