@@ -12,7 +12,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan, layer_plans
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.evaluation.report import BenchError
-from vllm_sparse_kernels.methods import name_of, sparse_names
+from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 
 
@@ -65,6 +65,6 @@ def plan_of_heads(heads: Sequence[Sequence[Method]], shape: ModelShape, source: 
 def methods_named(texts: Sequence[str]) -> list[MethodSpec]:
     """Return the named methods; without names, all methods at their defaults and the server's default."""
     specs = [MethodSpec.parse(text) for text in texts]
-    names = [name for name in sparse_names() if name != "share_prefill"]  # runs with a profile only
+    names = [name for name in METHODS if name not in ("dense", "share_prefill")]  # the latter runs with a profile only
     every = [*map(MethodSpec, names), MethodSpec.of(make_method("default", {}))]
     return specs or list(dict.fromkeys(every))

@@ -89,11 +89,6 @@ class TilePointer:
         """Load the position of the first query in its sequence."""
         return gl.load(self.fields + 3)
 
-    @gluon.jit
-    def plus(self, num):
-        """Return the tile ``num`` places further."""
-        return TilePointer(self.fields + num * TILE_FIELDS)
-
 
 @gluon.jit
 def tile_of(tiles, i_tile):
@@ -117,16 +112,6 @@ class Counter:
     def parity(self):
         """Return the phase of a barrier that completes once per round: 0 in the first, then 1, 0, 1, and so on."""
         return self.count // self.NUM & 1
-
-    @gluon.jit
-    def next(self):
-        """Return the counter after one more use."""
-        return Counter(self.count + 1, self.NUM)
-
-    @gluon.jit
-    def previous(self):
-        """Return the counter before the last use."""
-        return Counter(self.count - 1, self.NUM)
 
     @gluon.jit
     def plus(self, num):

@@ -189,7 +189,7 @@ class SparseIndex:
         """
         return IndexLayout.build(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
 
-    @property
+    @cached_property
     def args(self) -> IndexArgs:
         """Arguments of kernels that read or write the index."""
         rows = self.rows
@@ -203,11 +203,6 @@ class SparseIndex:
     def has_stripes(self) -> bool:
         """Whether any head has room for stripes."""
         return self.stripe_positions.shape[0] > 0
-
-    def clear_stripes(self, heads: torch.Tensor) -> None:
-        """Remove the stripes of the query heads in ``heads`` [n] int32 on the device."""
-        if self.has_stripes:  # otherwise the counts are zeros that all layers share
-            self.stripe_counts.index_fill_(0, heads.long(), 0)
 
     def num_causal_blocks(self, tile: Tile) -> int:
         """Return the number of blocks with a key that a tile's last query may attend to: its list's capacity."""

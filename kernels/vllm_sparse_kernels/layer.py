@@ -10,7 +10,7 @@ On a GPU, kernels select and an engine attends. On a CPU, the references do both
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 import torch
 
@@ -21,7 +21,7 @@ from vllm_sparse_kernels.attention.reference import attend as reference_attend
 from vllm_sparse_kernels.block_width import index_block_tokens
 from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import IndexLayout, SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache
@@ -74,11 +74,6 @@ def fits_shared_memory(plan: LayerPlan, head_dim: int, device: torch.device) -> 
 def attend_options(methods: Sequence[Method], device: torch.device) -> AttendOptions | None:
     """Collect the approximations that the heads of a layer request from ``attend``."""
     return AttendOptions.from_heads([m.skip_margin for m in methods], [m.int8_scores for m in methods], device)
-
-
-def stripes_of(method: Method, rows: Rows) -> StripeLayout:
-    """Return the room that a head's stripes need, computed once for all layers of the pass."""
-    return rows.once(method, lambda: method.stripe_layout(rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +131,9 @@ class Layer:
 
         Layers share the layout of their indices if they are equal, or if no head has stripes.
         """
-        stripes = {method: stripes_of(method, rows) for method in self.plan.distinct_methods}
+        stripes = {
+            method: rows.once(method, partial(method.stripe_layout, rows)) for method in self.plan.distinct_methods
+        }
 
         def build() -> IndexLayout:
             of_heads = {head: stripes[method] for head, method in enumerate(self.plan.methods)}

@@ -124,9 +124,8 @@ class KeyArgs(NamedTuple):
 
 def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False) -> KeyArgs:
     """Build the arguments of kernels that read keys."""
-    stride_table = block_table.stride(0) if block_table.dim() == 2 else 0
     v = cache.values if values else None
-    return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, stride_table, v)
+    return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, block_table.stride(0), v)
 
 
 @triton.jit

@@ -12,11 +12,6 @@ FOLDERS = ("anchor_attention", "dense", "flex_prefill", "minference", "sale", "s
 METHODS = Registry(spec for folder in FOLDERS for spec in import_module(f"{__name__}.{folder}").SPECS)
 
 
-def sparse_names() -> list[str]:
-    """List the methods that leave out keys."""
-    return [name for name in METHODS if name != "dense"]
-
-
 @lru_cache(maxsize=4096)
 def name_of(method: Method) -> str:
     """Return the name under which a method's class is registered."""

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
-from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.workspace import Workspace
 
 GROUP_TOKENS = Constant(64)
@@ -40,6 +40,17 @@ def key_sums(
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, MOMENTS=moments, PERIOD=period, GROUPS=groups, num_warps=num_warps,
     )  # fmt: skip
     return sums, splits
+
+
+def mean_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> torch.Tensor:
+    """Average the keys of each row: [num_rows, num_kv_heads, BLOCK_D] float32."""
+    means = workspace.empty(rows.num_rows, cache.num_kv_heads, padded_dim(cache.head_dim))
+    with workspace.frame():
+        sums, splits = key_sums(cache, rows, workspace, moments=1, period=1, groups=8, num_warps=4)
+        means_kernel[(rows.num_rows, cache.num_kv_heads)](
+            sums, splits.device_starts, rows.row_table, means, BLOCK_D=means.shape[2], COUNT=2
+        )
+    return means
 
 
 def _splits(rows: Rows, split_tokens: int) -> Splits:
@@ -79,3 +90,28 @@ def _key_sums_kernel(
         tl.store(target, tl.sum(b_sum, 0))
         if MOMENTS == 2:
             tl.store(target + BLOCK_D, tl.sum(b_square, 0))
+
+
+@triton.jit
+def means_kernel(sums, starts, rows, means, BLOCK_D: tl.constexpr, COUNT: tl.constexpr):
+    """Average one row and head from the sums [starts[row], starts[row + 1]) of rows[row, COUNT] vectors.
+
+    Grid: (rows, heads). Bound by latency: a few KB per program.
+
+    Args:
+        sums: [sums of all rows, heads, BLOCK_D] float32.
+        starts: [num_rows + 1] int32, a row's first sum.
+        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
+        means: [num_rows, heads, BLOCK_D] float32; written.
+    """
+    i_row, i_head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    o_d = tl.arange(0, BLOCK_D)
+    end = tl.load(starts + i_row + 1)
+    b_sum = tl.zeros([32, BLOCK_D], tl.float32)
+    for i in range(tl.load(starts + i_row), end, 32):
+        o_s = i + tl.arange(0, 32)
+        o_sum = (o_s[:, None] * num_heads + i_head) * BLOCK_D + o_d[None, :]
+        b_sum += tl.load(sums + o_sum, mask=(o_s < end)[:, None], other=0.0)
+    b_mean = tl.sum(b_sum, 0) / tl.load(rows + i_row * ROW_FIELDS + COUNT).to(tl.float32)
+    tl.store(means + (i_row * num_heads + i_head) * BLOCK_D + o_d, b_mean)

@@ -21,6 +21,6 @@ def require_blocks(field: str, value: object, block_tokens: int, least: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def on_device(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Copy parameters of heads to a tensor [len(values)] on the device, once in a process."""
-    return to_device(values, dtype, device)
+    return to_device(values, torch.int32, device)

@@ -8,7 +8,6 @@ depend on its slab.
 """
 
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,8 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_args, load_block, load_queries, query_args
-from vllm_sparse_kernels.rows import TILE, TILE_FIELDS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE, TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
 
@@ -37,14 +37,11 @@ PRODUCT_M, PRODUCT_N, PRODUCT_D = Constant(64), Constant(64), Constant(32)
 ALIGNED = Constant(64)
 """Rows of products are padded to a multiple of this, which allows wide loads."""
 
-ROW_BLOCK_FIELDS = Constant(3)
-"""Columns of the rows' table on the device: a row's keys, its first block and first split, counted over all rows."""
-
 HEADS_AT_ONCE = Constant(128)
 """Number of selected heads that ``is_read`` checks per step."""
 
 UNSPECIALIZED = (
-    "num_heads", "num_tiles", "first_tile", "end_tile", "first_row", "num_blocks", "num_splits", "width",
+    "num_heads", "num_tiles", "first_tile", "end_tile", "first_row", "num_blocks", "width",
 )  # fmt: skip
 """Kernel arguments that change from step to step and must not cause new variants of a kernel."""
 
@@ -90,20 +87,6 @@ def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Pooled
     return slabs
 
 
-def row_blocks(rows: Rows) -> torch.Tensor:
-    """Return the lengths of rows as a table on the device."""
-
-    def make() -> torch.Tensor:
-        blocks = [ceil_div(seq_len, KEY_BLOCK.value) for seq_len in rows.seq_lens]
-        splits = [ceil_div(n, SPLIT_BLOCKS.value) for n in blocks]
-        columns = rows.seq_lens, accumulate(blocks, initial=0), accumulate(splits, initial=0)
-        return to_device([n for row in zip(*columns) for n in row], torch.int32, rows.device).view(
-            -1, ROW_BLOCK_FIELDS.value
-        )
-
-    return rows.once(row_blocks, make)
-
-
 def _num_warps(head_dim: int) -> int:
     """Return the minimum number of warps that hold 64 tokens in registers: sums over few warps synchronise less."""
     return max(2, triton.next_power_of_2(head_dim) // 64)
@@ -122,48 +105,34 @@ def pool_queries(call: Call, per_tile: int, with_similarity: bool) -> Pooled:
     return Pooled(means, similarity)
 
 
-def pool_keys(call: Call, slab: PooledSlab, with_similarity: bool, centered: bool) -> Pooled:
+def pool_keys(call: Call, slab: PooledSlab, centers: torch.Tensor | None) -> Pooled:
     """Average the keys of the slab's blocks."""
-    cache, rows, empty = call.cache, call.rows, call.index.workspace.empty
+    cache, empty = call.cache, call.index.workspace.empty
     num_kv_heads, head_dim, num_selected = cache.num_kv_heads, cache.head_dim, len(call.heads)
-    num_rows = slab.end_row - slab.first_row
-    splits = [ceil_div(n, KEY_BLOCK.value * SPLIT_BLOCKS.value) for n in rows.seq_lens[slab.first_row : slab.end_row]]
     pooled = Pooled(
         empty(num_kv_heads, slab.num_blocks, head_dim),
-        empty(num_kv_heads, slab.num_blocks) if with_similarity else None,
+        None if centers is None else empty(num_kv_heads, slab.num_blocks),
     )
-    shape = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
-
-    def launch(
-        means: torch.Tensor | None, sums: torch.Tensor | None, similarity: torch.Tensor | None,
-        centers: torch.Tensor | None,
-    ) -> None:  # fmt: skip
-        _pool_keys_kernel[(num_kv_heads, max(splits), num_rows)](
-            key_args(cache, rows.block_table), row_blocks(rows), slab.first_row, slab.num_blocks, sum(splits),
-            call.head_ids if num_selected < call.q.shape[1] else None, num_selected, means, sums, similarity, centers,
-            **shape, PAGE=cache.page_size, GROUP=call.group, num_warps=_num_warps(head_dim),
-        )  # fmt: skip
-
-    if not centered:
-        launch(pooled.means, None, pooled.similarity, None)
-        return pooled
-    sums, centers = empty(num_kv_heads, sum(splits), head_dim), empty(num_rows, num_kv_heads, head_dim)
-    launch(pooled.means, sums, None, None)
-    _centers_kernel[(num_kv_heads, num_rows)](sums, centers, row_blocks(rows), slab.first_row, sum(splits), **shape)
-    launch(None, None, pooled.similarity, centers)
+    _pool_keys_kernel[(num_kv_heads, ceil_div(slab.max_blocks, SPLIT_BLOCKS.value), slab.end_row - slab.first_row)](
+        key_args(cache, call.rows.block_table), call.rows.row_table, slab.first_row, slab.num_blocks,
+        call.head_ids if num_selected < call.q.shape[1] else None, num_selected, *pooled, centers,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PAGE=cache.page_size, GROUP=call.group,
+        num_warps=_num_warps(head_dim),
+    )  # fmt: skip
     return pooled
 
 
 def pooled_products(
-    call: Call, per_tile: int, min_similarity: torch.Tensor | None = None, centered: bool = False
+    call: Call, per_tile: int, min_similarity: torch.Tensor | None = None
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
     """Multiply mean queries with mean keys, a run of tiles at a time."""
     cache, rows, workspace = call.cache, call.rows, call.index.workspace
     num_selected, with_similarity = len(call.heads), min_similarity is not None
     queries = pool_queries(call, per_tile, with_similarity)
+    centers = mean_keys(cache, rows, workspace) if with_similarity else None
     for slab in pooled_slabs(rows, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
         with workspace.frame():
-            keys = pool_keys(call, slab, with_similarity, centered)
+            keys = pool_keys(call, slab, centers)
             tile_bytes = 4 * num_selected * per_tile * slab.width * ALIGNED.value
             workspace.expect(most_at_once([tile_bytes] * rows.num_tiles, SLAB_BYTES))
             operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
@@ -177,7 +146,7 @@ def pooled_products(
                         num_selected,
                     )
                     _products_kernel[grid](
-                        operands, row_blocks(rows), rows.tiles, call.head_ids, products, slab.width, first, end,
+                        operands, rows.row_table, rows.tiles, call.head_ids, products, slab.width, first, end,
                         rows.num_tiles, slab.first_row, slab.num_blocks, call.scale,
                         GROUP=call.group, HEAD_DIM=cache.head_dim, PER_TILE=per_tile,
                     )  # fmt: skip
@@ -263,96 +232,51 @@ def _pool_queries_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _pool_keys_kernel(
-    keys, row_blocks, first_row, num_blocks, num_splits, heads, num_heads, means, sums, similarity, centers,
+    keys, rows, first_row, num_blocks, heads, num_heads, means, similarity, centers,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Pool blocks of one split of a row's keys, for one kv head: means, their sum and similarity.
+    """Pool blocks of one split of a row's keys, for one kv head: means and similarity.
 
-    Tensors that are None are skipped.
-
-    With ``centers``, the row's center is subtracted from the keys before their similarity is computed.
+    Without ``centers``, no similarity is computed. It is that of the keys without their row's center.
 
     Grid: (kv heads, splits of the longest row, rows). Bound by memory: it reads each key once.
 
     Args:
-        row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
+        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
         heads: [num_heads] int32, numbers of the selected heads; None for all.
-        means: [kv heads, num_blocks, HEAD_DIM] float32, written; or None.
-        sums: [kv heads, num_splits, HEAD_DIM] float32, or None.
+        means: [kv heads, num_blocks, HEAD_DIM] float32, written.
         similarity: [heads, blocks] float32, mean cosine over all pairs of a block's tokens; or None.
-        centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
+        centers: [num_rows, kv heads, BLOCK_D] float32, each row's mean key; or None.
     """
     STAGES: tl.constexpr = 3 if similarity is None else 2
     # Programs of neighbouring kv heads run together: in vLLM's usual layout, the kv heads of a token are neighbours.
-    i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if centers is not None:
-        # The keys that the previous launch read last are still in the cache.
-        i_kv, i_split = tl.num_programs(0) - 1 - i_kv, tl.num_programs(1) - 1 - i_split
-        i_row = tl.num_programs(2) - 1 - i_row
-    row = row_blocks + (first_row + i_row) * ROW_BLOCK_FIELDS
-    seq_len = tl.load(row)
+    i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    row = rows + i_row * ROW_FIELDS
+    seq_len = tl.load(row + 2)
     begin = i_split * SPLIT_BLOCKS * KEY_BLOCK
     if (begin < seq_len) & is_read(i_kv, heads, num_heads, GROUP):
         o_d = tl.arange(0, BLOCK_D)
         in_d = o_d < HEAD_DIM
-        first_block = tl.load(row + 1) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 1)
+        first_block = (tl.load(row + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)) // KEY_BLOCK
         o_block = i_kv.to(tl.int64) * num_blocks + first_block
-        b_center = tl.zeros([BLOCK_D], tl.float32)
         if centers is not None:
-            o_center = (i_row * tl.num_programs(0) + i_kv) * HEAD_DIM
-            b_center = tl.load(centers + o_center + o_d, mask=in_d, other=0.0)
-        b_sum = tl.zeros([BLOCK_D], tl.float32)
+            b_center = tl.load(centers + (i_row * tl.num_programs(0) + i_kv) * BLOCK_D + o_d)
         end = tl.minimum(begin + SPLIT_BLOCKS * KEY_BLOCK, seq_len)
         for start in tl.range(begin, end, KEY_BLOCK, num_stages=STAGES):
-            b_k = load_block(keys, first_row + i_row, i_kv, start, seq_len, PAGE, KEY_BLOCK, HEAD_DIM, BLOCK_D)
+            b_k = load_block(keys, i_row, i_kv, start, seq_len, PAGE, KEY_BLOCK, HEAD_DIM, BLOCK_D)
             b_k = b_k.to(tl.float32)
             count = tl.minimum(seq_len - start, KEY_BLOCK).to(tl.float32)
             i_out = o_block + start // KEY_BLOCK
-            if means is not None:
-                b_block = tl.sum(b_k, 0)
-                b_sum += b_block
-                tl.store(means + i_out * HEAD_DIM + o_d, b_block / count, mask=in_d)
+            tl.store(means + i_out * HEAD_DIM + o_d, tl.sum(b_k, 0) / count, mask=in_d)
             if similarity is not None:
-                if centers is not None:
-                    in_row = start + tl.arange(0, KEY_BLOCK) < seq_len
-                    b_k = tl.where(in_row[:, None], b_k - b_center[None, :], 0.0)
+                in_row = start + tl.arange(0, KEY_BLOCK) < seq_len
+                b_k = tl.where(in_row[:, None], b_k - b_center[None, :], 0.0)
                 tl.store(similarity + i_out, _mean_cosine(_sum_of_unit_vectors(b_k), count))
-        if sums is not None:
-            first_split = tl.load(row + 2) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 2)
-            o_split = i_kv.to(tl.int64) * num_splits + first_split + i_split
-            tl.store(sums + o_split * HEAD_DIM + o_d, b_sum, mask=in_d)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def _centers_kernel(sums, centers, row_blocks, first_row, num_splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Compute the mean key of one row and kv head.
-
-    Grid: (kv heads, rows). Bound by latency: it reads 4 bytes per channel for every 512 keys.
-
-    Args:
-        sums: [kv heads, num_splits, HEAD_DIM] float32.
-        centers: [num_rows, kv heads, HEAD_DIM] float32, each row's mean key; or None.
-        row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
-    """
-    i_kv, i_row = tl.program_id(0), tl.program_id(1)
-    row = row_blocks + (first_row + i_row) * ROW_BLOCK_FIELDS
-    seq_len = tl.load(row)
-    first_split = tl.load(row + 2) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 2)
-    source = sums + (i_kv.to(tl.int64) * num_splits + first_split) * HEAD_DIM
-    num_row_splits = tl.cdiv(seq_len, SPLIT_BLOCKS * KEY_BLOCK)
-    o_d = tl.arange(0, BLOCK_D)
-    b_sum = tl.zeros([64, BLOCK_D], tl.float32)
-    for i in range(0, num_row_splits, 64):
-        o_n = i + tl.arange(0, 64)
-        mask = (o_n < num_row_splits)[:, None] & (o_d < HEAD_DIM)[None, :]
-        b_sum += tl.load(source + o_n[:, None] * HEAD_DIM + o_d[None, :], mask=mask, other=0.0)
-    o_out = (i_row * tl.num_programs(0) + i_kv) * HEAD_DIM
-    tl.store(centers + o_out + o_d, tl.sum(b_sum, 0) / seq_len, mask=o_d < HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _products_kernel(
-    operands, row_blocks, tiles, heads, products, width, first_tile, end_tile, num_tiles, first_row, num_blocks, scale,
+    operands, rows, tiles, heads, products, width, first_tile, end_tile, num_tiles, first_row, num_blocks, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PER_TILE: tl.constexpr,
 ):  # fmt: skip
     """Multiply PRODUCT_M pooled queries of a slab with PRODUCT_N key blocks of each row to which the queries belong.
@@ -361,7 +285,7 @@ def _products_kernel(
     each pair.
 
     Args:
-        row_blocks: [num_rows, 3] int32: keys, first block and first split of each row.
+        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         heads: [n] int32 on the device, numbers of the selected query heads.
         products: [n, pooled queries of the run, width · 64] float32; written.
@@ -382,9 +306,9 @@ def _products_kernel(
     first_tile_row = tl.load(tiles + (first_tile + i_m * PRODUCT_M // PER_TILE) * TILE_FIELDS)
     for i_row in range(first_tile_row, tl.max(b_row, 0) + 1):
         if i_n * PRODUCT_N * KEY_BLOCK < tl.max(tl.where(b_row == i_row, b_end, 0), 0):
-            row = row_blocks + i_row * ROW_BLOCK_FIELDS
-            in_blocks = o_n < tl.cdiv(tl.load(row), KEY_BLOCK)
-            first_block = tl.load(row + 1) - tl.load(row_blocks + first_row * ROW_BLOCK_FIELDS + 1)
+            row = rows + i_row * ROW_FIELDS
+            in_blocks = o_n < tl.cdiv(tl.load(row + 2), KEY_BLOCK)
+            first_block = (tl.load(row + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)) // KEY_BLOCK
             o_block = i_kv.to(tl.int64) * num_blocks + first_block + o_n
             b_s = tl.zeros([PRODUCT_M, PRODUCT_N], tl.float32)
             for start in range(0, HEAD_DIM, PRODUCT_D):

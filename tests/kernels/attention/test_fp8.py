@@ -15,7 +15,7 @@ from vllm_sparse_kernels.attention import AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.methods import METHODS, sparse_names
+from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
 
@@ -27,7 +27,7 @@ READS_FP8 = [name for name in ENGINES if name != "hopper"]
 SMALL = {"anchor_attention": {"step_tiles": 1}, "block_sparse": {"top_blocks": 3}, "share_prefill": {"cluster": 0}}
 SMALL |= {"vertical_slash": {"vertical_tokens": 40, "slash_tokens": 128}}
 SMALL |= {"top_p": {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128}}
-READING = [name for name in sparse_names() if name != "a_shape"]
+READING = [name for name in METHODS if name not in ("a_shape", "dense")]
 """Methods that read keys."""
 METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in READING]
 METHODS_ASKED += [

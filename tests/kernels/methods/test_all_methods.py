@@ -35,7 +35,6 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
     "sparge_attn": [
         {"kept_mass": 0.6, "min_similarity": 0.1},
-        {"kept_mass": 0.5, "smooth_keys": False},
     ],
     "top_p": [
         {"kept_mass": 0.9, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64},
@@ -111,7 +110,7 @@ def test_heads_whose_other_fields_differ_are_selected_apart(name: str) -> None:
     assert default.summary([default, default]) == default.summary([default])
     if default.group_key == full.group_key:
         assert {name for name in default.summary([default, full]) if name in shared} == shared
-    for field in shared & {"smooth_keys", "keep_sink", "whole_blocks"}:
+    for field in shared & {"keep_sink", "whole_blocks"}:
         other = replace(default, **{field: not getattr(default, field)})
         assert len(layer_plan([default, other, default]).groups) == 2
 

@@ -64,7 +64,7 @@ def clear_of_ties(method: SpargeAttn, batch: Batch) -> SpargeAttn:
     near = [torch.tensor([method.min_similarity - 0.02, method.min_similarity + 0.02], device=DEVICE).double()]
     for row in range(batch.rows.num_rows):
         q, k = row_inputs(batch, row)
-        k = k - k.mean(0) if method.smooth_keys else k
+        k = k - k.mean(0)
         near += [reference.compress(x, size)[1].flatten() for x, size in ((q, 128), (k, KEY_BLOCK.value))]
     values = torch.cat(near).sort().values
     values = values[(values >= near[0][0]) & (values <= near[0][1])]

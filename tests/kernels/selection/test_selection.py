@@ -38,7 +38,7 @@ HEADS_OF_SALE = [Sale(0.3), Sale(0.2)]
     [
         *((BlockSparse(2), pooled, "SLAB_BYTES", value) for value in (1, 3 * 2 * 2 * 64 * 4)),
         (SpargeAttn(0.5, -1.0), pooled, "SLAB_BYTES", 1),
-        (SpargeAttn(0.5, -1.0, smooth_keys=False), pooled, "SLAB_BYTES", 3 * 2 * 64 * 4),
+        (SpargeAttn(0.5, -1.0), pooled, "SLAB_BYTES", 3 * 2 * 64 * 4),
         *((LINES, lines, "SLAB_BYTES", value) for value in (0, 2 * 4096 * 2 * lines.KEY_BYTES)),
         (HEADS_OF_SALE, slabs, "SLAB_TOKENS", 512),
         (TOP_P, slabs, "SLAB_TOKENS", 512),

@@ -38,7 +38,6 @@ from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, Atten
 from vllm_sparse_kernels.attention.flash.kernels import (
     SLICE_TOKENS,
     SliceShape,
-    UnitShape,
     finish_kernel,
     prepare_kernel,
 )
@@ -171,15 +170,15 @@ def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: P
     sequences = _allocate_sequences(index, cache, part)
     lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
-    shape = compile_time(SliceShape(cache.head_dim, triton.next_power_of_2(cache.head_dim), group))
-    units = compile_time(UnitShape(index.block_tokens, unit))
+    block_d = triton.next_power_of_2(cache.head_dim)
+    shape = compile_time(SliceShape(cache.head_dim, block_d, group, index.block_tokens, unit))
     grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS.value)
     stripe_table = sequences.stripe_table
     prepare_kernel[grid](
         queries, *lists, _granule_strides(cache), sequences, *varying,
         rows.block_table, rows.block_table.stride(0),
         sequences.table.stride(0), 0 if stripe_table is None else stripe_table.stride(0),
-        units, shape,
+        shape,
     )  # fmt: skip
 
     def flash_call(

@@ -30,11 +30,6 @@ class SliceShape(NamedTuple):
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     GROUP: Any  # query heads of a kv head
-
-
-class UnitShape(NamedTuple):
-    """Compile-time sizes of the lists of ``prepare_kernel``; every field is a ``tl.constexpr``."""
-
     BLOCK_TOKENS: Any  # keys of a block of the index
     UNIT: Any  # keys of a unit
 
@@ -75,7 +70,7 @@ def _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE):
 @triton.jit(do_not_specialize=UNSPECIALIZED + TABLES)
 def prepare_kernel(
     queries, lists, starts, strides, sequences, first, first_token, num_tiles, num_tokens,
-    block_table, stride_block_table, stride_table, stride_stripe_table, UNITS, SHAPE,
+    block_table, stride_block_table, stride_table, stride_stripe_table, SHAPE,
 ):  # fmt: skip
     """Copy a slice of a sequence's queries, and list a share of its units and stripes.
 
@@ -106,15 +101,15 @@ def prepare_kernel(
     pages = block_table + work.i_row.to(tl.int64) * stride_block_table
     ids = lists.block_ids + work.i_head.to(tl.int64) * lists.stride_blocks + tl.load(lists.block_offsets + work.i_tile)
     # All blocks are complete except the last, which ends with the tile's last query.
-    num_keys = (tl.load(lists.block_counts + i_list) - 1) * UNITS.BLOCK_TOKENS + work.last % UNITS.BLOCK_TOKENS + 1
+    num_keys = (tl.load(lists.block_counts + i_list) - 1) * SHAPE.BLOCK_TOKENS + work.last % SHAPE.BLOCK_TOKENS + 1
     tl.store(sequences.keys + i_sequence, num_keys)
-    num_units = tl.cdiv(num_keys, UNITS.UNIT)
+    num_units = tl.cdiv(num_keys, SHAPE.UNIT)
     table = sequences.table + i_sequence.to(tl.int64) * stride_table
     for i in range(i_slice * CHUNK, num_units, tl.num_programs(1) * CHUNK):
         o_n = i + tl.arange(0, CHUNK)
         listed = o_n < num_units
-        b_block = tl.load(ids + o_n * UNITS.UNIT // UNITS.BLOCK_TOKENS, mask=listed, other=0)
-        b_position = b_block * UNITS.BLOCK_TOKENS + o_n * UNITS.UNIT % UNITS.BLOCK_TOKENS
+        b_block = tl.load(ids + o_n * SHAPE.UNIT // SHAPE.BLOCK_TOKENS, mask=listed, other=0)
+        b_position = b_block * SHAPE.BLOCK_TOKENS + o_n * SHAPE.UNIT % SHAPE.BLOCK_TOKENS
         tl.store(table + o_n, _unit_number(strides, pages, work.i_kv, b_position, listed), mask=listed)
 
     if sequences.stripe_table is not None:

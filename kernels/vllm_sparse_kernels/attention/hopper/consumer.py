@@ -162,7 +162,7 @@ class Consumer:
         b_acc = gl.zeros([HALF, config.D], gl.float32, config.outputs_layout)
         if config.STRIPES:
             b_p = self._as_operand(b_p)
-        next_step = step.next()
+        next_step = step.plus(1)
         keys.acquire_full(next_step, pred=next_step.count < plan.end)
         return next_step, Softmax(b_p, b_acc, b_max, b_sum)
 
@@ -172,10 +172,10 @@ class Consumer:
         for i in range(1, plan.num_masked):
             mask = plan.causal_mask(plan.first_blocks + i * self.config.BLOCKS, self.config)
             state = self.process_step(b_q, step, plan.end, mask, state, False)
-            step = step.next()
+            step = step.plus(1)
         for _ in range(plan.num_masked, plan.num_steps):
             state = self.process_step(b_q, step, plan.end, NoMask(), state, False)
-            step = step.next()
+            step = step.plus(1)
         return step, state
 
     @gluon.jit
@@ -184,10 +184,10 @@ class Consumer:
         STEP: gl.constexpr = self.config.STEP
         for _ in range(plan.num_stripes // STEP):
             state = self.process_step(b_q, step, plan.end, NoMask(), state, True)
-            step = step.next()
+            step = step.plus(1)
         if plan.num_stripes % STEP != 0:
             state = self.process_step(b_q, step, plan.end, ColumnLimit(plan.num_stripes % STEP), state, True)
-            step = step.next()
+            step = step.plus(1)
         return step, state
 
     @gluon.jit
@@ -204,7 +204,7 @@ class Consumer:
         config = self.config
         keys, values = self.channels.keys(), self.channels.values()
         stage = step.slot()
-        previous_step = step.previous()
+        previous_step = step.plus(-1)
         previous_stage = previous_step.slot()
         if GATHERED:
             fence_async_shared()
@@ -228,7 +228,7 @@ class Consumer:
         b_sum = state.b_sum * b_decay_sum[:, None] + self._thread_sums(b_p)
         if config.STRIPES:
             b_p = self._as_operand(b_p)
-        next_step = step.next()
+        next_step = step.plus(1)
         keys.acquire_full(next_step, pred=next_step.count < end)
         b_acc = warpgroup_mma_wait(0, deps=(acc_token,))
         values.release(previous_step)
@@ -284,10 +284,10 @@ def consume(out, scale, channels, config, CONSUMER: gl.constexpr):
         if config.STRIPES:
             step, state = consumer.stripe_steps(b_q, plan, step, state)
         queries.release(item_counter)
-        b_acc = consumer.last_product(step.previous(), state)
+        b_acc = consumer.last_product(step.plus(-1), state)
         skipped = CONSUMER * HALF  # queries of the other group, which come first
         _store_outputs(out, i_head, token + skipped, length - skipped, b_acc, state.b_max, state.b_sum, config)
-        item_counter = item_counter.next()
+        item_counter = item_counter.plus(1)
         queries.acquire_full(item_counter)
         i_head = items.i_head(item_counter.slot())
 

@@ -171,7 +171,7 @@ class Loader:
             self._gather(stripes.values, b_row, stripes.stride_token, values.buffers, slot)
             _arrive_gathered(values.full.index(slot))
             b_row = b_next
-            step = step.next()
+            step = step.plus(1)
         return step
 
     @gluon.jit
@@ -228,7 +228,7 @@ def produce(q_desc, k_desc, v_desc, cache, head_strides, index, work, num_tiles,
                 stripe_places, item.num_stripes, cache.k + o_head, cache.v + o_head, cache.stride_token
             )
             step = loader.gather_stripes(stripes, step)
-        item_counter = item_counter.next()
+        item_counter = item_counter.plus(1)
         item = _load_item(index, work.order, rank, num_tiles, config)
     # An item with a negative head ends the consumers.
     queries.acquire_empty(item_counter)

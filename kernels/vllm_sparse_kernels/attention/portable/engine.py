@@ -60,7 +60,7 @@ class SmoothArgs(NamedTuple):
     integers: Any  # the other tensors as in ``SmoothKeys``
     scales: Any
     means: Any
-    starts: Any
+    rows: Any
     num_keys: int  # of a kv head in ``integers``
     stride_means: int  # elements between two rows of ``means``
 
@@ -218,7 +218,7 @@ def _option_args(
     if options.int8_heads is None:
         return options.skip_margins, None, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
-    keys = smooth_keys(cache, index.rows, int8_heads, index.num_heads, index.workspace)
+    keys = smooth_keys(cache, index.rows, index.workspace)
     _, num_keys, block_d = keys.integers.shape
     smooth = SmoothArgs(index.block_ids, *keys, num_keys, keys.means.stride(0))
     matrix = TensorDescriptor.from_tensor(keys.integers.view(-1, block_d), [index.block_tokens, block_d])

@@ -11,7 +11,7 @@ from vllm_sparse_kernels.attention.smooth_keys import quantize
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
 from vllm_sparse_kernels.paged import key_offsets, load_queries
-from vllm_sparse_kernels.rows import TILE_FIELDS
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile
 
 KEYS = Constant(0)
@@ -158,7 +158,7 @@ def _walk_int8(b_q, smooth, lists, index, program, source, scale, margin, softma
     b_mean = tl.load(smooth.means + o_mean)
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
     b_int, query_scale = quantize(b_q.to(tl.float32))
-    first_key = program.i_kv * smooth.num_keys + tl.load(smooth.starts + program.i_row)
+    first_key = program.i_kv * smooth.num_keys + tl.load(smooth.rows + program.i_row * ROW_FIELDS + 3)
     block_ids = smooth.block_ids + program.i_head.to(tl.int64) * index.stride_blocks
     block_ids += tl.load(index.block_offsets + program.i_tile)
     int8_keys = Int8Keys(block_ids, smooth.integers, smooth.scales, first_key, query_scale * scale)

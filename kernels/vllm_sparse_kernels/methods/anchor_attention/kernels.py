@@ -309,8 +309,6 @@ def blocks_kernel(groups, index, heads, num_tiles, INDEX_N: tl.constexpr, ANY: t
             b_whole = tl.max((b_words != 0).to(tl.int32), 1) != 0
         count = append(target, count, o_n, (o_n < num_causal) & (b_whole | (b_voted == 0)))
     tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
-    if ANY:
-        tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
 
 @triton.jit

@@ -208,7 +208,7 @@ def half_kernel(
     i_tile = gl.load(tile_set)
     num_tiles = gl.load(tile_set + 1)
     tile = tile_of(index.tiles, i_tile)
-    last_tile = tile.plus(num_tiles - 1)
+    last_tile = tile_of(index.tiles, i_tile + num_tiles - 1)
     stop_a = _first_local(tile, sink_tokens, local_tokens) // INDEX_N
     stop_b = _first_local(last_tile, sink_tokens, local_tokens) // INDEX_N
     first = gl.program_id(1) * SPAN

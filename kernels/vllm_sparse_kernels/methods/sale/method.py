@@ -153,7 +153,6 @@ def select_on_portable(call: Call) -> None:
 
 def _select(call: Call, in_half: bool) -> None:
     index = call.index
-    index.clear_stripes(call.head_ids)
     if not any(method.tau for method in call.heads.methods):
         compact_blocks(None, call)
         return

@@ -28,7 +28,6 @@ TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
 def select_sale(call: Call) -> None:
     """Fill the lists of the call's heads in plain torch, as ``Sale.select`` does with kernels."""
     index = call.index
-    index.stripe_counts.index_fill_(0, call.head_ids.long(), 0)
     for head, i_tile, kept in paper_blocks(call):
         index.set_blocks(head, i_tile, kept.any(0), KEY_BLOCK)
 

@@ -182,8 +182,8 @@ class SharePrefill(Method):
         clusters = [method.cluster for method in methods]
         in_layer = sorted(set(clusters) - {NOISE})
         device = index.rows.device
-        places = on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), device, torch.int32)
-        slots = on_device(pivots.slots_of(in_layer, index), device, torch.int32)
+        places = on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), device)
+        slots = on_device(pivots.slots_of(in_layer, index), device)
         with index.workspace.frame():
             patterns = index.workspace.empty(len(methods), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():

@@ -40,8 +40,8 @@ default, so that attention over the kept blocks is exact to rounding.
   by its largest entry, which is not a cosine. This implementation and the released code follow the prose: the mean over
   all pairs of tokens, including each token with itself, which equals the squared length of the mean unit token. A token
   of length zero counts as dissimilar to every other token; the released code divides by zero and keeps its block.
-* *Smooth keys.* ``smooth_keys`` subtracts the row's mean key before similarities are measured, as the released code
-  does (the paper's table 9 implies it: randomly permuted keys have a similarity of 0.02). Softmax is invariant to it.
+* *Smooth keys.* The row's mean key is subtracted before similarities are measured, as in the released code (the paper's
+  table 9 implies it: randomly permuted keys have a similarity of 0.02). Softmax is invariant to it.
 * *Chunks.* The mean key is the mean of the keys that the step can see, so it depends on the chunking. If a prompt runs
   in one chunk, it is as in the released code.
 * *Hilbert-curve permutation* (section 3.7) reorders image and video tokens, which attend in both directions. It does
@@ -104,9 +104,6 @@ class SpargeAttn(Method):
     """θ, in [-1, 1]: tiles and key blocks less similar than this are always computed (equation 5). At 0 or below, there
     are no such tiles and blocks."""
 
-    smooth_keys: bool = True
-    """Subtract the row's mean key before the similarity of keys is measured."""
-
     keep_sink: bool = True
     """Keep the first key block regardless of its score; false is the paper's rule."""
 
@@ -131,13 +128,12 @@ class SpargeAttn(Method):
         return self.kept_mass == 1
 
     def select(self, call: Call) -> None:
-        call.index.clear_stripes(call.head_ids)
         if all(head.keeps_all for head in call.heads.methods):
             compact_blocks(None, call)
             return
         limits = HeadLimits(call.parameters("kept_mass"), call.parameters("min_similarity"))
         in_base_2 = replace(call, scale=call.scale * LOG2_E.value)
-        for first_tile, scores, similarity in pooled_products(in_base_2, 1, limits.min_similarity, self.smooth_keys):
+        for first_tile, scores, similarity in pooled_products(in_base_2, 1, limits.min_similarity):
             keep_top_blocks(call, scores, similarity, first_tile, limits)
 
 
@@ -214,7 +210,6 @@ def _keep_top_blocks_kernel(
         o_n = first // HALVES + tl.arange(0, HELD_BLOCKS // HALVES)
         count = append(ids, count, o_n, (o_n < num_causal) & (b_kept | (o_n < num_sink) | (o_n >= diagonal)))
     tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
-    tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
 
 
 @triton.jit

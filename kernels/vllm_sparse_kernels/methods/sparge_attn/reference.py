@@ -25,7 +25,6 @@ def select_sparge_attn(call: Call) -> None:
 def _select_alike(call: Call) -> None:
     """Fill the lists of heads with equal methods."""
     index, rows, chosen = call.index, call.rows, call.head_ids.long()
-    index.stripe_counts.index_fill_(0, chosen, 0)
     for row, queries, keys in rows_of(call):
         kept = predict(call.method, queries[:, chosen], keys[:, chosen // call.group], call.scale).cpu()
         for i_tile, tile_kept in zip(rows.tiles_of(row), kept.unbind(1), strict=True):
@@ -48,8 +47,7 @@ def compressed_scores(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the compressed scores of one row."""
     query_len, seq_len = len(queries), len(keys)
-    if method.smooth_keys:
-        keys = keys - keys.mean(0)
+    keys = keys - keys.mean(0)
     q_mean, q_similarity = compress(queries, TILE_TOKENS)
     k_mean, k_similarity = compress(keys, KEY_BLOCK.value)
     starts = torch.arange(0, query_len, TILE_TOKENS, device=keys.device)

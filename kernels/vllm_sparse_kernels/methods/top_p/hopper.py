@@ -113,7 +113,7 @@ def tile_bytes(num_selected: int, reach: int) -> int:
 def compute_masses(call: Call, rounded: Rounded, run: Run, masses: torch.Tensor) -> None:
     """Do as ``portable.compute_masses``; the first of a tile's own blocks gets all of their mass, the others 0."""
     empty, tiles, method = call.index.workspace.empty, call.rows.tiles, call.method
-    heads, kept_mass, group, first_tile = call.head_ids, call.parameters("kept_mass"), call.group, run.first_tile
+    heads, group, first_tile = call.head_ids, call.group, run.first_tile
     num_selected, num_sets, num_tiles, scored = len(call.heads), len(run.tile_sets), run.num_tiles, SCORED.value
     num_rounds, num_spans = ceil_div(run.reach, ROUND.value), ceil_div(run.reach, SPAN.value)
     scratch = Scratch(
@@ -123,23 +123,23 @@ def compute_masses(call: Call, rounded: Rounded, run: Run, masses: torch.Tensor)
         empty(num_selected, num_tiles, num_rounds, scored, 4, dtype=torch.int32),
     )
     _diagonal_kernel[(num_sets, SET_TILES.value * scored // DIAGONAL_QUERIES.value, num_selected)](
-        rounded, heads, kept_mass, tiles, first_tile, run.tile_sets, scratch, num_tiles,
+        rounded, heads, tiles, first_tile, run.tile_sets, scratch, num_tiles,
         GROUP=group, KEPT_D=rounded.keys.shape[2], num_warps=4,
     )  # fmt: skip
     _scores_kernel[(num_sets, num_spans, num_selected)](
-        rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, kept_mass, tiles, first_tile,
+        rounded, bulk_steps(rounded.queries), bulk_steps(rounded.keys), heads, tiles, first_tile,
         run.tile_sets, scratch, num_tiles, num_spans, num_rounds,
         GROUP=group, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_rounds, MASS_ROUNDS.value), num_tiles, num_selected)](
-        kept_mass, method.least_peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, masses,
+        method.least_peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, masses,
         *masses.stride()[:2], num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles"])
 def _diagonal_kernel(
-    rounded, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles,
+    rounded, heads, tiles, first_tile, tile_sets, scratch, num_tiles,
     GROUP: tl.constexpr, KEPT_D: tl.constexpr,
 ):  # fmt: skip
     """Score queries of a tile of one head with the keys of the step that contains its first query, and of later steps.
@@ -152,7 +152,7 @@ def _diagonal_kernel(
     i_selected = tl.program_id(2)
     tile_set = tile_sets + tl.program_id(0) * SET_FIELDS
     i_tile = tl.load(tile_set) + tl.program_id(1) // TILE_PROGRAMS
-    if (tl.program_id(1) // TILE_PROGRAMS < tl.load(tile_set + 1)) & (tl.load(kept_mass + i_selected) < 1):
+    if tl.program_id(1) // TILE_PROGRAMS < tl.load(tile_set + 1):
         _, _, length, position = load_tile(tiles, i_tile)
         o_m = tl.program_id(1) % TILE_PROGRAMS * DIAGONAL_QUERIES + tl.arange(0, DIAGONAL_QUERIES)
         o_query = position + scored_offsets(o_m, length)
@@ -272,7 +272,7 @@ class ScoreTensors:
 
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds"])
 def _scores_kernel(
-    rounded, bulk_queries, bulk_keys, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans,
+    rounded, bulk_queries, bulk_keys, heads, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans,
     num_rounds, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Score a set of tiles of one head with one span of keys: 128 queries per consumer group.
@@ -287,7 +287,6 @@ def _scores_kernel(
         rounded: ``Rounded``: queries [num_selected, num_queries, KEPT_D] and keys [num_kv_heads, num_keys, KEPT_D],
             both e4m3, and the scales of their products.
         heads: [num_selected] int32.
-        kept_mass: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not scored.
         tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, and where the row's keys begin in the slab.
     """
     i_span, i_selected = gl.program_id(1), gl.program_id(2)
@@ -295,12 +294,11 @@ def _scores_kernel(
     i_tile = gl.load(tile_set)
     num_set_tiles = gl.load(tile_set + 1)
     first_step = i_span * (SPAN // STEP)
-    max_steps = gl.where(gl.load(kept_mass + i_selected) < 1, SPAN // STEP, 0)
     # A group that has no tile takes the set's last one, and stores nothing.
-    steps_a = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set_tiles) - 1, first_step, max_steps)
-    steps_b = _steps_of(tiles, i_tile, num_set_tiles - 1, first_step, max_steps)
-    first_steps_a = _steps_of(tiles, i_tile, 0, first_step, max_steps)
-    first_steps_b = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set_tiles - 1), first_step, max_steps)
+    steps_a = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set_tiles) - 1, first_step)
+    steps_b = _steps_of(tiles, i_tile, num_set_tiles - 1, first_step)
+    first_steps_a = _steps_of(tiles, i_tile, 0, first_step)
+    first_steps_b = _steps_of(tiles, i_tile, gl.minimum(GROUP_TILES, num_set_tiles - 1), first_step)
     first_key = gl.load(heads + i_selected) // GROUP * rounded.num_keys + gl.load(tile_set + 2) + first_step * STEP
     first_query = i_selected * rounded.num_queries + i_tile * SCORED
 
@@ -328,9 +326,9 @@ def _scores_kernel(
 
 
 @gluon.jit
-def _steps_of(tiles, i_tile, i_member, first_step, max_steps):
+def _steps_of(tiles, i_tile, i_member, first_step):
     """Return the steps of a program that lie before the first query of tile ``i_member`` of a set."""
-    return gl.minimum(tile_of(tiles, i_tile + i_member).position() // STEP - first_step, max_steps)
+    return gl.minimum(tile_of(tiles, i_tile + i_member).position() // STEP - first_step, SPAN // STEP)
 
 
 @gluon.jit
@@ -428,7 +426,7 @@ def _append_byte(b_word, b_x):
 
 @gluon.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_rounds", "stride_head", "stride_tile"])
 def _masses_kernel(
-    kept_mass, peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
+    peak, tiles, first_tile, scratch, num_tiles, num_spans, num_rounds, target, stride_head, stride_tile,
 ):  # fmt: skip
     """Convert up to MASS_ROUNDS rounds of one tile and head to masses.
 
@@ -438,7 +436,6 @@ def _masses_kernel(
     each query and block. The previous launch has left a part of it in the L2 cache.
 
     Args:
-        kept_mass: [num_selected] float32, share of each head's mass to keep; heads with 1 or more are not written.
         target: [num_selected, num_tiles, width] float32.
         stride_head: Elements between two heads of ``target``.
         stride_tile: Elements between two tiles of ``target``.
@@ -451,7 +448,7 @@ def _masses_kernel(
     num_blocks = position // STEP * STEP_BLOCKS  # before the tile's own keys
     begin = gl.program_id(0) * MASS_ROUNDS
     end = gl.minimum(begin + MASS_ROUNDS, (num_blocks + 15) // 16)
-    if ((begin == 0) | (begin < end)) & (gl.load(kept_mass + i_selected) < 1):
+    if (begin == 0) | (begin < end):
         WARPS: gl.constexpr = gl.num_warps()
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
         per_query: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))

@@ -178,7 +178,6 @@ def select_on_portable(call: Call) -> None:
 
 def _select(kernels: _MassKernels, call: Call) -> None:
     """Fill the lists of the call's heads with the masses that the module ``kernels`` computes."""
-    call.index.clear_stripes(call.head_ids)
     if all(method.kept_mass == 1 for method in call.heads.methods):
         compact_blocks(None, call)
         return

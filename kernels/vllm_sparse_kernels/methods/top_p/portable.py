@@ -68,15 +68,15 @@ def compute_masses(call: Call, rounded: Rounded, run: Run, masses: torch.Tensor)
         empty(num_selected, run.num_tiles, num_blocks, scored, dtype=torch.float16),
         empty(num_selected, run.num_tiles, num_spans, 2, scored),
     )
-    kept_d, kept_mass = rounded.keys.shape[2], call.parameters("kept_mass")
+    kept_d = rounded.keys.shape[2]
     key_bytes = kept_d * rounded.keys.element_size()
     _scores_kernel[(len(run.tile_sets) * SET_TILES.value, num_spans, num_selected)](
-        rounded, call.head_ids, kept_mass, tiles, run.first_tile, run.tile_sets, scratch, run.num_tiles, num_spans,
+        rounded, call.head_ids, tiles, run.first_tile, run.tile_sets, scratch, run.num_tiles, num_spans,
         num_blocks, GROUP=call.group, KEPT_D=kept_d, WIDEN=_must_widen(rounded.keys), num_warps=8,
         num_stages=_num_stages(key_bytes, shared_bytes(rounded.keys.device)),
     )  # fmt: skip
     _masses_kernel[(ceil_div(num_blocks, MASS_BLOCKS.value), run.num_tiles, num_selected)](
-        kept_mass, method.least_peak, tiles, run.first_tile, scratch, num_spans, num_blocks, masses,
+        method.least_peak, tiles, run.first_tile, scratch, num_spans, num_blocks, masses,
         *masses.stride()[:2], num_warps=8,
     )  # fmt: skip
 
@@ -93,7 +93,7 @@ def _num_stages(key_bytes: int, limit_bytes: int) -> int:
 
 @triton.jit(do_not_specialize=["first_tile", "num_tiles", "num_spans", "num_blocks"])
 def _scores_kernel(
-    rounded, heads, kept_mass, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans, num_blocks,
+    rounded, heads, tiles, first_tile, tile_sets, scratch, num_tiles, num_spans, num_blocks,
     GROUP: tl.constexpr, KEPT_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Score one tile and span of keys of one head: the largest score of each query and block of 32 keys.
@@ -102,7 +102,6 @@ def _scores_kernel(
 
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
-        kept_mass: [n] float32, p; heads with 1 or more are left out.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         tile_sets: [num_sets, SET_FIELDS] int32: first tile, tiles, where the row's keys begin in the slab.
     """
@@ -113,7 +112,7 @@ def _scores_kernel(
     position = tl.load(tiles + i_tile * TILE_FIELDS + 3, mask=length > 0, other=0)
     begin = i_span * SPAN
     end = tl.minimum(begin + SPAN, position + length)
-    if (length > 0) & (begin < end) & (tl.load(kept_mass + i_selected) < 1):
+    if (length > 0) & (begin < end):
         o_m, o_n, o_d = tl.arange(0, SCORED), tl.arange(0, STEP), tl.arange(0, KEPT_D)
         o_query = position + scored_offsets(o_m, length)
         o_block = tl.arange(0, STEP_BLOCKS)
@@ -146,14 +145,13 @@ def _scores_kernel(
 
 @triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
 def _masses_kernel(
-    kept_mass, peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
+    peak, tiles, first_tile, scratch, num_spans, num_blocks, target, stride_head, stride_tile,
 ):  # fmt: skip
     """Average the queries' shares in some blocks of one tile and head.
 
     Grid: (blocks / MASS_BLOCKS, tiles of the run, n). Bound by memory: it reads 2 bytes for each query and block.
 
     Args:
-        kept_mass: [n] float32, p; heads with 1 or more are left out.
         tiles: [num_tiles, 4] int32, ``Rows.tiles``.
         target: [n, tiles, width] float32; written.
         stride_head: Elements between two heads of ``target``.
@@ -164,7 +162,7 @@ def _masses_kernel(
     reach = position + length
     num_causal = (reach + KEY_BLOCK - 1) // KEY_BLOCK
     o_b = tl.program_id(0) * MASS_BLOCKS + tl.arange(0, MASS_BLOCKS)
-    if (tl.program_id(0) * MASS_BLOCKS < num_causal) & (tl.load(kept_mass + i_selected) < 1):
+    if tl.program_id(0) * MASS_BLOCKS < num_causal:
         o_m = tl.arange(0, SCORED)
         i_head_tile = i_selected * tl.num_programs(1) + i_tile
         parts = scratch.parts + i_head_tile * num_spans * (2 * SCORED) + o_m

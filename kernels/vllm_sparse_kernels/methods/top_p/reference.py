@@ -24,7 +24,6 @@ GROUP_TOKENS, GROUP_PERIOD = 64, 8  # of GROUP_PERIOD consecutive groups of keys
 def select_top_p(call: Call) -> None:
     """Fill the index; an index block is kept if any of its 32-key blocks is."""
     index, methods = call.index, dict(zip(call.heads.heads, call.heads.methods, strict=True))
-    index.stripe_counts.index_fill_(0, call.head_ids.long(), 0)
     for head, i_tile, shares in tile_shares(call):
         tile = index.rows.tile_list[i_tile]
         kept = fewest(methods[head], shares.mean(0), tile.position) | peaks(methods[head], shares)
