@@ -23,9 +23,13 @@ from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 NUM_HEADS = 32
 """Number of heads up to which a model's are repeated: few heads do not fill a card."""
+
+FURTHEST_CLUSTER = 10_000
+"""Upper bound of a model's number of heads."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,15 @@ class CapturedModel:
         for layer in self.layers:
             methods = profile.methods_of(layer, num_heads)
             methods = (Dense(),) * num_heads if layer in profile.dense_layers else methods
-            every.append([*methods] * self.copies)
+            every.append([_of_copy(method, copy) for copy in range(self.copies) for method in methods])
         return plan_of_heads(every, self.shape, f"profile {name_or_path}")
+
+
+def _of_copy(method: Method, copy: int) -> Method:
+    """Return the method for a copy of its head, which has its own clusters of SharePrefill."""
+    if isinstance(method, SharePrefill) and method.cluster != NOISE:
+        return replace(method, cluster=method.cluster + copy * FURTHEST_CLUSTER)
+    return method
 
 
 def capture_model(model: Path, text: Path, skip: int, num_tokens: int, device: torch.device) -> CapturedModel:

@@ -103,7 +103,7 @@ def test_streaming_heads() -> None:
         assert shows(default, VALUES[f"default, widened, TTFT, {tokens} tokens"]), tokens
     models = {"8B": "widened 8B", "experts": EXPERTS}
     rows = table("docs/streaming_heads.md", "model", "prompt, tokens", "after 16,384")
-    assert len(rows) == 6
+    assert len(rows) == 8
     for model, tokens, late, default in rows:
         name = f"{models[model]}, {tokens} tokens: TTFT, stock's ÷ ours"
         assert shows(late, VALUES[f"{name}, streaming heads after 16,384"]), name
@@ -298,7 +298,7 @@ def test_mixed_load() -> None:
 
 def test_settings_in_turns() -> None:
     rows = table(PERFORMANCE, "setting", "conversations", "answers ÷ stock's", "lowest turn")
-    assert len(rows) == 10
+    assert len(rows) == 11
     for setting, conversations, answers, lowest, kl, density in rows:
         name = f"SmolLM2, {conversations} conversations of 12 turns"
         name += ": " if setting.startswith("the default") else f", {setting}: "

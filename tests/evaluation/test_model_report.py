@@ -78,10 +78,10 @@ def test_an_interrupted_report_continues_also_with_more_parts_and_refuses_other_
     other_lengths = run(*options, 1, "--lengths", 1200)
     assert other_lengths.exit_code == 1
     assert "ttft.json: measured with lengths [{'new_tokens': 1100" in other_lengths.output
-    (tmp_path / "report/ttft.json").write_text('{"options": {}, "rows": []}')
+    (tmp_path / "report/ttft.json").write_text('{"format": 1, "options": {}, "cases": []}')
     other_format = run(*options, 1)
     assert other_format.exit_code == 1
-    assert "ttft.json: not a file of earlier results: KeyError('cases'); delete it" in " ".join(
+    assert "ttft.json: not a file of earlier results: ValueError('format 1, expected 2'); delete it" in " ".join(
         other_format.output.split()
     )
     assert len(starts) == 7

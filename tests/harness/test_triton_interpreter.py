@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Savings in Triton's interpreter: the language is prepared once per launch and restored afterwards; equal types share
-their parts, and types that differ share none; matrices are multiplied in a single thread."""
+"""Savings in Triton's interpreter: the language is prepared once per launch and restored afterwards."""
 
 from typing import Any
 

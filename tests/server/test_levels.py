@@ -31,6 +31,15 @@ def ask(server: Server, token_ids: list[int], level: object = None, **more: Any)
     return scenario.ask(server, token_ids, level=level, **more)
 
 
+@pytest.mark.full
+def test_the_other_backends_log_says_that_settings_are_not_read(servers: Servers, bystander: Server) -> None:
+    """This also shows that the plugin was loaded."""
+    log = bystander.log_path.read_text(errors="replace")
+    assert log.count("sparse_prefill in --additional-config is ignored: this server runs another") == 1
+    assert "sparse_prefill_" not in bystander.get("/metrics")
+    assert "is ignored: this server runs another" not in servers.stock.log_path.read_text(errors="replace")
+
+
 @pytest.mark.parametrize(("first", "seed"), [(None, 7000), ("fast", 7001), (0, 7002)])
 def test_each_level_has_its_own_blocks_of_a_prompt(servers: Servers, first: object, seed: int) -> None:
     """Each level twice, in any order: the second time, all full blocks come from the cache."""
@@ -211,13 +220,6 @@ class TestConfiguredByNestedYaml:
             assert answer.cached_tokens in (0, 1280)
         exact = [ask(ours, token_ids, 0, model=name) for name in names]
         assert exact[0].logprobs != pytest.approx(exact[1].logprobs, abs=1e-3)
-
-    def test_the_other_backends_log_says_that_settings_are_not_read(self, servers: Servers, bystander: Server) -> None:
-        """This also shows that the plugin was loaded."""
-        log = bystander.log_path.read_text(errors="replace")
-        assert log.count("sparse_prefill in --additional-config is ignored: another attention backend") == 1
-        assert "sparse_prefill_" not in bystander.get("/metrics")
-        assert "is ignored: another attention backend" not in servers.stock.log_path.read_text(errors="replace")
 
     def test_beams(self, ours: Server, servers: Servers) -> None:
         """Several sequences that continue the same prompt past ``min_tokens``, at the server's default level."""

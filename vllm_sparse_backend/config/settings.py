@@ -37,8 +37,8 @@ class StreamingHeadsConfig(Section):
     """Settings of streaming heads, which keep only the first and the nearest keys (docs/streaming_heads.md)."""
 
     min_context_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)] = 8192
-    """Number of earlier tokens of a request from which streaming heads keep only 128 first and 256 to 2,048 nearest
-    keys in a step."""
+    """Number of earlier tokens of a request from which streaming heads keep only the first keys and those of their
+    window in a step."""
 
 
 def _to_level(value: object) -> object:
@@ -105,6 +105,14 @@ class SparsePrefillConfig(Section):
 
     metrics_interval_s: Annotated[StrictFloat, Field(gt=0, le=5, allow_inf_nan=False)] = 1.0
     """Minimum interval, in seconds, at which `/metrics` polls the workers."""
+
+    @field_validator("streaming_heads", mode="before")
+    @classmethod
+    def _null_or_mapping(cls, value: object) -> object:
+        if value is None or isinstance(value, (Mapping, StreamingHeadsConfig)):
+            return value
+        expected = "null (off), {} (on, and required) or a mapping with min_context_tokens"
+        raise ValueError(unexpected(value, expected))
 
     @field_validator("method")
     @classmethod

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter
 
 from vllm_sparse_backend.evaluation.agreement import NextTokens
 from vllm_sparse_backend.evaluation.answer_prompts import Prompt, PromptKey
 from vllm_sparse_backend.evaluation.client import RequestError
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs
-from vllm_sparse_backend.evaluation.report import BenchError
 
 TEXT_POSITIONS = 512
 """Positions of a prompt outside answers whose next-token distributions are compared: evenly spaced."""
@@ -93,7 +92,7 @@ class AnsweredPrompt:
     """A server's answers to a prompt: a case of a results file."""
 
     label: str
-    """The contestant's."""
+    """The contestant's label."""
     level: int | float | str | None
     key: PromptKey
     sha256: str
@@ -125,12 +124,5 @@ CASES = TypeAdapter(list[AnsweredPrompt])
 
 
 def read_cases(cases: Sequence[Mapping[str, Any]]) -> list[AnsweredPrompt]:
-    """Return the answered prompts of a report or a results file. Raises BenchError if they are none."""
-    try:
-        return CASES.validate_python(cases)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise BenchError(
-            f"not a case of eval answers: {'.'.join(map(str, first['loc']))}: {first['msg']}; delete the file or name "
-            "another"
-        ) from None
+    """Return the answered prompts of a report or a results file."""
+    return CASES.validate_python(cases)

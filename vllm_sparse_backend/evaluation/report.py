@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.identity import versions
 
-FORMAT = 1
+FORMAT = 2
 
 
 class BenchError(RuntimeError):
@@ -60,6 +60,8 @@ def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Read an earlier run's file. Raises BenchError if it was measured with other options."""
     try:
         results = dict(json.loads(read_text(path, MAX_DATA_BYTES)))
+        if results["format"] != FORMAT:
+            raise ValueError(f"format {results['format']}, expected {FORMAT}")
         measured = dict(results["options"])
         results["cases"] = [dict(case) for case in results["cases"]]
     except (ConfigurationError, ValueError, KeyError, TypeError) as error:

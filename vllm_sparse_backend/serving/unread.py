@@ -27,6 +27,6 @@ def log_unread_settings(vllm_config: Any) -> None:
 def unread_settings(flag: str) -> str:
     """Format the line about ignored settings."""
     return (
-        f"sparse-prefill: {KEY} in {OPTION} is ignored: another attention backend is selected; add {flag} to use "
+        f"sparse-prefill: {KEY} in {OPTION} is ignored: this server runs another attention backend; add {flag} to use "
         "these settings, or remove them"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the Gluon kernels: parts have names, and types of jitted code work in every supported Triton."""
+"""Types of jitted code work in every supported Triton."""
 
 import pytest
 

@@ -300,8 +300,8 @@ def test_hopper_and_portable_masses_agree(head_dim, dtype, monkeypatch) -> None:
 def test_rows_of_unequal_lengths_read_only_their_own_memory() -> None:
     """compute-sanitizer finds no access outside a tensor. Torch allocates each tensor separately for it.
 
-    Triton's loader first sets an attribute for oversized shared memory that older drivers refuse, and then does
-    without. compute-sanitizer counts the refusal.
+    The driver may refuse an attribute of a kernel, and compute-sanitizer counts that. Triton's loader then does
+    without: it sets the attribute for oversized shared memory.
     """
     if (reason := module.hopper_refusal(SelectSpec(METHOD, torch.device(DEVICE), 64))) is not None:
         pytest.skip(f"no Hopper kernels here: {reason}")

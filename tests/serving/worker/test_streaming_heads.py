@@ -119,7 +119,7 @@ class TestFinding:
         assert ("streaming_heads", [found.fingerprint], 6.0) in worker_of(config).new_samples()["samples"]
         assert re.search(
             rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .* at least 2500 tokens .*"
-            r"128 first and their nearest keys \(6 heads 256\)$",
+            r"128 first and their nearest keys \(6 keep 256\)$",
             lines[-1],
         )
 

@@ -208,5 +208,5 @@ def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
         windows.total(),
         sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
         worker.streaming.fingerprint, seconds, settings.min_context_tokens, streaming_heads.SINK_TOKENS,
-        ", ".join(f"{count} heads {window}" for window, count in sorted(windows.items())) or "none",
+        ", ".join(f"{count} keep {window}" for window, count in sorted(windows.items())) or "none",
     )  # fmt: skip
