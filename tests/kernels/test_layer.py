@@ -63,7 +63,7 @@ def test_layers_take_the_same_room_one_after_the_other() -> None:
     for layer in layers:
         with counted.frame():
             layer.allocate_index(rows, counted)
-    arena = Workspace(CPU, torch.empty(counted.peak_bytes, dtype=torch.uint8))
+    arena = Workspace(CPU, torch.full((counted.peak_bytes,), 0xFF, dtype=torch.uint8))
     assert arena.buffer is not None
     offsets: dict[Layer, torch.Tensor] = {}
     for layer in [*layers, *layers]:

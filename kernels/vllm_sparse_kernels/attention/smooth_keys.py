@@ -8,7 +8,7 @@ block of 64 keys of a kv head: δ = max |k − k̄| / 127. (``attend`` itself gi
 The mean is over the keys that this step sees, so the last bits of the rounding depend on the chunking.
 
 Each call of ``attend`` quantises the keys once, from the paged cache into a workspace with one byte for each element of
-the rows' keys, row after row.
+the rows' keys, row after row, and of 64 more.
 """
 
 from typing import NamedTuple
@@ -19,21 +19,21 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
-from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.workspace import Workspace
 
-SCALE_TOKENS = Constant(64)
-"""Keys that share a scale."""
+SCALE_TOKENS = KEY_ALIGN
+"""Keys that share a scale. Each row begins with a scale."""
 
 INT8_MAX = Constant(127.0)
 TINY = Constant(1e-20)  # replaces the largest magnitude of a block of zeros
 
 
 class SmoothKeys(NamedTuple):
-    """8-bit keys of all rows."""
+    """8-bit keys of all rows, each filled up with zeros to a multiple of 64 keys. 64 undefined keys follow."""
 
-    integers: torch.Tensor  # [num_kv_heads, num_keys, head_dim padded to a power of two] int8; 0 past a row's end
+    integers: torch.Tensor  # [num_kv_heads, num_keys, head_dim padded to a power of two] int8
     scales: torch.Tensor  # [num_kv_heads, num_keys / 64] float32
     means: torch.Tensor  # [num_rows, num_kv_heads, padded head_dim] float32: k̄, which scores do not include
     rows: torch.Tensor  # [num_rows + 1, 4] int32, ``Rows.row_table``: a row's first key is at ``key_starts``
@@ -50,6 +50,7 @@ def smooth_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> SmoothKe
         mean_keys(cache, rows, workspace),
         rows.row_table,
     )
+    smooth.scales[:, -1].zero_()  # of the keys that no row has
     _round_keys_kernel[(ceil_div(max(rows.seq_lens), SCALE_TOKENS.value), num_kv_heads, rows.num_rows)](
         key_args(cache, rows.block_table), smooth, num_keys, HEAD_DIM=head_dim, BLOCK_D=block_d
     )

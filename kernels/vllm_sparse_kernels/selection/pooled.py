@@ -17,13 +17,13 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_args, load_block, load_queries, query_args
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE, TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE, TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
 
-KEY_BLOCK = Constant(64)
-"""Number of keys in a pooled key."""
+KEY_BLOCK = KEY_ALIGN
+"""Number of keys in a pooled key. Each row begins with a block."""
 
 SPLIT_BLOCKS = Constant(8)
 """Blocks that one program pools one after the other."""
@@ -237,7 +237,7 @@ def _pool_keys_kernel(
 ):  # fmt: skip
     """Pool blocks of one split of a row's keys, for one kv head: means and similarity.
 
-    Without ``centers``, no similarity is computed. It is that of the keys without their row's center.
+    Similarities are those of the keys minus their row's center. Without ``centers``, there are none.
 
     Grid: (kv heads, splits of the longest row, rows). Bound by memory: it reads each key once.
 

@@ -34,6 +34,7 @@ from vllm_sparse_kernels.layer import Layer, layer_plan
 from vllm_sparse_kernels.memory import META
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
 MIN_TOKENS = 100
 LINES = {"vertical_tokens": 40, "slash_tokens": 104}
@@ -86,6 +87,11 @@ class TestSize:
             layer = Layer.of(layer_plan(list(map(VerticalSlash, sizes))), 64, META)
             needed.append(LayerMemory([layer], 1, 64, torch.float16).needed([SparseRow(0, 0, 500, 5000)]))
         assert needed[0] < needed[1] <= needed[2]
+
+    def test_rows_whose_keys_exceed_32_bits_run_in_several_slabs(self) -> None:
+        memory = LayerMemory([Layer.of(layer_plan([SpargeAttn()]), 64, META)], 1, 64, torch.float16)
+        _, room = memory.arena(StepLimits(1 << 15, 256, 10 << 20, 1), 1 << 40)
+        assert all(limit.num_keys < 2**31 for limit in room.limits)
 
     @pytest.mark.parametrize("method", ["default", "a_shape"])
     def test_a_small_device_cuts_rows(self, method: str) -> None:

@@ -28,6 +28,9 @@ from vllm_sparse_kernels.rows import ceil_div
 
 logger = logging.getLogger(LOGGER)
 
+MOST_KEYS = 2**31 - 2**20
+"""Keys of all rows of a slab: kernels count them in 32 bits, with up to 63 more for each row."""
+
 SEVERAL_ROWS_BYTES = 512 << 20
 """Size in bytes to which the arena grows for slabs of several rows, if the longest row needs less."""
 
@@ -240,7 +243,7 @@ class LayerMemory:
         several_rows_bytes = min(SEVERAL_ROWS_BYTES, max_bytes)
         # Rows that together have as many keys as the longest row, and any rows that the scheduler can form.
         short_rows = longest_row._replace(num_tiles=longest_row.num_tiles + limits.max_rows)
-        any_rows = longest_row._replace(num_keys=limits.max_rows * limits.max_len)
+        any_rows = longest_row._replace(num_keys=min(limits.max_rows * limits.max_len, MOST_KEYS))
         held = []
         for slab in (short_rows, any_rows):
             needed = self.most(limits, slab)
