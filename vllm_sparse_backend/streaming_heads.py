@@ -11,9 +11,8 @@ two numbers for each window of ``WINDOWS_TOKENS``, over the queries past sink an
 
 A head is a streaming head if both are small for a window, by more than the measurement's noise: servers of one model
 on different devices then agree about most heads. It keeps the smallest such window. The noise was measured with a
-window of 2,048. DuoAttention instead trains a gate
-for each head, on passkeys; this rule needs no training. The thresholds come from an emulation on two models
-(docs/research/quality.md).
+window of 2,048. DuoAttention instead trains a gate for each head, on passkeys; this rule needs no training. The
+thresholds come from an emulation on two models (docs/research/quality.md).
 """
 
 import random

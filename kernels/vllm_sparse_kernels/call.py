@@ -77,7 +77,7 @@ class Call:
     Attributes:
         q: [num_tokens, num_heads, head_dim] queries of the step, in the cache's dtype.
         index: The layer's index. Selection fills the lists of ``heads``, and attention reads all lists. A
-            method without stripes leaves their numbers as in a new index: 0.
+            new index has no stripes, and methods that keep only blocks rely on that.
         scale: Factor from q·k to scores: the softmax's scale times ``cache.score_scale``. Usually 1/√head_dim.
         heads: The heads to select. Attention covers all heads, and does not read it.
     """

@@ -157,7 +157,7 @@ class LayerPrompt:
     engines: Mapping[str, AttendEngine] | None
     """Attention engines of the device; None to use the references."""
     windows: Mapping[int, int] | None
-    """Windows of the streaming heads on this prompt; None if no chunk has a context from which they keep fewer keys."""
+    """Windows of the prompt's streaming heads; None if the prompt is too short for them."""
 
     @staticmethod
     def read(

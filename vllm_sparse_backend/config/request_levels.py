@@ -171,7 +171,7 @@ def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], streaming_heads: Str
         "layers": [[repr(method) for method in layer.methods] if layer is not None else None for layer in plan.layers],
         "lengths": {engine: str(on_engine) for engine, on_engine in lengths.items()},
         "streaming_heads": None if streaming_heads is None else streaming_heads.model_dump(),
-        "shape": plan.shape.model_dump(exclude={"names"}),  # a server's own name of the model
+        "shape": plan.shape.model_dump(exclude={"names"}),  # servers may name the model differently
         "version": package_version(PACKAGE),
     }
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))

@@ -2,7 +2,7 @@
 """Scores of a prompt's answers by the ranks of their tokens, and an answered prompt as a case of a results file."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -116,13 +116,12 @@ class AnsweredPrompt:
 
     def to_case(self) -> dict[str, Any]:
         """Return the prompt as a results file keeps it."""
-        (case,) = CASES.dump_python([self], mode="json")
-        return dict(case)
+        return dict(CASE.dump_python(self, mode="json"))
 
 
-CASES = TypeAdapter(list[AnsweredPrompt])
+CASE = TypeAdapter(AnsweredPrompt)
 
 
-def read_cases(cases: Sequence[Mapping[str, Any]]) -> list[AnsweredPrompt]:
+def read_cases(cases: Iterable[Mapping[str, Any]]) -> list[AnsweredPrompt]:
     """Return the answered prompts of a report or a results file."""
-    return CASES.validate_python(cases)
+    return [CASE.validate_python(case) for case in cases]

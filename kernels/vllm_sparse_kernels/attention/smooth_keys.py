@@ -50,7 +50,7 @@ def smooth_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> SmoothKe
         mean_keys(cache, rows, workspace),
         rows.row_table,
     )
-    smooth.scales[:, -1].zero_()  # of the keys that no row has
+    smooth.scales[:, -1].zero_()  # of the 64 undefined keys
     _round_keys_kernel[(ceil_div(max(rows.seq_lens), SCALE_TOKENS.value), num_kv_heads, rows.num_rows)](
         key_args(cache, rows.block_table), smooth, num_keys, HEAD_DIM=head_dim, BLOCK_D=block_d
     )
