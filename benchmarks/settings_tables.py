@@ -18,7 +18,6 @@ from vllm_sparse_backend.config.ranges import MOST_COUNT
 from vllm_sparse_backend.config.settings import (
     RequestsConfig,
     SparsePrefillConfig,
-    StreamingHeadsConfig,
 )
 from vllm_sparse_kernels.attention import widest_block
 from vllm_sparse_kernels.cards import CARDS
@@ -27,7 +26,6 @@ from vllm_sparse_kernels.methods import METHODS
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
     "docs/compatibility.md", "docs/settings.md", "docs/requests_reference.md",
-    "docs/streaming_heads.md",
 )  # fmt: skip
 REGION = re.compile(r"(<!-- settings:begin (\w+) -->\n).*?(<!-- settings:end -->)", re.DOTALL)
 PAGE = re.compile(r"(?<![\w/`(\[])((?:docs|profiles|deploy)/[\w/.-]+\.md)(#[\w-]+)?")
@@ -50,7 +48,7 @@ def type_text(schema: Mapping[str, Any]) -> str:
         alternatives = [type_text(part) for part in schema["anyOf"] if part.get("type") != "null"]
         return ", or ".join(alternatives)
     if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
+        return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in schema["enum"])
     if "const" in schema:
         return f"`{schema['const']}`"
     if "$ref" in schema or schema["type"] == "object":
@@ -118,7 +116,6 @@ def cards_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "sparse_prefill": lambda: settings_table(SparsePrefillConfig),
     "requests": lambda: settings_table(RequestsConfig),
-    "streaming_heads": lambda: settings_table(StreamingHeadsConfig),
     "methods": methods_table,
     "cards": cards_table,
 }

@@ -19,7 +19,7 @@ from vllm_sparse_backend.streaming_heads import (
     WINDOWS_TOKENS,
     AttentionTraits,
     attend_and_measure,
-    default_context_tokens,
+    found_by_default,
     streaming_prompt,
 )
 
@@ -138,22 +138,22 @@ class TestPrompt:
 
     def test_a_tokenizer_of_many_tokens_is_an_error_of_the_setting(self) -> None:
         """The options of the command that also makes such prompts are no remedy for a server."""
-        with pytest.raises(ConfigurationError, match=r"tokenizer of bits needs .*; set streaming_heads to null"):
+        with pytest.raises(ConfigurationError, match=r"tokenizer of bits needs .*; set streaming_heads to false"):
             streaming_prompt(lambda text: [0] * 20 * len(text), [], "bits")
 
 
 @pytest.mark.parametrize(
     ("config", "chunk_tokens", "expected"),
     [
-        ({}, 8192, 8192),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, 16_384, 8192),
-        ({}, 4096, None),
-        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, 8192, 8192),
-        ({"layer_types": ["chunked_attention", "full_attention"]}, 8192, None),
+        ({}, 8192, True),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, 16_384, True),
+        ({}, 4096, False),
+        ({"text_config": {"layer_types": ["linear_attention", "full_attention"]}}, 8192, True),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, 8192, False),
     ],
 )
-def test_from_which_context_a_server_gives_them_fewer_keys(
-    tmp_path: Path, config: dict[str, Any], chunk_tokens: int, expected: int | None
+def test_whether_a_server_finds_them_by_default(
+    tmp_path: Path, config: dict[str, Any], chunk_tokens: int, expected: bool
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 2, **config}))
-    assert default_context_tokens(tmp_path, chunk_tokens) == expected
+    assert found_by_default(tmp_path, chunk_tokens) == expected

@@ -24,7 +24,6 @@ import torch
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import layer_kinds, read_config_json, text_part
-from vllm_sparse_backend.config.settings import StreamingHeadsConfig
 from vllm_sparse_backend.prompts.lookups import Encode, insert_threads
 from vllm_sparse_backend.prompts.texts import measuring_text
 from vllm_sparse_kernels.methods.minference import AShape
@@ -53,7 +52,10 @@ PROMPT_TOKENS = 8192
 FAR_SHARE_NOISE = 0.002
 """Largest measured difference between bfloat16 and float32 of a mean share near the threshold (two trained models)."""
 
-HEAVY_QUERIES_NOISE = 1 / (PROMPT_TOKENS - SINK_TOKENS - WINDOWS_TOKENS[-1])
+FIRST_QUERY = SINK_TOKENS + WINDOWS_TOKENS[-1]
+"""First query that counts, past sink and largest window."""
+
+HEAVY_QUERIES_NOISE = 1 / (PROMPT_TOKENS - FIRST_QUERY)
 """The same of the share of heavy queries near the threshold: one query of the prompt."""
 
 SEED = 0
@@ -63,7 +65,7 @@ CHUNK_ROWS = 1024
 """Scores of this number of (head, query) pairs are computed at a time: for 8,192 keys, a float32 temporary takes 32
 MiB. The measurement must not need more memory than vLLM's profile run, which decides on the size of the KV cache."""
 
-WITHOUT_A_PROMPT = "set streaming_heads to null, because the heads cannot be measured with this tokenizer"
+WITHOUT_A_PROMPT = "set streaming_heads to false, because the heads cannot be measured with this tokenizer"
 """What to do if a tokenizer makes no prompt."""
 
 
@@ -95,13 +97,10 @@ def streaming_method(window_tokens: int) -> AShape:
     return AShape(sink_tokens=SINK_TOKENS, local_tokens=window_tokens)
 
 
-def default_context_tokens(model: Path, chunk_tokens: int) -> int | None:
-    """Return the length of the context from which streaming heads keep fewer keys on a server with default settings."""
+def found_by_default(model: Path, chunk_tokens: int) -> bool:
+    """Return whether a server with default settings finds streaming heads."""
     text = text_part(read_config_json(model / "config.json"), str(model))
-    has_chunks = "chunked_attention" in (layer_kinds(text) or ())
-    if has_chunks or chunk_tokens < PROMPT_TOKENS:
-        return None
-    return StreamingHeadsConfig().min_context_tokens
+    return chunk_tokens >= PROMPT_TOKENS and "chunked_attention" not in (layer_kinds(text) or ())
 
 
 def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> list[int]:
@@ -123,9 +122,8 @@ def attend_and_measure(
 ) -> tuple[torch.Tensor, FarAttention]:
     """Compute causal attention of one prompt in float32, and measure each head's attention to far blocks."""
     num_tokens, num_kv_heads = query.shape[0], key.shape[1]
-    first_measured = SINK_TOKENS + WINDOWS_TOKENS[-1]
-    if num_tokens <= first_measured:
-        raise ValueError(f"query: given {num_tokens} tokens, expected more than {first_measured}")
+    if num_tokens <= FIRST_QUERY:
+        raise ValueError(f"query: given {num_tokens} tokens, expected more than {FIRST_QUERY}")
     grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [kv heads, heads per kv head, tokens, dim]
     keys, values = key.transpose(0, 1).float(), value.transpose(0, 1).float()
     out = torch.empty_like(grouped, dtype=torch.float32)
@@ -148,7 +146,7 @@ def attend_and_measure(
             far = _far_blocks(part, begin)
             far_shares[:, kv_head] += far.sum((2, 3))
             heavy_queries[:, kv_head] += (far.amax(-1) >= HEAVY_SHARE).sum(-1)
-    num_queries = num_tokens - first_measured
+    num_queries = num_tokens - FIRST_QUERY
     measured = FarAttention(far_shares.flatten(1) / num_queries, heavy_queries.flatten(1) / num_queries)
     return out.permute(2, 0, 1, 3).flatten(1, 2), measured
 
@@ -182,6 +180,7 @@ def _far_blocks(shares: torch.Tensor, begin: int) -> torch.Tensor:
     first_keys = torch.arange(num_blocks, device=shares.device) * BLOCK_TOKENS
     queries = torch.arange(begin, begin + num_queries, device=shares.device)[:, None]
     windows = torch.tensor(WINDOWS_TOKENS, device=shares.device).view(-1, 1, 1, 1)
-    is_past = queries >= SINK_TOKENS + WINDOWS_TOKENS[-1]
-    is_far = is_past & (first_keys >= SINK_TOKENS) & (first_keys + BLOCK_TOKENS <= queries - (windows - 1))
+    is_far = (
+        (queries >= FIRST_QUERY) & (first_keys >= SINK_TOKENS) & (first_keys + BLOCK_TOKENS <= queries - (windows - 1))
+    )
     return by_block.masked_fill(~is_far, 0.0)

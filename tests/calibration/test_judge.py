@@ -50,7 +50,7 @@ def by_hand(captured, prompt, methods) -> tuple[torch.Tensor, torch.Tensor, torc
     q, k, v = (x.double().transpose(0, 1) for x in captured.read(1))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     errors, absolute, kept, causal = [], 0, 0, 0
-    for _, index in prompt.passes(methods):
+    for _, index in prompt.passes(prompt.layer(methods)):
         (first,), (last,), mask = index.rows.context_lens, index.rows.seq_lens, mask_of(index, 0)
         whole = torch.ones_like(mask).tril(first)
         scores = q[:, first:last] @ k[:, :last].mT * captured.scales[1]
@@ -182,22 +182,17 @@ class NearAndFarCapturer(StructuredCapturer):
         return LayerTensors(q, k, v), 1.0
 
 
-def test_the_default_of_long_contexts_has_streaming_heads(tmp_path: Path) -> None:
+def test_the_default_has_streaming_heads(tmp_path: Path) -> None:
     job = make_job(tmp_path / "work", num_tokens=4096, num_prompts=2, capturer=NearAndFarCapturer())
     captures = job.capturer(job.prompts, tmp_path)
-    judged, without = (captured_layer(captures, Served(1024, 100, context)) for context in (3072, None))
+    judged, without = (captured_layer(captures, Served(1024, 100, finds)) for finds in (True, False))
     even = dict.fromkeys(range(0, HEADS, 2), 256)
     assert [prompt.windows for prompt in judged.prompts] == [even, even]
     assert [prompt.windows for prompt in without.prompts] == [None] * 2
     with_a_short_prompt = CapturedLayer([judged.prompts[0], without.prompts[1]])
     assert torch.equal(with_a_short_prompt._errors_of_default[0], judged._errors_of_default[0])
     streaming = [streaming_method(256) if head in even else make_method("default", {}) for head in range(HEADS)]
-    for prompt, errors, default in zip(
-        judged.prompts, judged._errors_of_default, without._errors_of_default, strict=True
-    ):
-        long = prompt.outcome(streaming).errors
-        begin = 3072 - 100  # the first 100 positions are dense
-        assert torch.equal(errors[:begin], default[:begin])
-        assert torch.allclose(errors[begin:], long[begin:], atol=1e-6)
-    # A head that keeps its window costs no more than the default in long contexts, whatever its window loses.
+    for prompt, errors in zip(judged.prompts, judged._errors_of_default, strict=True):
+        assert torch.allclose(errors, prompt.outcome(prompt.layer(streaming)).errors, atol=1e-6)
+    # A head that keeps its window costs no more than the default, whatever its window loses.
     assert judged.judge(streaming)[0].seen.of_default <= without.judge(streaming)[0].seen.of_default

@@ -10,11 +10,10 @@ from vllm.sequence import IntermediateTensors
 from vllm_sparse_backend.streaming_heads import SINK_TOKENS, WINDOWS_TOKENS
 
 PROMPT = list(range(SINK_TOKENS + WINDOWS_TOKENS[-1] + 1500))
-MIN_CONTEXT = 2500
 SETTINGS = {
     "method": "top_p",
     "params": {"kept_mass": 0.5, "most_tokens": None},
-    "streaming_heads": {"min_context_tokens": MIN_CONTEXT},
+    "streaming_heads": True,
     "min_tokens": 100,
     "min_query_tokens": 1,
 }

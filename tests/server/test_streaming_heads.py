@@ -18,8 +18,8 @@ pytestmark = [
 ]
 pytest.importorskip("vllm")
 
-MIN_CONTEXT, PROMPT_TOKENS = 2048, 9000  # a whole step, and one after it
-SETTINGS = {"streaming_heads": {"min_context_tokens": MIN_CONTEXT}, "min_tokens": 256, "min_query_tokens": 1}
+PROMPT_TOKENS = 9000  # a whole step, and one after it
+SETTINGS = {"streaming_heads": True, "min_tokens": 256, "min_query_tokens": 1}
 ARGS = (
     *("--max-model-len", "16384", "--max-num-batched-tokens", "8192"),
     *("--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)),
@@ -36,7 +36,7 @@ def density(server: Server, level: str | float) -> float | None:
 
 
 def test_heads_are_found_and_keep_their_window(tmp_path: Path) -> None:
-    """A request that sets the default's p scores the keys of all heads; the others keep a window in late chunks."""
+    """A request that sets the default's p scores the keys of all heads; the others keep a window."""
     log_path = tmp_path / "log"
     with Server(BUNDLED, (*sparse_args(SETTINGS), *ARGS), log_path=log_path) as server:
         by_window, by_score = (density(server, level) for level in ("on", 0.9))

@@ -119,7 +119,7 @@ PLACE = "--additional-config sparse_prefill"
         (mla_config({"engine": "flash"}), f"{PLACE}.engine: given 'flash', which multi-head"),
         (mla_config({"check_index": True}), f"{PLACE}.check_index: given true"),
         (mla_config({"crossover": "/a/table.json"}), f"{PLACE}.crossover: given '/a/table.json', which"),
-        (mla_config({"streaming_heads": {}}), f"{PLACE}.streaming_heads: given "),
+        (mla_config({"streaming_heads": True}), f"{PLACE}.streaming_heads: given "),
         (mla_config({"min_token": 5}), r"sparse_prefill\.min_token: unknown field"),
         (mla_config({"dense_layers": [0, 1]}), "name all 2 layers"),
         (
@@ -178,7 +178,7 @@ def test_settings_on_a_stock_server_of_such_a_model_name_its_flag() -> None:
 def test_the_log_shows_the_parameters_that_exist() -> None:
     for name, described in (
         ("a_shape", "a_shape(sink_tokens=1024, local_tokens=4096)"),
-        ("default", "top_p(kept_mass=0.9, most_tokens=4096)"),
+        ("default", "top_p(kept_mass=0.9, most_tokens=2048)"),
     ):
         method = make_method(name, {})
         assert isinstance(method, MlaMethod)

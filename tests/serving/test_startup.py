@@ -153,32 +153,32 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
         ({"parallel_config.enable_elastic_ep": True}, "given with --enable-elastic-ep"),
         ({"scheduler_config": SimpleNamespace(max_num_batched_tokens=8191)}, "--max-num-batched-tokens 8191, expected"),
         ({"weight_transfer_config": object()}, "given with --weight-transfer-config"),
-        ({"model_config.max_model_len": 8192}, "--max-model-len 8192, expected at least 8193"),
+        ({"model_config.max_model_len": 8191}, "--max-model-len 8191, expected at least 8192"),
     ],
 )
 def test_servers_that_cannot_find_streaming_heads(changes: dict[str, Any], says: str | None) -> None:
     expected = f"^--additional-config sparse_prefill.streaming_heads: .*{re.escape(says)}.*leave" if says else ""
     with pytest.raises(ConfigurationError, match=expected) if says else nullcontext():
-        startup.check(streaming({"streaming_heads": {}}, **changes))
+        startup.check(streaming({"streaming_heads": True}, **changes))
 
 
-@pytest.mark.parametrize("settings", [{}, {"method": "top_p"}, {"streaming_heads": {}}, {"params": {"kept_mass": 0.8}}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"method": "top_p"}, {"streaming_heads": True}, {"params": {"kept_mass": 0.8}}]
+)
 def test_servers_find_streaming_heads_by_default(settings: dict[str, Any]) -> None:
     config = streaming(settings)
     startup.check(config)
-    streaming_heads = resolve(config).streaming_heads
-    assert streaming_heads is not None
-    assert streaming_heads.min_context_tokens == 8192
+    assert resolve(config).carried.finds_streaming_heads
 
 
 @pytest.mark.parametrize(
     ("settings", "changes", "says"),
     [
-        ({"streaming_heads": None}, {}, None),
+        ({"streaming_heads": False}, {}, None),
         ({"method": "sale"}, {}, None),
         ({"profile": "streaming"}, {}, None),
         ({"params": {"kept_mass": 1}}, {}, None),
-        ({}, {"model_config.max_model_len": 8192}, None),
+        ({}, {"model_config.max_model_len": 8191}, None),
         ({"min_tokens": 32_768}, {"model_config.max_model_len": 32_768}, None),
         ({}, {"lora_config": object()}, "--enable-lora: adapters can change"),
         ({}, {"model_config.is_multimodal_model": True}, "a multimodal model: finding heads was not tried"),
@@ -190,8 +190,8 @@ def test_without_a_setting_servers_that_cannot_find_them_do_without(
 ) -> None:
     config = streaming(settings, **changes)
     startup.check(config)
-    assert resolve(config).streaming_heads is None
-    logged = [line for line in lines if "all heads score keys in long prompts" in line]
+    assert not resolve(config).carried.finds_streaming_heads
+    logged = [line for line in lines if "all heads score keys" in line]
     assert len(logged) == (says is not None)
     assert says is None or says in logged[0]
 
@@ -200,8 +200,8 @@ def test_an_unreadable_configuration_leaves_a_server_without_streaming_heads(lin
     """A later release may name its fields differently."""
     config = streaming({}, **{"parallel_config.data_parallel_size": "a number"})
     startup.check(config)
-    assert resolve(config).streaming_heads is None
-    assert "all heads score keys in long prompts: TypeError" in lines[-1]
+    assert not resolve(config).carried.finds_streaming_heads
+    assert "all heads score keys: TypeError" in lines[-1]
 
 
 class TestHeadsInKeysOfBlocks:
@@ -249,9 +249,9 @@ def test_weights_that_can_be_replaced_are_a_warning_if_heads_were_measured(
 def test_the_first_process_decides_for_all() -> None:
     config = streaming({})
     startup.check(config)
-    config.model_config.max_model_len = 8192  # as if another process saw another value
+    config.model_config.max_model_len = 8191  # as if another process saw another value
     startup.check(config)
-    assert resolve(config).streaming_heads is not None
+    assert resolve(config).carried.finds_streaming_heads
 
 
 def test_slow_paths() -> None:
@@ -386,7 +386,7 @@ class TestDecode:
         monkeypatch.setattr(compat, "device_capability", lambda: (10, 0))
         monkeypatch.setattr(compat, "page_order", lambda config: ())
         spec: Any = SimpleNamespace(block_size=128, head_size=64)
-        levels = {"on": SimpleNamespace(layers=(SimpleNamespace(block_tokens=32),))}
+        levels = {"on": SimpleNamespace(layer=SimpleNamespace(block_tokens=32))}
         impls: Any = [SimpleNamespace(kv_cache_dtype="fp8", sinks=torch.zeros(4), levels=levels)]
         for _ in range(2):
             layers._make_ready(worker, impls, spec, "")

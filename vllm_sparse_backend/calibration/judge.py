@@ -22,6 +22,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.streaming_heads import (
+    FIRST_QUERY,
     PROMPT_TOKENS,
     AttentionTraits,
     attend_and_measure,
@@ -136,14 +137,8 @@ class Served:
     chunk_tokens: int = 8192
     min_tokens: int = 0
     """First position that runs sparse. Earlier positions are dense and not judged."""
-    streaming_context_tokens: int | None = None
-    """Number of a prompt's earlier tokens from which streaming heads keep fewer keys by default. None if a server of
-    this model does not look for them (``streaming_heads.py``)."""
-
-    def has_long_context(self, rows: Rows) -> bool:
-        """Return whether streaming heads keep fewer keys in a chunk by default."""
-        least_context = self.streaming_context_tokens
-        return least_context is not None and rows.context_lens[0] >= least_context
+    finds_streaming_heads: bool = False
+    """Whether the server's default finds streaming heads (``streaming_heads.py``)."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +171,8 @@ class LayerPrompt:
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # replaces NaN in the cache that all chunks share
         windows = None
-        if any(map(served.has_long_context, rows)):  # by the rule of a server, on the prompt's first tokens
+        if served.finds_streaming_heads and captured.num_tokens > FIRST_QUERY:
+            # By the rule of a server, on the prompt's first tokens.
             query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
             windows = attend_and_measure(query, key, value, AttentionTraits(scale))[1].windows()
         return LayerPrompt(batches, [whole[span] for span in spans], served, engines, windows)
@@ -186,21 +182,16 @@ class LayerPrompt:
         """Causal (query, key) pairs of all chunks, for one head."""
         return sum(causal_pairs(batch.rows) for batch in self.batches)
 
-    def passes(
-        self, methods: Sequence[Method], long_methods: Sequence[Method] | None = None
-    ) -> Iterator[tuple[torch.Tensor, SparseIndex]]:
-        """Select and attend chunk by chunk, and yield the outputs and indices.
+    def layer(self, methods: Sequence[Method], block_tokens: int | None = None) -> Layer:
+        """Build the layer with these methods; ``block_tokens`` is None for the width that suits them."""
+        batch = self.batches[0]
+        return Layer.of(layer_plan(methods), batch.cache.head_dim, batch.q.device, block_tokens=block_tokens)
 
-        Chunks with a context from which streaming heads keep fewer keys run ``long_methods``, with the same blocks.
-        """
-        cache, device = self.batches[0].cache, self.batches[0].q.device
-        short = Layer.of(layer_plan(methods), cache.head_dim, device)
-        long = short
-        if long_methods is not None:
-            long = Layer.of(layer_plan(long_methods), cache.head_dim, device, block_tokens=short.block_tokens)
+    def passes(self, layer: Layer) -> Iterator[tuple[torch.Tensor, SparseIndex]]:
+        """Select and attend chunk by chunk, and yield the outputs and indices."""
+        cache = self.batches[0].cache
         for batch in self.batches:
             rows = replace(batch.rows)  # no state remains between passes
-            layer = long if self.served.has_long_context(rows) else short
             out, call = batch.empty_out(), layer.new_call(batch.q, cache, rows, batch.scale)
             if self.engines:  # the engine that a server uses
                 spec = AttendSpec.of(cache, call.index, layer.options)
@@ -208,10 +199,10 @@ class LayerPrompt:
             run(layer, call, out)
             yield out, call.index
 
-    def outcome(self, methods: Sequence[Method], long_methods: Sequence[Method] | None = None) -> Outcome:
-        """Compare the output under a method with the dense output, for all chunks."""
+    def outcome(self, layer: Layer) -> Outcome:
+        """Compare a layer's output with the dense output, for all chunks."""
         errors, absolute, pairs = [], [], []
-        for dense, (out, index) in zip(self.dense, self.passes(methods, long_methods), strict=True):
+        for dense, (out, index) in zip(self.dense, self.passes(layer), strict=True):
             norms = dense.float().abs().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
             distances = (out.float() - dense.float()).abs().sum(-1)
             errors.append(distances / norms)
@@ -256,7 +247,7 @@ class CapturedLayer:
         return self._known[key]
 
     def _measure(self, methods: Sequence[Method]) -> list[HeadResult]:
-        outcomes = [prompt.outcome(methods) for prompt in self.prompts]
+        outcomes = [prompt.outcome(prompt.layer(methods)) for prompt in self.prompts]
         errors = torch.stack(
             [summarize_errors(outcome.errors, default) for outcome, default in zip(outcomes, self._errors_of_default)]
         )
@@ -275,19 +266,22 @@ class CapturedLayer:
     def _errors_of_default(self) -> list[torch.Tensor]:
         """Errors under the server's default, for each prompt [num_queries, num_heads] float32.
 
-        In chunks with a long context, the default's streaming heads keep only the first and the nearest keys. A server
-        finds these heads on a prompt of its own. Here, the rule must find a head on every prompt with such a chunk, and
-        the head keeps the largest window of these prompts.
+        The default's streaming heads keep only the first and the nearest keys. A server finds these heads on a prompt
+        of its own. Here, the rule must find a head on every prompt that is long enough, and the head keeps the largest
+        window of these prompts.
         """
         default = [make_method("default", {})] * self.num_heads
         by_prompt = [prompt.windows for prompt in self.prompts if prompt.windows is not None]
-        in_long_contexts: list[Method] = [
+        with_streaming_heads: list[Method] = [
             streaming_method(max(windows[head] for windows in by_prompt))
             if by_prompt and all(head in windows for windows in by_prompt)
             else method
             for head, method in enumerate(default)
         ]
-        return [prompt.outcome(default, in_long_contexts).errors for prompt in self.prompts]
+        return [
+            prompt.outcome(prompt.layer(with_streaming_heads, prompt.layer(default).block_tokens)).errors
+            for prompt in self.prompts
+        ]
 
 
 def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:

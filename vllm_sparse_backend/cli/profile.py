@@ -173,7 +173,7 @@ class JobOptions(ABC):
         from vllm_sparse_backend.calibration.judge import Served
         from vllm_sparse_backend.calibration.loop import Job
         from vllm_sparse_backend.calibration.prompts import make_prompts, read_prompts
-        from vllm_sparse_backend.streaming_heads import default_context_tokens
+        from vllm_sparse_backend.streaming_heads import found_by_default
 
         tokens = prompt_tokens(self.model, self.tokens)
 
@@ -189,7 +189,7 @@ class JobOptions(ABC):
             Served(
                 self.chunk,
                 min(4096, tokens // 2) if self.min_tokens is None else self.min_tokens,
-                default_context_tokens(self.model, self.chunk),
+                found_by_default(self.model, self.chunk),
             ),
             folder,
             torch.device("cuda" if torch.cuda.is_available() else "cpu"),

@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, format_value, 
 from vllm_sparse_backend.config.keys import KEY, OPTION
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
-from vllm_sparse_backend.config.settings import RequestsConfig, StreamingHeadsConfig
+from vllm_sparse_backend.config.settings import RequestsConfig
 from vllm_sparse_backend.identity import PACKAGE, package_version
 
 FIELD = "sparse_prefill"
@@ -161,7 +161,7 @@ class LevelPolicy:
         return ", ".join(values)
 
 
-def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], streaming_heads: StreamingHeadsConfig | None = None) -> str:
+def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], finds_streaming_heads: bool = False) -> str:
     """Hash the settings that decide which keys and values are written.
 
     These settings are the method of each layer and head, the lengths from which rows run sparse, and the version of the
@@ -170,7 +170,7 @@ def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], streaming_heads: Str
     data = {
         "layers": [[repr(method) for method in layer.methods] if layer is not None else None for layer in plan.layers],
         "lengths": {engine: str(on_engine) for engine, on_engine in lengths.items()},
-        "streaming_heads": None if streaming_heads is None else streaming_heads.model_dump(),
+        "streaming_heads": finds_streaming_heads,
         "shape": plan.shape.model_dump(exclude={"names"}),  # servers may name the model differently
         "version": package_version(PACKAGE),
     }

@@ -11,7 +11,7 @@ from vllm_sparse_backend.config.crossover_table import AUTO, CrossoverTable, Lay
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import ON, SHARE
-from vllm_sparse_backend.config.settings import SparsePrefillConfig, StreamingHeadsConfig, load_config
+from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods.dense.method import Dense
 
@@ -28,7 +28,6 @@ class Resolved:
     plans: Mapping[str, Plan]
     table: CrossoverTable
     layer_size: LayerSize
-    streaming_heads: StreamingHeadsConfig | None = None
 
     @staticmethod
     def from_additional_config(
@@ -41,9 +40,8 @@ class Resolved:
         plans = Plan.by_level(config, shape, tp_rank, tp_size, carried)
         if plans[ON].has_shares:
             plans[SHARE] = plans[ON]  # except for p, which each row sets
-        streaming_heads = config.streaming_heads if carried.finds_streaming_heads else None
         size = LayerSize(shape.num_heads * shape.head_dim, layer_weights)
-        return Resolved(config, carried, plans, carried.parse_crossover(), size, streaming_heads)
+        return Resolved(config, carried, plans, carried.parse_crossover(), size)
 
     @property
     def plan(self) -> Plan:

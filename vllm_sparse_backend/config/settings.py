@@ -13,7 +13,6 @@ from pydantic import (
     Field,
     StrictBool,
     StrictFloat,
-    StrictInt,
     StrictStr,
     ValidationInfo,
     field_validator,
@@ -25,20 +24,12 @@ from vllm_sparse_backend.config.errors import ConfigurationError, Section, looks
 from vllm_sparse_backend.config.keys import CARRIED, KEY, OPTION
 from vllm_sparse_backend.config.method_parameters import make_method, method_names
 from vllm_sparse_backend.config.profile import EXACT, ON
-from vllm_sparse_backend.config.ranges import MOST_COUNT, Ranges
+from vllm_sparse_backend.config.ranges import Ranges
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 
 SCORING_METHOD = "top_p"
-"""The method that streaming heads replace in long prompts."""
-
-
-class StreamingHeadsConfig(Section):
-    """Settings of streaming heads, which keep only the first and the nearest keys (docs/streaming_heads.md)."""
-
-    min_context_tokens: Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)] = 8192
-    """Number of earlier tokens of a request from which streaming heads keep only the first keys and those of their
-    window in a step."""
+"""The method that streaming heads replace."""
 
 
 def _to_level(value: object) -> object:
@@ -92,10 +83,10 @@ class SparsePrefillConfig(Section):
     engine: Literal["auto", "hopper", "flash", "portable"] = AUTO
     """Attention kernel. `auto` is the fastest kernel that works. If a named kernel does not work, the server stops."""
 
-    streaming_heads: StreamingHeadsConfig | None = StreamingHeadsConfig()
-    """Finds streaming heads at start-up, by running the model on a generated prompt, and does not score their keys in
-    long prompts. By default, servers that cannot find them do without. If this is set, also to `{}`, they stop instead.
-    `null` turns this off. Only for `top_p`. See docs/streaming_heads.md."""
+    streaming_heads: Literal["auto", True, False] = AUTO
+    """Finds streaming heads at start-up, by running the model on a generated prompt, and does not score their keys.
+    With `auto`, servers that cannot find them do without; with `true`, they stop instead. Only for `top_p`. See
+    docs/streaming_heads.md."""
 
     requests: RequestsConfig = RequestsConfig()
     """Default level for requests, and the levels that requests may choose. See docs/requests_reference.md#a-policy."""
@@ -105,14 +96,6 @@ class SparsePrefillConfig(Section):
 
     metrics_interval_s: Annotated[StrictFloat, Field(gt=0, le=5, allow_inf_nan=False)] = 1.0
     """Minimum interval, in seconds, at which `/metrics` polls the workers."""
-
-    @field_validator("streaming_heads", mode="before")
-    @classmethod
-    def _null_or_mapping(cls, value: object) -> object:
-        if value is None or isinstance(value, (Mapping, StreamingHeadsConfig)):
-            return value
-        expected = "null (off), {} (on, and required) or a mapping with min_context_tokens"
-        raise ValueError(unexpected(value, expected))
 
     @field_validator("method")
     @classmethod
@@ -138,14 +121,9 @@ class SparsePrefillConfig(Section):
 
     @model_validator(mode="after")
     def _streaming_heads_replace_scores(self) -> "SparsePrefillConfig":
-        if self.requires_streaming_heads and (why := self.not_for_streaming()) is not None:
+        if self.streaming_heads is True and (why := self.not_for_streaming()) is not None:
             raise ValueError(why)
         return self
-
-    @property
-    def requires_streaming_heads(self) -> bool:
-        """Whether the operator turned streaming heads on, so that a server that cannot find them must stop."""
-        return self.streaming_heads is not None and "streaming_heads" in self.model_fields_set
 
     def not_for_streaming(self) -> str | None:
         """Return why streaming heads would save nothing with this profile or method."""

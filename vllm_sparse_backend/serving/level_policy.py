@@ -56,7 +56,7 @@ def level_policy(vllm_config: VllmConfig) -> LevelPolicy:
     policy = LevelPolicy(plan.level_names, plan.level, has_shares=plan.has_shares).under(resolved.config.requests)
     if connectors & SALTED_STORES:
         fingerprints = {
-            level: fingerprint(plan, resolved.lengths_by_engine(level), resolved.streaming_heads)
+            level: fingerprint(plan, resolved.lengths_by_engine(level), bool(resolved.carried.finds_streaming_heads))
             for level, plan in resolved.plans.items()
         }
     else:

@@ -28,7 +28,7 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
     config = resolved.config
     if resolved.carried.finds_streaming_heads is not None:
         return
-    replaces_scores = config.streaming_heads is not None and config.not_for_streaming() is None
+    replaces_scores = config.streaming_heads is not False and config.not_for_streaming() is None
     carry_streaming(vllm_config, replaces_scores)
     if not replaces_scores:
         return
@@ -44,11 +44,11 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
 
 def do_without(vllm_config: VllmConfig, problem: str, level: int = logging.WARNING, is_logged: bool = True) -> None:
     """Leave this process without streaming heads. Raises ConfigurationError if the operator set them."""
-    if settings_of(vllm_config).requires_streaming_heads:
+    if settings_of(vllm_config).streaming_heads is True:
         raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
     carry_streaming(vllm_config, False)
     if is_logged:
-        logger.log(level, "sparse-prefill: all heads score keys in long prompts: %s", problem)
+        logger.log(level, "sparse-prefill: all heads score keys: %s", problem)
 
 
 def describe(error: Exception) -> str:
@@ -59,14 +59,9 @@ def describe(error: Exception) -> str:
 
 def _useless(vllm_config: VllmConfig, resolved: Resolved) -> Iterator[str]:
     """Yield why streaming heads would change nothing in this server."""
-    settings, max_len = resolved.config.streaming_heads, vllm_config.model_config.max_model_len
-    assert settings is not None
-    needed = max(settings.min_context_tokens + 1, PROMPT_TOKENS)
-    if max_len < needed:
-        yield (
-            f"--max-model-len {max_len}, expected at least {needed}: the heads are measured on {PROMPT_TOKENS} tokens, "
-            f"and keep fewer keys after {settings.min_context_tokens} tokens of a request"
-        )
+    max_len = vllm_config.model_config.max_model_len
+    if max_len < PROMPT_TOKENS:
+        yield f"--max-model-len {max_len}, expected at least {PROMPT_TOKENS}, on which the heads are measured"
     lengths = resolved.earliest_lengths()
     if lengths.min_tokens >= max_len:
         yield f"--max-model-len {max_len} and sparse prefill for {lengths}, so that every row prefills dense"
@@ -102,8 +97,8 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
         ),
         (parallel.enable_elastic_ep, "--enable-elastic-ep: a worker that joins later does not measure heads"),
         (
-            model.is_multimodal_model and not settings_of(vllm_config).requires_streaming_heads,
-            "a multimodal model: finding heads was not tried on a real one; set streaming_heads to {} to find them",
+            model.is_multimodal_model and settings_of(vllm_config).streaming_heads is not True,
+            "a multimodal model: finding heads was not tried on a real one; set streaming_heads to true to find them",
         ),
     )
     yield from (reason for applies, reason in checks if applies)
@@ -123,7 +118,7 @@ def shares_blocks(vllm_config: VllmConfig) -> bool:
 def warn_of_weights(vllm_config: VllmConfig, source: str) -> None:
     """Warn, once, that a worker's weights may no longer be those on which heads were measured."""
     resolved = resolve(vllm_config)
-    if resolved.streaming_heads is None and resolved.carried.profile is None:
+    if not resolved.carried.finds_streaming_heads and resolved.carried.profile is None:
         return
     logger.warning_once(
         "sparse-prefill: %s can replace the model's weights, but streaming heads and profiles were measured on earlier "

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.full
 LENGTHS = {"min_tokens": 100, "min_query_tokens": 1}
 SETTINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "equal": ({}, {}),
-    "streaming heads": ({}, {"streaming_heads": None}),
-    "required": ({}, {"streaming_heads": {}}),
+    "streaming heads": ({}, {"streaming_heads": False}),
+    "required": ({}, {"streaming_heads": True}),
     "lengths": ({}, {"min_tokens": 4096}),
-    "method": ({"streaming_heads": None}, {"method": "a_shape", "streaming_heads": None}),
+    "method": ({"streaming_heads": False}, {"method": "a_shape", "streaming_heads": False}),
     "version": ({}, {}),
     "error": ({}, {}),
     "absent": ({}, {}),
@@ -57,7 +57,7 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
         config: Any = make_config(model, LENGTHS)
         parallel = config.parallel_config
         parallel.pipeline_parallel_size, parallel.rank, parallel.world_size = 2, rank, 2
-        finds_heads = settings.get("streaming_heads", {}) is not None
+        finds_heads = settings.get("streaming_heads", True)
         config.additional_config = {KEY: {**LENGTHS, **settings}}
         carry_settings(config)
         carry_streaming(config, finds_heads)
@@ -98,8 +98,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[st
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
-        ("streaming heads", ("streaming_heads: None, found: False", "min_context_tokens=8192, found: True")),
-        ("required", ("found: True, required: True", "found: True, required: False as rank 0")),
+        ("streaming heads", ("streaming_heads: False, found: False", "auto, found: True")),
+        ("required", ("streaming_heads: True, found: True", "auto, found: True as rank 0")),
         ("lengths", ("level on with engine any other: rows of more than 4096 tokens", "rows of more than 100 tokens")),
         ("method", ("method: method a_shape", "method: method default")),
         ("version", ("version of this package: 9.9.9",)),

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.masks import mask_of
 from tests.helpers.mixed_batches import CLOSE
-from tests.helpers.streaming_model import MIN_CONTEXT, PROMPT, SETTINGS, Model
-from tests.helpers.vllm_objects import make_builder, make_common, make_layers, make_step
+from tests.helpers.streaming_model import PROMPT, SETTINGS, Model
+from tests.helpers.vllm_objects import make_builder, make_layers, make_step
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import KEY
@@ -118,7 +118,7 @@ class TestFinding:
         assert "forward" not in vars(layers[0].impl)
         assert ("streaming_heads", [found.fingerprint], 6.0) in worker_of(config).new_samples()["samples"]
         assert re.search(
-            rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .* at least 2500 tokens .*"
+            rf"6 of 12 heads .* \(fingerprint {found.fingerprint}, measured in .* s\): .*"
             r"128 first and their nearest keys \(6 keep 256\)$",
             lines[-1],
         )
@@ -200,8 +200,8 @@ class TestFinding:
         find(by_default, model)
         assert is_without(by_default, layers)
         assert model.runs == 0
-        assert re.search(f"all heads score keys in long prompts: rank 0: {says}", lines[-1])
-        assert make_builder(by_default, layers).sparse_group.streaming_context_tokens is None
+        assert re.search(f"all heads score keys: rank 0: {says}", lines[-1])
+        make_builder(by_default, layers)
         assert sum("all heads score keys" in line for line in lines) == 1
 
     def test_a_long_text_makes_the_tokenizer_print_nothing(
@@ -224,7 +224,7 @@ class TestFinding:
         layers = make_layers(by_default, [0])
         streaming.find_streaming_heads(worker_of(by_default), get_model)
         assert is_without(by_default, layers)
-        assert re.search("all heads score keys in long prompts: rank 0: (AttributeError|TypeError)", lines[-1])
+        assert re.search("all heads score keys: rank 0: (AttributeError|TypeError)", lines[-1])
 
     def test_an_error_in_a_layer_does_not_end_the_run_for_which_other_ranks_wait(
         self, by_default: Any, monkeypatch: pytest.MonkeyPatch, lines: list[str]
@@ -286,43 +286,30 @@ class TestRunning:
         find(config, Model(layers, {0: {0, 3}}))
         return layers, make_builder(config, layers)
 
-    def test_a_layer_with_streaming_heads_has_a_second_plan_of_equal_width(self, adopted: Any) -> None:
+    def test_streaming_heads_keep_their_window_unless_a_request_sets_p(self, adopted: Any) -> None:
         (with_heads, without), _ = adopted
-        level = with_heads.impl.levels[ON]
-        assert [name_of(method) for method in level.layer.plan.methods] == ["top_p"] * 4
-        streaming = level.streaming_layer.plan.methods
-        assert [name_of(method) for method in streaming] == ["a_shape", "top_p", "top_p", "a_shape"]
-        assert streaming[0] == streaming_method(256)
-        assert level.streaming_layer.block_tokens == level.layer.block_tokens == 32
-        assert without.impl.levels[ON].streaming_layer is None
+        level, share = (with_heads.impl.levels[name].layer for name in (ON, SHARE))
+        assert [name_of(method) for method in level.plan.methods] == ["a_shape", "top_p", "top_p", "a_shape"]
+        assert level.plan.methods[0] == streaming_method(256)
+        assert level.block_tokens == share.block_tokens == 32
+        for scoring in (share, without.impl.levels[ON].layer):
+            assert [name_of(method) for method in scoring.plan.methods] == ["top_p"] * 4
 
-    def test_only_rows_with_a_long_context_are_long(self, adopted: Any, at_step: Callable[..., None]) -> None:
-        _, builder = adopted
-        rows = [(MIN_CONTEXT - 1, 90), (MIN_CONTEXT, 90), (MIN_CONTEXT + 500, 60), (0, 200)]
-        metadata = builder.build(0, make_common(rows))
-        slabs = {slab.is_long: slab.rows.context_lens for slab in metadata.sparse.slabs}
-        assert slabs == {False: (MIN_CONTEXT - 1, 100), True: (MIN_CONTEXT, MIN_CONTEXT + 500)}
-        at_step([RequestLevel(SHARE, 0.8), ON, RequestLevel(SHARE, 0.8), ON])
-        metadata = builder.build(0, make_common(rows))
-        kinds = {(slab.level.kept_mass, slab.is_long): slab.rows.context_lens for slab in metadata.sparse.slabs}
-        assert kinds == {
-            (0.8, False): (MIN_CONTEXT - 1, MIN_CONTEXT + 500), (None, True): (MIN_CONTEXT,), (None, False): (100,),
-        }  # fmt: skip
-
-    def test_rows_run_the_plan_for_their_length(self, adopted: Any) -> None:
-        """Streaming heads of long rows attend to the first and the nearest keys; everything else is as without them."""
+    def test_rows_run_the_layer_of_their_level(self, adopted: Any, at_step: Callable[..., None]) -> None:
+        """Streaming heads attend to the first and the nearest keys; everything else is as without them."""
         (layer, _), builder = adopted
-        step = make_step(layer, [(MIN_CONTEXT - 1, 90), (MIN_CONTEXT + 200, 90)])
+        p = SETTINGS["params"]["kept_mass"]
+        at_step([RequestLevel(SHARE, p), ON])
+        step = make_step(layer, [(2400, 90), (2700, 90)])
         out = step.forward(layer, builder.build(0, step.common))
-        level = layer.impl.levels[ON]
-        for row, plan in enumerate((level.layer, level.streaming_layer)):
-            expected, index = reference(step, row, plan, layer.impl.scale)
+        for row, level in enumerate((SHARE, ON)):
+            expected, index = reference(step, row, layer.impl.levels[level].layer, layer.impl.scale)
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
             kept = mask_of(index, 0)
             far = kept[:, -1, SINK_TOKENS : -256 - 128]
             assert far.any(-1).tolist() == ([True] * 4 if row == 0 else [False, True, True, False])
 
-    def test_the_plan_of_long_rows_needs_no_more_memory(self) -> None:
+    def test_streaming_heads_need_no_more_memory(self) -> None:
         """The arena is sized before heads are known."""
         scored, widest = METHODS["top_p"].parameters(), streaming_method(WINDOWS_TOKENS[-1])
         for query_len, context_len in ((1, 50_000), (100, 60_001), (2048, 131_072), (8192, 49_152), (8192, 122_880)):

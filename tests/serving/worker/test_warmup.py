@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.helpers.kernel_keys import HOPPER, Key, recorded_keys
 from tests.helpers.method_cases import uncomputed
 from tests.helpers.worker_layers import CPU, HAS_CUDA, LARGEST_CHUNK, LONGEST, SHAPE, make_impls
-from vllm_sparse_backend.config.profile import ON
+from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker import compile_monitor, engine_picker
 from vllm_sparse_backend.serving.worker.arena import consecutive_rows
@@ -173,22 +173,19 @@ class TestKeys:
         assert {impl.layer.engine.name for impl in impls} == {engine}
         assert any("fp8" in key for _, key in served)
 
-    def test_nor_do_rows_in_which_streaming_heads_keep_their_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A level has two plans then. They have blocks of the same width, and each gets its own engines."""
+    def test_nor_do_layers_with_streaming_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They have blocks of the same width as the level at which requests set p, and get engines of their own."""
         impls = make_impls("top_p", {}, CPU)
         level = impls[0].levels[ON]
         methods = [
             streaming_method(512) if head % 3 else method for head, method in enumerate(level.layer.plan.methods)
         ]
         streaming = Layer.of(layer_plan(methods), SHAPE.head_dim, CPU, block_tokens=level.layer.block_tokens)
-        impls[0].levels = {ON: replace(level, streaming_layer=replace(streaming, by_kernels=True))}
+        impls[0].levels = {ON: LayerLevel(replace(streaming, by_kernels=True)), SHARE: level}
         steps = random_steps(seed=6, number=8)
         with recorded_keys(monkeypatch) as warm:
             _warm_up(impls, 128, "auto", CPU, in_fp8=False)
-        warmed = impls[0].levels[ON]
-        assert warmed.streaming_layer is not None
-        assert warmed.streaming_layer.engine.name == warmed.layer.engine.name == "flash"
-        impls[0].levels = {ON: LayerLevel(warmed.streaming_layer)}
+        assert {level.layer.engine.name for level in impls[0].levels.values()} == {"flash"}
         with recorded_keys(monkeypatch) as served:
             run_steps(impls, 128, steps, CPU)
         assert served <= warm

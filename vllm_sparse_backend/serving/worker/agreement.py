@@ -68,13 +68,12 @@ def settings_of_worker(resolved: Resolved) -> dict[str, str]:
     """Return all settings that must be the same on all workers, as texts."""
     config, carried = resolved.config, resolved.carried
     profile = "" if carried.profile is None else hashlib.sha256(carried.profile.encode()).hexdigest()[:12]
-    finds = bool(resolved.streaming_heads)
     return {
         "version of this package": package_version(PACKAGE),
         "method": f"{carried.source} {json.dumps(config.params, sort_keys=True)} {profile}".rstrip(),
         "dense_layers": json.dumps(config.dense_layers),
         "engine": config.engine,
-        "streaming_heads": f"{config.streaming_heads}, found: {finds}, required: {config.requires_streaming_heads}",
+        "streaming_heads": f"{config.streaming_heads}, found: {bool(carried.finds_streaming_heads)}",
         "lengths": "; ".join(
             f"level {level} with engine {engine}: {lengths}"
             for level in resolved.plans

@@ -114,11 +114,7 @@ class Room:
     """Slabs of several rows are within at least one of these."""
 
     def slabs(
-        self,
-        rows: Sequence[SparseRow],
-        block_table: torch.Tensor,
-        level: RequestLevel = SERVER_LEVEL,
-        is_long: bool = False,
+        self, rows: Sequence[SparseRow], block_table: torch.Tensor, level: RequestLevel = SERVER_LEVEL
     ) -> tuple[Slab, ...]:
         """Divide rows into as few slabs as possible. A row's chunks do not depend on other rows."""
         packed: list[list[SparseRow]] = []
@@ -128,7 +124,7 @@ class Room:
                 packed[-1].append(chunk)
             else:
                 packed.append([chunk])
-        return tuple(Slab(kernel_rows(part, block_table), level, is_long) for part in packed)
+        return tuple(Slab(kernel_rows(part, block_table), level) for part in packed)
 
     def _holds(self, rows: Sequence[SparseRow]) -> bool:
         num_tiles = sum(ceil_div(row.query_len, TILE_TOKENS) for row in rows)

@@ -120,6 +120,4 @@ class SparsePrefillImpl(compat.DenseImpl):
     def _layer_of(self, slab: Slab) -> Layer:
         """Return the methods and engines for the level of a slab, with the p that its requests set."""
         level, kept_mass = self.levels[slab.level.name], slab.level.kept_mass
-        if slab.is_long and level.streaming_layer is not None:
-            return level.streaming_layer
         return level.layer if kept_mass is None else with_kept_mass(level.layer, kept_mass)

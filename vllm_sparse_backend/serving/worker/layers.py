@@ -90,8 +90,6 @@ class SparseGroup(NamedTuple):
     row_classifier: RowClassifier
     counts_rows: bool
     """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
-    streaming_context_tokens: int | None
-    """Context length in tokens from which rows are long; None without streaming heads."""
 
 
 def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str = "") -> SparseGroup | None:
@@ -127,14 +125,7 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     if worker.rank == 0 and worker.should_log("plans"):
         startup_log.log_plans(vllm_config, resolved, lengths)
     first_sparse = min(number for number, reason in reasons.items() if reason is None)
-    streaming = resolved.streaming_heads
-    has_heads = worker.streaming.count  # else long rows would need a launch
-    return SparseGroup(
-        tuple(impls),
-        RowClassifier(lengths, worker.requests),
-        counts_rows=first_sparse in impls,
-        streaming_context_tokens=streaming.min_context_tokens if streaming and has_heads else None,
-    )
+    return SparseGroup(tuple(impls), RowClassifier(lengths, worker.requests), counts_rows=first_sparse in impls)
 
 
 def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: AttentionSpec, cpu_isa: str) -> None:
@@ -144,7 +135,7 @@ def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: Attent
         return
     capability = compat.device_capability()
     status = None if capability is None else status_note(capability)
-    block_tokens = max(layer.block_tokens for impl in impls for level in impl.levels.values() for layer in level.layers)
+    block_tokens = max(level.layer.block_tokens for impl in impls for level in impl.levels.values())
     for line in (status, slow_path(spec.block_size, block_tokens, capability), _other_decode(worker, impls[0], spec)):
         if line is not None and worker.should_log(line):
             logger.warning("sparse-prefill: %s", line)

@@ -80,26 +80,24 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._dense_run(common, *run, fast_build) for run in dense_runs(rows))
-        slabs = self._slabs(common, rows, group.streaming_context_tokens)
+        slabs = self._slabs(common, rows)
         # Built last: the dense backend keeps its schedule in a persistent buffer, and the entire batch's must remain.
         whole = super().build(common_prefix_len, common, fast_build)
         parts = {field.name: getattr(whole, field.name) for field in fields(whole)}
         return SparsePrefillMetadata(**parts, sparse=SparseStep(slabs, runs, self.worker.requests.is_counted))
 
-    def _slabs(
-        self, common: CommonAttentionMetadata, rows: Sequence[BatchRow], streaming_context_tokens: int | None
-    ) -> tuple[Slab, ...]:
-        """Return the sparse parts of the rows by level and length, divided into slabs that fit into the arena."""
+    def _slabs(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> tuple[Slab, ...]:
+        """Return the sparse parts of the rows by level, divided into slabs that fit into the arena."""
         assert self.worker.memory is not None
-        groups: dict[tuple[RequestLevel, bool], list[int]] = defaultdict(list)
+        groups: dict[RequestLevel, list[int]] = defaultdict(list)
         for i, row in enumerate(rows):
             if row.is_sparse:
-                groups[row.level, _is_long(row, streaming_context_tokens)].append(i)
+                groups[row.level].append(i)
         slabs: list[Slab] = []
-        for (level, is_long), ids in groups.items():
+        for level, ids in groups.items():
             parts = [SparseRow.sparse_of(rows[i], number) for number, i in enumerate(ids)]
             block_table = copy_block_table_rows(common.block_table_tensor, ids)
-            slabs += self.worker.memory.room.slabs(parts, block_table, level, is_long)
+            slabs += self.worker.memory.room.slabs(parts, block_table, level)
         return tuple(slabs)
 
     def _dense_run(self, common: CommonAttentionMetadata, rows: slice, tokens: slice, fast_build: bool) -> DenseRun:
@@ -117,11 +115,3 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         part.max_seq_len = max(compat.host_seq_lens(part))
         part.is_prefilling = None if common.is_prefilling is None else common.is_prefilling[rows]
         return part
-
-
-def _is_long(row: BatchRow, streaming_context_tokens: int | None) -> bool:
-    """Return whether streaming heads keep only the first and the nearest keys in a row."""
-    # A request that sets p gets that share in every head.
-    if streaming_context_tokens is None or row.level.kept_mass is not None:
-        return False
-    return row.context_len >= streaming_context_tokens

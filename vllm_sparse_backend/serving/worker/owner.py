@@ -4,8 +4,8 @@
 A hook makes it when vLLM's worker is connected with the others, before the model loads. ``worker_of`` leads to it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,6 +14,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_backend.config.metrics import METRICS
+from vllm_sparse_backend.config.profile import SHARE
 from vllm_sparse_backend.config.settings import SCORING_METHOD
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
@@ -32,17 +33,6 @@ class LayerLevel:
 
     layer: Layer
     stays_dense: bool = False
-    streaming_layer: Layer | None = None
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """``layer``, and ``streaming_layer`` if there is one."""
-        return (self.layer,) if self.streaming_layer is None else (self.layer, self.streaming_layer)
-
-    def map_layers(self, function: Callable[[Layer], Layer]) -> "LayerLevel":
-        """Apply a function to each of ``layers``."""
-        streaming = None if self.streaming_layer is None else function(self.streaming_layer)
-        return replace(self, layer=function(self.layer), streaming_layer=streaming)
 
 
 @dataclass(frozen=True)
@@ -117,25 +107,27 @@ class Worker:
     def layer_levels(self, number: int, plans: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
         """Return a layer's methods and engines at each level."""
         return {
+            # A request that sets p gets that share in every head.
             level: LayerLevel(
-                self.layer(of_level, head_dim),
+                self.layer(of_level, head_dim)
+                if level == SHARE
+                else self._with_streaming_heads(number, of_level, head_dim),
                 stays_dense=plan.layer(number) is None,
-                streaming_layer=self._streaming_layer(number, of_level, head_dim),
             )
             for (level, plan), of_level in zip(self.resolved.plans.items(), plans, strict=True)
         }
 
-    def _streaming_layer(self, number: int, plan: LayerPlan, head_dim: int) -> Layer | None:
-        """Return a layer whose streaming heads keep only the first and the nearest keys; None if it has none."""
-        windows = self.streaming.by_layer.get(number, {})
-        streaming = [
+    def _with_streaming_heads(self, number: int, plan: LayerPlan, head_dim: int) -> Layer:
+        """Return a layer whose streaming heads keep only the first and the nearest keys."""
+        windows, scoring = self.streaming.by_layer.get(number, {}), self.layer(plan, head_dim)
+        methods = tuple(
             streaming_method(windows[head]) if head in windows and name_of(method) == SCORING_METHOD else method
             for head, method in enumerate(plan.methods)
-        ]
-        if streaming == list(plan.methods):
-            return None
+        )
+        if methods == plan.methods:
+            return scoring
         # The same block width: the other heads keep the same keys, and the arena has room for the index.
-        return self.layer(layer_plan(streaming), head_dim, self.layer(plan, head_dim).block_tokens)
+        return self.layer(layer_plan(methods), head_dim, scoring.block_tokens)
 
     def count_rows(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> None:
         """Count the rows of a batch, which are decodes if ``rows`` is empty. Dummy runs are not counted."""

@@ -202,14 +202,11 @@ class DenseRun:
 class Slab(NamedTuple):
     """Sparse rows of a step that select and attend together.
 
-    Most steps have one slab for each level. A step has more if the arena cannot hold all its rows at once, or if
-    streaming heads keep fewer keys in some of its rows.
+    Most steps have one slab for each level. A step has more if the arena cannot hold all its rows at once.
     """
 
     rows: Rows
     level: RequestLevel = SERVER_LEVEL
-    is_long: bool = False
-    """Whether all these rows have so long a context that streaming heads keep only the first and the nearest keys."""
 
 
 @dataclass(frozen=True)

@@ -197,16 +197,14 @@ def heads_of_worker(vllm_worker: Any) -> str:
 
 
 def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
-    settings = worker.resolved.streaming_heads
-    assert settings is not None
     windows = Counter(
         window for _, _, by_layer in by_rank for of_layer in by_layer.values() for window in of_layer.values()
     )
     logger.info(
-        "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): in steps after at "
-        "least %d tokens of a request, they keep only %d first and their nearest keys (%s)",
+        "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): they keep only %d "
+        "first and their nearest keys (%s)",
         windows.total(),
         sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
-        worker.streaming.fingerprint, seconds, settings.min_context_tokens, streaming_heads.SINK_TOKENS,
+        worker.streaming.fingerprint, seconds, streaming_heads.SINK_TOKENS,
         ", ".join(f"{count} keep {window}" for window, count in sorted(windows.items())) or "none",
     )  # fmt: skip

@@ -9,7 +9,7 @@ variants compile here rather than during a request. Layers also get their engine
 import logging
 import time
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import replace
 
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -53,8 +53,8 @@ def warm_up(
     picker = EnginePicker(engine, engines(compat.flash_attention()))
     first_impls: dict[LayerKey, SparsePrefillImpl] = {}
     for impl in impls:
-        for layer in chain.from_iterable(level.layers for level in impl.levels.values()):
-            first_impls.setdefault(_key(impl, layer), impl)
+        for level in impl.levels.values():
+            first_impls.setdefault(_key(impl, level.layer), impl)
     with warming_up():
         chosen = {key: picker.pick_all(key[0], batches.of(impl, BATCHES[0])) for key, impl in first_impls.items()}
         for key, impl in first_impls.items():
@@ -62,8 +62,7 @@ def warm_up(
                 _run(chosen[key], batches.of(impl, lengths))
         for impl in impls:
             impl.levels = {
-                name: level.map_layers(lambda layer: chosen[_key(impl, layer)])  # noqa: B023 — called at once
-                for name, level in impl.levels.items()
+                name: replace(level, layer=chosen[_key(impl, level.layer)]) for name, level in impl.levels.items()
             }
         if device.type == "cuda":
             torch.cuda.synchronize(device)

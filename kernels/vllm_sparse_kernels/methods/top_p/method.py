@@ -110,7 +110,7 @@ class TopP(Method):
     local_tokens: int = 160
     """Keys before a tile's first query that are always kept, in addition to all keys between its queries."""
 
-    most_tokens: int | None = 4096
+    most_tokens: int | None = 2048
     """Maximum number of a tile's keys that are kept for their mass, in whole blocks. With ``null``, only p limits their
     number."""
 
