@@ -57,7 +57,7 @@ _TABLE = (
     Metric("device_bytes", "gauge", "Device memory that the workers hold, without the driver's."),
     Metric("layers", "gauge", "Layers of the model, by the engine of their prefill attention.", ("attention",)),
     Metric("streaming_heads", "gauge",
-           "Heads of the model that keep only the first and the nearest keys in long prompts. Label: a hash of them.",
+           "Heads of the model that keep only the first and the nearest keys. Label: a hash of them.",
            ("fingerprint",)),
     Metric("up", "gauge", "Whether the engine answers the polls for these metrics: 1 or 0."),
 )
