@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of settings, methods and GPUs in the documents, from the code that defines them.
+"""Writes the tables of settings and GPUs in the documents, from the code that defines them.
 
     python -m benchmarks.settings_tables
 
@@ -21,7 +21,6 @@ from vllm_sparse_backend.config.settings import (
 )
 from vllm_sparse_kernels.attention import widest_block
 from vllm_sparse_kernels.cards import CARDS
-from vllm_sparse_kernels.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
@@ -85,30 +84,16 @@ def settings_table(section: type[Section]) -> str:
     return markdown_table(["Setting", "Type", "Default", "Description"], rows)
 
 
-def methods_table() -> str:
-    """Build the table of this package's methods."""
-    rows = []
-    for spec in METHODS.builtin_specs:
-        if not spec.summary:
-            raise ValueError(f"method {spec.name}: given no summary, expected one in its MethodSpec")
-        unknown = set(spec.main_parameters) - set(spec.full.shown_fields)
-        if unknown:
-            raise ValueError(f"method {spec.name}: main_parameters: given {sorted(unknown)}, expected its fields")
-        parameters = ", ".join(f"`{name}`" for name in spec.main_parameters)
-        control = f"{spec.control}: {parameters}" if parameters else ""
-        rows.append([f"`{spec.name}`", spec.paper, spec.summary, control])
-    return markdown_table(["Method", "Paper", "Keys that a query attends to", "Main parameters"], rows)
-
-
 def cards_table() -> str:
     """Build the table of GPUs."""
     rows = []
     for card in CARDS:
         head_dims = [str(dim) for dim in COMMON_HEAD_DIMS if widest_block(dim, card.shared_bytes) is not None]
         capability = ".".join(map(str, card.capability))
-        engines = ", ".join(f"`{name}`" for name in card.engines)
+        engines = "`hopper`, `flash`, `portable`" if card.is_measured else "`flash`, `portable`"
+        status = "measured" if card.is_measured else "compiled, never run"
         shared = f"{card.shared_bytes >> 10} KiB"
-        rows.append([capability, card.names, shared, ", ".join(head_dims), engines, card.status])
+        rows.append([capability, card.names, shared, ", ".join(head_dims), engines, status])
     header = ["Compute capability", "GPUs", "Shared memory of a program", "Head dims", "Engines", "Status"]
     return markdown_table(header, rows)
 
@@ -116,7 +101,6 @@ def cards_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "sparse_prefill": lambda: settings_table(SparsePrefillConfig),
     "requests": lambda: settings_table(RequestsConfig),
-    "methods": methods_table,
     "cards": cards_table,
 }
 

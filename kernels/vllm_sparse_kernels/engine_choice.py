@@ -7,26 +7,14 @@ that passes both is used from the first step on. It is never replaced: an except
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 
-
-class Candidate(Protocol):
-    """The part of an engine that ``choose_engine`` needs."""
-
-    @property
-    def name(self) -> str:
-        """Name by which an operator selects the engine."""
-
-    @property
-    def refusal(self) -> Callable[[Any], str | None]:
-        """Function that returns why the engine cannot serve a layer, as the end of a sentence; None if it can."""
-
-
-EngineT = TypeVar("EngineT", bound=Candidate)
+EngineT = TypeVar("EngineT", bound=Any)
+"""``AttendEngine`` or ``SelectEngine``."""
 
 
 class EngineChoice(NamedTuple, Generic[EngineT]):

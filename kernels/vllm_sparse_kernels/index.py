@@ -11,7 +11,7 @@ is present; no stripe lies inside a kept block; counts are within capacity.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -42,15 +42,20 @@ class StripeLayout:
         return torch.tensor(self.offsets, dtype=torch.int64)
 
     @staticmethod
+    def of(capacities: Iterable[int]) -> "StripeLayout":
+        """Return the layout of a head with a separate list for each tile, from their capacities."""
+        *offsets, capacity = accumulate(capacities, initial=0)
+        return StripeLayout(tuple(offsets), capacity)
+
+    @staticmethod
     def none(rows: Rows) -> "StripeLayout":
         """Return the layout of a head without stripes."""
         return StripeLayout((0,) * rows.num_tiles, 0)
 
     @staticmethod
     def per_tile(rows: Rows, stripes: int) -> "StripeLayout":
-        """Return the layout of a head with a separate list for each tile."""
-        ends = rows.tile_positions.clamp(max=stripes).cumsum(0).tolist()
-        return StripeLayout((0, *ends[:-1]), ends[-1]) if ends else StripeLayout((), 0)
+        """Return the layout of a head that keeps up to a number of stripes in each tile."""
+        return StripeLayout.of(min(tile.position, stripes) for tile in rows.tile_list)
 
 
 @dataclass(frozen=True)
@@ -68,36 +73,29 @@ class IndexLayout:
     zero_counts: torch.Tensor | None
 
     @staticmethod
-    def build(
-        rows: Rows,
-        num_heads: int,
-        block_tokens: int,
-        stripes: Mapping[int, StripeLayout] | None = None,
-    ) -> "IndexLayout":
-        stripes = stripes or {}
-        capacities = rows.block_capacities(block_tokens)
-        layouts = [stripes.get(head) for head in range(num_heads)]
-        *head_offsets, stripe_capacity = [0, *accumulate(layout.capacity if layout else 0 for layout in layouts)]
-        zero_offsets = torch.zeros(rows.num_tiles, dtype=torch.int64)
-        stripe_offsets = torch.stack([layout.host_offsets if layout else zero_offsets for layout in layouts])
-        stripe_offsets += torch.tensor(head_offsets)[:, None]
-        *block_offsets, num_blocks = [0, *accumulate(capacities)]
+    def build(rows: Rows, block_tokens: int, stripes: Sequence[StripeLayout]) -> "IndexLayout":
+        """Lay out the lists of heads, each with its layout of stripes."""
+        *head_offsets, stripe_capacity = accumulate((layout.capacity for layout in stripes), initial=0)
+        stripe_offsets = torch.stack([layout.host_offsets for layout in stripes]) + torch.tensor(head_offsets)[:, None]
+        capacities = (ceil_div(tile.last_position + 1, block_tokens) for tile in rows.tile_list)
+        *block_offsets, num_blocks = accumulate(capacities, initial=0)
         zero_counts = None
         if not stripe_capacity:
-            zero_counts = torch.zeros(num_heads, rows.num_tiles, dtype=torch.int32, device=rows.device)
+            zero_counts = torch.zeros(len(stripes), rows.num_tiles, dtype=torch.int32, device=rows.device)
         return IndexLayout(
             rows=rows,
-            num_heads=num_heads,
+            num_heads=len(stripes),
             block_tokens=block_tokens,
             block_capacity=padded_capacity(num_blocks),
             stripe_capacity=stripe_capacity,
-            longest_stripes=max((layout.longest for layout in stripes.values()), default=0),
+            longest_stripes=max(layout.longest for layout in stripes),
             block_offsets=to_device(block_offsets, torch.int64, rows.device),
             stripe_offsets=host_to_device(stripe_offsets, rows.device),
             zero_counts=zero_counts,
         )
 
-    def allocate(self, workspace: Workspace) -> "SparseIndex":
+    def new_index(self, workspace: Workspace) -> "SparseIndex":
+        """Allocate the lists."""
         empty = partial(workspace.empty, dtype=torch.int32)
         block_counts = empty(self.num_heads, self.rows.num_tiles)
         block_ids = empty(self.num_heads, self.block_capacity)
@@ -105,16 +103,11 @@ class IndexLayout:
         if stripe_counts is None:
             stripe_counts = empty(self.num_heads, self.rows.num_tiles).zero_()
         return SparseIndex(
-            rows=self.rows,
-            num_heads=self.num_heads,
-            block_tokens=self.block_tokens,
+            **vars(self),
             block_counts=block_counts,
             block_ids=block_ids,
-            block_offsets=self.block_offsets,
             stripe_counts=stripe_counts,
             stripe_positions=empty(self.stripe_capacity),
-            stripe_offsets=self.stripe_offsets,
-            longest_stripes=self.longest_stripes,
             workspace=workspace,
         )
 
@@ -144,7 +137,7 @@ def padded_capacity(num_blocks: int) -> int:
 
 
 @dataclass(frozen=True)
-class SparseIndex:
+class SparseIndex(IndexLayout):
     """Selected keys of every (query head, tile). The module's docstring has the invariants.
 
     Attributes:
@@ -161,16 +154,10 @@ class SparseIndex:
         workspace: Memory for selection and attention with this index.
     """
 
-    rows: Rows
-    num_heads: int
-    block_tokens: int
     block_counts: torch.Tensor
     block_ids: torch.Tensor
-    block_offsets: torch.Tensor
     stripe_counts: torch.Tensor
     stripe_positions: torch.Tensor
-    stripe_offsets: torch.Tensor
-    longest_stripes: int
     workspace: Workspace
 
     @staticmethod
@@ -187,7 +174,9 @@ class SparseIndex:
             stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
             workspace: Memory of the index; None for a separate workspace without a buffer.
         """
-        return IndexLayout.build(rows, num_heads, block_tokens, stripes).allocate(workspace or Workspace(rows.device))
+        none = StripeLayout.none(rows)
+        layouts = [(stripes or {}).get(head, none) for head in range(num_heads)]
+        return IndexLayout.build(rows, block_tokens, layouts).new_index(workspace or Workspace(rows.device))
 
     @cached_property
     def args(self) -> IndexArgs:
@@ -199,10 +188,10 @@ class SparseIndex:
             self.stripe_counts, self.stripe_positions, self.stripe_offsets,
         )  # fmt: skip
 
-    @cached_property
+    @property
     def has_stripes(self) -> bool:
         """Whether any head has room for stripes."""
-        return self.stripe_positions.shape[0] > 0
+        return self.stripe_capacity > 0
 
     def num_causal_blocks(self, tile: Tile) -> int:
         """Return the number of blocks with a key that a tile's last query may attend to: its list's capacity."""
@@ -219,7 +208,7 @@ class SparseIndex:
 
     def kept_pairs(self) -> torch.Tensor:
         """Count the kept (query, key) pairs of all rows and heads: int64 scalar on the device. Does not synchronise."""
-        return self.listed_pairs().sum() - self.masked_pairs
+        return self.pairs_of_heads().sum()
 
     def pairs_of_heads(self) -> torch.Tensor:
         """Count the kept (query, key) pairs of each head: [num_heads] int64 on the device. Does not synchronise."""

@@ -136,12 +136,11 @@ class Layer:
         }
 
         def build() -> IndexLayout:
-            of_heads = {head: stripes[method] for head, method in enumerate(self.plan.methods)}
-            return IndexLayout.build(rows, self.num_heads, self.block_tokens, of_heads)
+            return IndexLayout.build(rows, self.block_tokens, [stripes[method] for method in self.plan.methods])
 
         has_stripes = any(layout.capacity for layout in stripes.values())
         key = self if has_stripes else (IndexLayout, self.num_heads, self.block_tokens)
-        return rows.once(key, build).allocate(workspace or Workspace(rows.device))
+        return rows.once(key, build).new_index(workspace or Workspace(rows.device))
 
     def new_call(
         self, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float, workspace: Workspace | None = None

@@ -18,7 +18,7 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
-def softmax_step(b_s, b_v, scale, margin, softmax, PRECISION: tl.constexpr, MAY_SEE_NONE: tl.constexpr = False):
+def softmax_step(b_s, b_v, scale, margin, softmax, MAY_SEE_NONE: tl.constexpr = False):
     """Process one step of attention, with unscaled scores [M, N] and values [N, D].
 
     ``scale`` converts scores to base 2. The maximum is stored scaled, so that each exponent takes one fused
@@ -36,13 +36,13 @@ def softmax_step(b_s, b_v, scale, margin, softmax, PRECISION: tl.constexpr, MAY_
     b_sum = softmax.b_sum * b_decay + tl.sum(b_p, 1)
     b_acc = softmax.b_acc
     if margin is None:
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
     else:
         # All queries of a tile are tested together, because all warps of a Triton program take the same branch. The
         # paper tests the queries of a warp (16 or 32) and therefore skips more. Two products of 64 queries would not
         # help: the two groups of warps would share each half, and its exponentials would cross between them.
         if tl.max(tl.max(b_s, 1) * scale - b_max, 0) >= margin:
-            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision=PRECISION)
+            b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
     return Softmax(b_acc, b_max, b_sum)
 
 

@@ -163,24 +163,12 @@ class Rows:
         """[num_rows + 1] int32 on the device: ``tile_starts``."""
         return to_device(self.tile_starts, torch.int32, self.device)
 
-    @cached_property
-    def tile_positions(self) -> torch.Tensor:
-        """[num_tiles] int64 on the host: position of each tile's first query in its sequence."""
-        return torch.tensor([tile.position for tile in self.tile_list], dtype=torch.int64)
-
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Make a value from these rows once for all layers of the pass, on the first call with this key."""
         if key not in self._computed:
             self._computed[key] = make()
         value: T = self._computed[key]
         return value
-
-    def block_capacities(self, block_tokens: int) -> list[int]:
-        """Return, per tile, the number of blocks with a key that its last query may attend to."""
-        return self.once(
-            ("block_capacities", block_tokens),
-            lambda: [ceil_div(tile.last_position + 1, block_tokens) for tile in self.tile_list],
-        )
 
     def masked_pairs(self, block_tokens: int) -> int:
         """Count the (query, key) pairs of one head in diagonal blocks of tiles that a causal mask excludes."""
@@ -202,12 +190,8 @@ class Rows:
 
     @cached_property
     def tile_lengths(self) -> torch.Tensor:
-        """[num_tiles] int32 on the device: number of queries, copied from a column of ``tiles``.
-
-        The copy is forced, because Triton would compile kernels again for an address that is not a multiple of 16
-        bytes. The column of a single tile has such an address and is contiguous without a copy.
-        """
-        return self.tiles[:, 2].clone(memory_format=torch.contiguous_format)
+        """[num_tiles] int32 on the device: number of queries, a column of ``tiles``."""
+        return self.tiles[:, 2]
 
     @cached_property
     def device_seq_lens(self) -> torch.Tensor:

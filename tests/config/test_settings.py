@@ -73,10 +73,6 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ),
         (7, "sparse_prefill: given 7, expected a mapping, or the name or path of a profile"),
         ({"method": "dense", "params": {"top": 1}}, "sparse_prefill.params: top: unknown parameter of dense"),
-        (
-            {"params": {"most_share": 0.2}},
-            "most_share: given 0.2, but top_p no longer has it; set most_tokens, a number",
-        ),
         ({"method": "den\nse"}, "sparse_prefill.method: given 'den\\nse'"),
         ({"params": {"kept_mass": True, "tau": 1}}, "kept_mass: given true, expected a valid number; tau: unknown"),
         ({"params": {"local_tokens": MOST_COUNT + 128}}, f"local_tokens: given {MOST_COUNT + 128}, expected at most"),

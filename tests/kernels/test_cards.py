@@ -9,9 +9,9 @@ import torch
 
 from tests.helpers.compiled_methods import HEAD_DIMS, compiled, problems
 from vllm_sparse_kernels import layer
-from vllm_sparse_kernels.attention import HOPPER, AttendSpec, widest_block
+from vllm_sparse_kernels.attention import AttendSpec, widest_block
 from vllm_sparse_kernels.attention.portable import engine as portable
-from vllm_sparse_kernels.cards import CARDS, Card, find_card, status_note
+from vllm_sparse_kernels.cards import CARDS, find_card, status_note
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.selection import engine as selection
@@ -110,14 +110,6 @@ def test_a_selection_that_does_not_fit_is_refused_with_the_reason(
     else:
         with pytest.raises(ValueError, match=rf"shared memory at head_dim {head_dim}, the GPU has {limit_kib << 10}"):
             selection.choose_select_engine(selection.SelectSpec(method, cpu, head_dim))
-
-
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.target)
-def test_the_table_lists_hopper_where_hopper_serves(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AttendSpec, "capability", card.capability)
-    strides = 128 * 4 * 128, 4 * 128, 2 * 128
-    spec = AttendSpec(torch.device("cpu"), torch.bfloat16, 8, 2, 128, 128, strides, 128, has_stripes=False)
-    assert (HOPPER.refusal(spec) is None) == (HOPPER.name in card.engines)
 
 
 def test_notes_tell_measured_compiled_and_unknown_cards_apart() -> None:

@@ -42,10 +42,6 @@ def make_method(name: object, params: Mapping[str, Any]) -> Method:
     adapters = _adapters(parameters)
     problems, values = [], {}
     for field, value in params.items():
-        if field in parameters.former:
-            remedy = parameters.former[field]
-            problems.append(f"{field}: given {format_value(value)}, but {method} no longer has it; set {remedy}")
-            continue
         if field not in adapters:
             fields = not_one_of(field, adapters) if adapters else f"given, but {name} has no parameters"
             problems.append(f"{field}: unknown parameter of {name}: {fields}; leave it out")

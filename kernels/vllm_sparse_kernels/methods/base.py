@@ -8,7 +8,7 @@ the two (``spec.py``).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Self
 
@@ -28,12 +28,10 @@ class Method(ABC):
         block_tokens: Widest index block, in keys, that does not make the method's selection coarser. Blocks of 128 keys
             are faster on Hopper than blocks of 64.
         differing: Names of the fields that may differ between heads that are selected together.
-        former: Names of parameters that no longer exist, and what to set instead.
     """
 
     block_tokens: ClassVar[int] = 64
     differing: ClassVar[tuple[str, ...]] = ()
-    former: ClassVar[Mapping[str, str]] = {}
 
     @property
     def finest_block_tokens(self) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.rows import ceil_div
 
 
 def rows_of(call: Call) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -22,3 +23,17 @@ def heads_of_rows(call: Call) -> Iterator[tuple[int, int, Any, torch.Tensor, tor
     for row, queries, keys in rows_of(call):
         for head, method in zip(call.heads.heads, call.heads.methods, strict=True):
             yield row, head, method, queries[:, head], keys[:, head // call.group]
+
+
+def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
+    """Compute Â, the softmax of some queries of a row over all keys up to their positions."""
+    hidden = torch.arange(len(keys), device=keys.device) > positions[:, None]
+    return ((queries @ keys.T) * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def diagonal_sums(weights: torch.Tensor, positions: torch.Tensor, band: int) -> torch.Tensor:
+    """Sum Â over diagonals of blocks of ``band`` tokens: block of a query's position minus block of a key's."""
+    keys = torch.arange(weights.shape[1], device=weights.device)
+    distances = positions[:, None] // band - keys // band
+    sums = weights.new_zeros(ceil_div(weights.shape[1], band))
+    return sums.index_add_(0, distances.clamp(min=0).flatten(), weights.flatten())

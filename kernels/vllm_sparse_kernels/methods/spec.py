@@ -3,7 +3,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.base import Method
@@ -26,11 +25,6 @@ class MethodSpec:
             left out even with random weights, whose attention is spread out. They are not meant for real models.
         ladder: Parameters from the sparsest useful setting to one that is nearly lossless; searches choose from them.
             Empty for methods whose heads depend on other layers.
-        paper: The paper in a table, as Markdown; empty for none.
-        summary: The keys that a query attends to, as a phrase for a table. The table in docs/settings.md needs it.
-        control: What bounds the number of kept keys: ``budget`` (a number of keys, for any prompt length),
-            ``threshold`` (keys above it) or ``share`` (the fewest keys with that share of the attention).
-        main_parameters: Fields of the method that trade accuracy for speed.
     """
 
     name: str
@@ -39,7 +33,3 @@ class MethodSpec:
     full: Method
     demo: Mapping[str, object] = field(default_factory=dict)
     ladder: tuple[Mapping[str, object], ...] = ()
-    paper: str = ""
-    summary: str = ""
-    control: Literal["budget", "threshold", "share", ""] = ""
-    main_parameters: tuple[str, ...] = ()

@@ -191,7 +191,7 @@ def _walk(b_q, b_extra, begin, end, tile, softmax, MASKED: tl.constexpr, STEP: t
             is_kept = (first + o_step < tile.num_keys)[None, :] & (o_n <= o_m)
             is_kept &= (o_n < tile.sink_tokens) | (o_n > o_m - tile.local_tokens)
             b_s = tl.where(is_kept, b_s, float("-inf"))
-        softmax = softmax_step(b_s, b_v, tile.scale, None, softmax, "ieee", MAY_SEE_NONE=MASKED)
+        softmax = softmax_step(b_s, b_v, tile.scale, None, softmax, MAY_SEE_NONE=MASKED)
     return softmax
 
 

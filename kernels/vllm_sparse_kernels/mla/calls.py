@@ -129,14 +129,12 @@ class Part(NamedTuple):
         """Copy rows to the device, without waiting for it. The set with the longest reach comes first."""
         tile_sets = sorted((tiles for row in rows for tiles in _tile_sets(row, set_tiles)), key=lambda s: -s[0].reach)
         ends = accumulate(map(len, tile_sets))
-        tables: list[list[tuple[int, ...]]] = [
+        tables: tuple[list[tuple[int, ...]], ...] = (
             [tile for tiles in tile_sets for tile in tiles],
             [(row.query_start, row.num_queries, row.key_start, row.num_keys) for row in rows],
             [(end - len(tiles), len(tiles)) for tiles, end in zip(tile_sets, ends, strict=True)],
-        ]
-        numbers = torch.tensor([number for table in tables for fields in table for number in fields], dtype=torch.int32)
-        on_device = host_to_device(numbers, device).split([len(table) * len(table[0]) for table in tables])
-        tiles, device_rows, sets = (x.view(len(table), -1) for x, table in zip(on_device, tables, strict=True))
+        )
+        tiles, device_rows, sets = (host_to_device(torch.tensor(x, dtype=torch.int32), device) for x in tables)
         return Part(
             tiles, device_rows, sets, ceil_div(tile_sets[0][0].reach, BLOCK.value),
             max(row.num_queries for row in rows), max(row.num_keys for row in rows),

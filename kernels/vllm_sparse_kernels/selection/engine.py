@@ -7,9 +7,9 @@ Most methods have one engine, their ``select``. A method with faster kernels for
 replaced: an exception in a step, including out-of-memory, reaches the caller.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -21,17 +21,6 @@ PORTABLE = "portable"
 """Name of every method's last engine, which runs on every device that Triton supports."""
 
 
-class Selecting(Protocol):
-    """The part of a method that the choice of its engine needs."""
-
-    @property
-    def select_engines(self) -> Sequence["SelectEngine"]:
-        """Engines that can run the selection, fastest first."""
-
-    def least_shared_bytes(self, head_dim: int) -> int:
-        """Return the minimum shared memory of the portable engine's kernels."""
-
-
 @dataclass(frozen=True)
 class SelectSpec:
     """Properties of a layer's selection that are known before the first step.
@@ -39,7 +28,7 @@ class SelectSpec:
     ``method`` is that of any head: all heads that are selected together have the same ``group_key``.
     """
 
-    method: Selecting
+    method: Any  # a Method
     device: torch.device
     head_dim: int
 

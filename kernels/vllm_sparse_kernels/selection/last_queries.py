@@ -114,7 +114,6 @@ def last_query_sums(
             BLOCK_D=triton.next_power_of_2(call.cache.head_dim),
             PAGE=call.cache.page_size,
             SELECTED=triton.next_power_of_2(num_selected),
-            PRECISION="ieee" if call.q.dtype == torch.float32 else "tf32",
         )
     )
     grid = (stacks.num_splits, stacks.num_stacks, num_rows)
@@ -124,7 +123,7 @@ def last_query_sums(
     stacked = stacks.members * stacks.num_queries
     lse_registers = 64 if stacked > KEY_TILE.value and call.q.dtype != torch.float32 else None
     split_lse_kernel[grid](
-        args, SumArgs(values, rows.row_table, patterns), num_selected, first_row, rows.num_rows, shape,
+        args, *sums.args(rows)[:-1], shape,
         num_warps=stacked // 16, maxnreg=lse_registers, num_stages=stacks.num_stages,
     )  # fmt: skip
     sums_kernel[grid](

@@ -65,7 +65,6 @@ class StackShape(NamedTuple):
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     PAGE: Any  # tokens of a page
     SELECTED: Any  # selected heads rounded up to a power of two
-    PRECISION: Any  # of float32 products, for ``tl.dot``
 
 
 class SumArgs(NamedTuple):
@@ -236,7 +235,7 @@ def _scores(b_q, b_position, keys, work, page, start, WHOLE: tl.constexpr, SHAPE
     Scores that the causal mask excludes are -inf. All queries see a WHOLE tile.
     """
     b_k = _load_tile(keys, work, page, start, WHOLE, SHAPE)
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)  # [MEMBERS · QUERIES, KEY_TILE]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [MEMBERS · QUERIES, KEY_TILE]
     if not WHOLE:
         o_n = start + tl.arange(0, KEY_TILE)
         b_seen = (o_n[None, :] <= b_position[:, None]) & (o_n >= 0)[None, :]

@@ -7,7 +7,7 @@ depends only on that row. Therefore the selection of a tile does not depend on o
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,7 @@ class Run(NamedTuple):
     first_tile: int
     end_tile: int
     reach: int  # keys in the longest causal reach of these tiles
-    tile_sets: torch.Tensor  # [num_sets, SET_FIELDS] int32: ``_tile_sets``
+    tile_sets: Any = None  # [num_sets, SET_FIELDS] int32: ``_tile_sets``
 
     @property
     def num_tiles(self) -> int:
@@ -61,29 +61,15 @@ class KeySlab(NamedTuple):
     runs: list[Run]
 
 
-class TileRange(NamedTuple):
-    """Tiles [first_tile, end_tile), with ``reach`` keys in their longest causal reach."""
-
-    first_tile: int
-    end_tile: int
-    reach: int
-
-    @property
-    def num_tiles(self) -> int:
-        return self.end_tile - self.first_tile
-
-
 def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes, set_tiles: int = 2) -> list[KeySlab]:
     """Return the slabs of a step, computed once for all layers of a pass with equal arguments."""
     return rows.once(
         (slabs_of, num_selected, tile_bytes, set_tiles),
-        lambda: [_slab(rows, *row_range, num_selected, tile_bytes, set_tiles) for row_range in rows_of_slabs(rows)],
+        lambda: [
+            _slab(rows, *row_range, num_selected, tile_bytes, set_tiles)
+            for row_range in rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
+        ],
     )
-
-
-def rows_of_slabs(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Return the rows of each slab."""
-    return rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
 
 
 def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -107,30 +93,25 @@ def padded(seq_len: int) -> int:
     return ceil_div(seq_len, STEP_TOKENS.value) * STEP_TOKENS.value
 
 
-def ranges_of_runs(
-    rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes
-) -> Iterator[TileRange]:
-    """Return the tiles of each run of some rows."""
-    joined: TileRange | None = None
+def _runs(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes) -> list[Run]:
+    """Divide the tiles of some rows into runs.
+
+    Each row is cut separately, so other rows never change where it is cut. A run joins pieces of neighbouring rows, at
+    most one of each, as long as all of their tiles fit at the longest reach among them.
+    """
+    runs: list[Run] = []
     for row in range(first_row, end_row):
-        # Each row is cut separately, so other rows never change where it is cut. A run joins pieces of neighbouring
-        # rows, at most one of each, as long as all of their tiles fit at the longest reach among them.
-        first_piece, *others = pieces_of_row(rows, row, num_selected, tile_bytes)
-        reach = first_piece.reach if joined is None else max(joined.reach, first_piece.reach)
-        longer = TileRange(first_piece.first_tile if joined is None else joined.first_tile, first_piece.end_tile, reach)
-        if joined is None or longer.num_tiles * tile_bytes(num_selected, reach) <= RUN_BYTES:
-            joined = longer
-        else:
-            yield joined
-            joined = first_piece
-        for piece in others:
-            yield joined
-            joined = piece
-    if joined is not None:
-        yield joined
+        for i, piece in enumerate(_pieces(rows, row, num_selected, tile_bytes)):
+            if i == 0 and runs:
+                joined = Run(runs[-1].first_tile, piece.end_tile, max(runs[-1].reach, piece.reach))
+                if joined.num_tiles * tile_bytes(num_selected, joined.reach) <= RUN_BYTES:
+                    runs[-1] = joined
+                    continue
+            runs.append(piece)
+    return runs
 
 
-def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[TileRange]:
+def _pieces(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[Run]:
     """Divide a row's tiles into the fewest pieces that ``RUN_BYTES`` allows, of about equal size."""
     first_tile, end_tile, reach = rows.tile_starts[row], rows.tile_starts[row + 1], rows.seq_lens[row]
     num_tiles = end_tile - first_tile
@@ -139,7 +120,7 @@ def pieces_of_row(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes
     size = ceil_div(ceil_div(num_tiles, ceil_div(num_tiles, fit)), 2) * 2
     if size > fit:
         size = max(fit // 2 * 2, 1)
-    return [TileRange(first, min(first + size, end_tile), reach) for first in range(first_tile, end_tile, size)]
+    return [Run(first, min(first + size, end_tile), reach) for first in range(first_tile, end_tile, size)]
 
 
 def _tile_sets(
@@ -166,10 +147,11 @@ def _slab(
 ) -> KeySlab:
     seq_lens = rows.seq_lens[first_row:end_row]
     starts = [*accumulate(map(padded, seq_lens[:-1]), initial=0)]
-    runs = []
-    for first_tile, end_tile, reach in ranges_of_runs(rows, first_row, end_row, num_selected, tile_bytes):
-        tile_sets = _tile_sets(rows, first_tile, end_tile, tuple(enumerate(starts, first_row)), set_tiles)
-        runs.append(Run(first_tile, end_tile, reach, tile_sets))
+    key_starts = tuple(enumerate(starts, first_row))
+    runs = [
+        run._replace(tile_sets=_tile_sets(rows, run.first_tile, run.end_tile, key_starts, set_tiles))
+        for run in _runs(rows, first_row, end_row, num_selected, tile_bytes)
+    ]
     num_tiles, longest = rows.tile_starts[end_row] - rows.tile_starts[first_row], max(seq_lens)
     return KeySlab(
         first_row,

@@ -11,6 +11,7 @@ from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, select
 from vllm_sparse_kernels.methods.flex_prefill import reference
 from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
+from vllm_sparse_kernels.methods.references import diagonal_sums, softmax_of
 
 MARGIN = 1e-4
 """Kernels and reference get the same inputs and round float32 sums differently, so lines that decide over less than
@@ -71,7 +72,7 @@ def test_diagonals_are_those_of_blocks():
     """A diagonal is a query's block minus a key's block, at any places within the blocks."""
     weights = torch.zeros(2, 300)
     weights[0, 63], weights[0, 64], weights[1, 63], weights[1, 290] = 1, 2, 4, 8
-    assert reference.block_diagonals(weights, torch.tensor([255, 290])).tolist() == [8, 0, 2, 1, 4]
+    assert diagonal_sums(weights, torch.tensor([255, 290]), 64).tolist() == [8, 0, 2, 1, 4]
 
 
 @pytest.mark.full
@@ -91,8 +92,8 @@ def test_kept_lines_hold_gamma_of_the_estimate():
     batch = lined_batch([(300, 64)], 1, 1, 64, 16)
     keys, _ = batch.cache.gather(batch.rows.block_table[0], 364)
     positions = torch.arange(300, 364, device=DEVICE)
-    weights = reference.softmax_of(batch.q[:, 0], keys[:, 0], positions, batch.scale)
-    for sums in (weights.sum(0), reference.block_diagonals(weights, positions)):
+    weights = softmax_of(batch.q[:, 0].float(), keys[:, 0].float(), positions, batch.scale)
+    for sums in (weights.sum(0), diagonal_sums(weights, positions, 64)):
         kept = reference.fewest_with_mass(sums, 0.8)
         mass = float(sums[kept].sum() / sums.sum())
         assert mass >= 0.8 - 1e-6

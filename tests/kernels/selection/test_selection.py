@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of selections: slabs, products that do not depend on slabs, sums of listed pairs, and widths of blocks."""
+"""Parts of selections: slabs, products that do not depend on slabs, and widths of blocks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.helpers.batches import random_batch, random_index
+from tests.helpers.batches import random_batch
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, all_lists, select
 from vllm_sparse_kernels import block_width, engine_choice
 from vllm_sparse_kernels.block_width import index_block_tokens
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
@@ -23,8 +22,6 @@ from vllm_sparse_kernels.methods.sale import scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.pair_counts import CHUNK_LISTS, add_listed_pairs
-from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection import lines, pooled, slabs
 
 TOP_P = TopP(0.2, sink_tokens=32, local_tokens=128, most_tokens=None, peak_share=0.2)
@@ -63,29 +60,6 @@ def test_spans_of_keys_change_nothing(monkeypatch):
     whole = all_lists(select(HEADS_OF_SALE, batch, 32))
     monkeypatch.setattr(scores, "SPAN_TOKENS", 256)
     assert all_lists(select(HEADS_OF_SALE, replace(batch, rows=replace(batch.rows)), 32)) == whole
-
-
-@pytest.mark.parametrize("stripes", [0, 24])
-@pytest.mark.parametrize("lengths", [[(0, 1)], [(1000, 300), (0, 63), (512, 129)]])
-def test_sums_of_layers_add_up_apart(lengths: list[tuple[int, int]], stripes: int) -> None:
-    batch = random_batch(lengths, 6, 2, 64, 64, device=DEVICE)
-    totals = torch.tensor([3, -1, 2**40], device=DEVICE)
-    expected = totals.tolist()
-    for i_total, density in ((2, 0.1), (0, 0.9), (2, 0.5)):
-        index = random_index(batch, 32, density, stripes)
-        add_listed_pairs(index, totals, i_total)
-        expected[i_total] += int(index.listed_pairs().sum())
-    assert totals.tolist() == expected
-    assert expected[1] == -1
-
-
-def test_more_lists_than_one_program_adds_up_and_more_pairs_than_32_bits_hold() -> None:
-    rows = Rows((0,), (9 * 128 + 5,), (10_000_000,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
-    index = SparseIndex.allocate(rows, 120, 128)
-    assert index.block_counts.numel() > CHUNK_LISTS.value
-    index.block_counts.fill_(70_000)
-    add_listed_pairs(index, totals := torch.zeros(1, dtype=torch.int64, device=DEVICE), 0)
-    assert totals.item() == 120 * rows.query_lens[0] * 70_000 * 128
 
 
 HOPPER, AMPERE, ADA, BLACKWELL = (9, 0), (8, 0), (8, 9), (10, 0)

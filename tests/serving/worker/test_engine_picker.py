@@ -25,7 +25,7 @@ from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer import Layer, layer_plan
-from vllm_sparse_kernels.methods.top_p.method import TopP, select_on_portable
+from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
 CPU = torch.device("cpu")
@@ -98,6 +98,7 @@ def test_an_engine_that_forgets_sinks_is_not_taken_for_layers_that_have_them() -
 
 
 METHOD = TopP(0.5, sink_tokens=32, local_tokens=128, most_tokens=None)
+SELECT = METHOD.select_engines[-1].select
 LAYER = replace(Layer.of(layer_plan([METHOD, METHOD]), 64, CPU), by_kernels=True)
 
 
@@ -105,7 +106,7 @@ def select_engine(name: str, change: Callable[[SparseIndex], None] = lambda inde
     """Return a selection engine that keeps the portable engine's lists and then modifies them."""
 
     def select(call) -> None:
-        select_on_portable(call)
+        SELECT(call)
         change(call.index)
 
     return SelectEngine(name, lambda spec: None, select)

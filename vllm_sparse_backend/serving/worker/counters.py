@@ -20,7 +20,6 @@ from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.pair_counts import add_listed_pairs
 
 logger = logging.getLogger(LOGGER)
 
@@ -103,10 +102,7 @@ class Recorder:
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = ON) -> None:
         """Count the pairs of one layer in a step. Does not wait for the device."""
-        if self.device.type == "cpu":
-            self._listed[self._places[layer, level]] += index.listed_pairs().sum()
-        else:
-            add_listed_pairs(index, self._listed, self._places[layer, level])
+        self._listed[self._places[layer, level]].add_(index.listed_pairs().sum())
         causal = index.num_heads * causal_pairs(index.rows)
         self._add("kept_pairs", (layer, level), -index.masked_pairs)
         self._add("causal_pairs", (layer, level), causal)

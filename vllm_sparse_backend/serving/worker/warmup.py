@@ -24,7 +24,6 @@ from vllm_sparse_backend.serving.worker.rows import copy_block_table_rows
 from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
-from vllm_sparse_kernels.pair_counts import add_listed_pairs
 from vllm_sparse_kernels.rows import ceil_div
 
 logger = logging.getLogger(LOGGER)
@@ -103,8 +102,7 @@ class _Batches:
 
 
 def _run(layer: Layer, batch: Batch) -> None:
-    """Select, attend and count pairs."""
+    """Select, attend and count pairs, which also loads torch's kernels."""
     call = layer.new_call(batch.q, batch.cache, batch.rows, batch.scale)
     run(layer, call, batch.empty_out(), batch.sinks)
-    if not compat.IS_CPU:
-        add_listed_pairs(call.index, torch.zeros(1, dtype=torch.int64, device=batch.q.device), 0)
+    call.index.listed_pairs().sum()

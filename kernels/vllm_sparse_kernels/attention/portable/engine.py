@@ -96,7 +96,6 @@ def attend(
             PARTS=num_parts,
             BLOCK_N=index.block_tokens,
             STRIPES=STRIPE_STEP if index.has_stripes else 0,
-            PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
             AHEAD=_buffers_ahead(index.block_tokens, head_dim, limit_bytes, options is not None and options.skips),
         )
     )

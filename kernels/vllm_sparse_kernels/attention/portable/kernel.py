@@ -32,7 +32,6 @@ class AttendShape(NamedTuple):
     PARTS: Any  # programs that divide the queries of a tile
     BLOCK_N: Any  # keys of a block
     STRIPES: Any  # stripes of a step; 0: the index has none
-    PRECISION: Any  # ``input_precision`` of ``tl.dot`` for float32
     AHEAD: Any  # whole steps that are loaded ahead; 0 to let the compiler load keys and values separately
 
 
@@ -245,12 +244,12 @@ def _full_blocks(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
         if SHAPE.AHEAD > 0:
             b_v = _load_block(VALUES, entry, source, SHAPE)
             if lists.num_full > 0:
-                b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)  # [M, N]
-                softmax = softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+                b_s = _score(b_q, b_k, b_dot_scale, int8_keys)  # [M, N]
+                softmax = softmax_step(b_s, b_v, scale, margin, softmax)
         else:
-            b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
+            b_s = _score(b_q, b_k, b_dot_scale, int8_keys)
             b_v = _load_block(VALUES, entry, source, SHAPE)
-            softmax = softmax_step(b_s, b_v, scale, None, softmax, SHAPE.PRECISION)
+            softmax = softmax_step(b_s, b_v, scale, None, softmax)
     return softmax
 
 
@@ -263,12 +262,12 @@ def _diagonal_blocks(b_q, int8_keys, lists, program, source, scale, margin, soft
         entry = tl.load(lists.blocks + i)
         o_n = (first_block + i - lists.num_full) * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
         b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)
-        b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
+        b_s = _score(b_q, b_k, b_dot_scale, int8_keys)
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
         b_v = _load_block(VALUES, entry, source, SHAPE)
         b_v = tl.where((o_n < source.tile_end)[:, None], b_v, 0.0)
-        softmax = softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+        softmax = softmax_step(b_s, b_v, scale, margin, softmax)
     return softmax
 
 
@@ -291,9 +290,9 @@ def _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax,
         else:
             b_k, b_dot_scale = load_int8_stripes(int8_keys, b_n, SHAPE)
         b_v = tl.load(cache.v + o_kv, mask=in_kv, other=0.0)
-        b_s = _score(b_q, b_k, b_dot_scale, int8_keys, SHAPE.PRECISION)
+        b_s = _score(b_q, b_k, b_dot_scale, int8_keys)
         b_s = tl.where(kept[None, :], b_s, float("-inf"))
-        softmax = softmax_step(b_s, b_v, scale, margin, softmax, SHAPE.PRECISION)
+        softmax = softmax_step(b_s, b_v, scale, margin, softmax)
     return softmax
 
 
@@ -331,9 +330,9 @@ def _load_block(KIND: tl.constexpr, entry, source, SHAPE):
 
 
 @triton.jit
-def _score(b_q, b_k, b_dot_scale, int8_keys, PRECISION: tl.constexpr):
+def _score(b_q, b_k, b_dot_scale, int8_keys):
     """Compute scores [BLOCK_M, BLOCK_N]: unscaled, except those of 8-bit vectors."""
     if int8_keys is None:
-        return tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        return tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     else:
         return tl.dot(b_q, tl.trans(b_k)).to(tl.float32) * b_dot_scale[None, :]

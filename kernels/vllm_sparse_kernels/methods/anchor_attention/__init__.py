@@ -24,9 +24,5 @@ SPECS = (
         full=AnchorAttention(theta=inf),
         demo={"theta": 5.0, "step_tiles": 4},
         ladder=(*({"theta": theta} for theta in THETAS), *({"theta": theta, **SAMPLED} for theta in SAMPLED_THETAS)),
-        paper="AnchorAttention",
-        summary="the keys whose score is close to the highest among the first and the latest keys",
-        control="threshold",
-        main_parameters=("theta",),
     ),
 )

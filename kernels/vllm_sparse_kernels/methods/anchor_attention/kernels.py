@@ -50,7 +50,6 @@ class VoteShape(NamedTuple):
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     GROUP: Any  # query heads of a kv head
     PAGE: Any  # tokens of a page
-    PRECISION: Any  # ``input_precision`` of ``tl.dot`` for float32
     BLOCK_N: Any  # keys of a step
 
 
@@ -175,10 +174,10 @@ def _region_max(b_q, o_m, source, start, first, SHAPE):
     for i in range(head, full, SHAPE.BLOCK_N):
         position = tl.where(i < start, i - head, i)
         b_k = _load_block(source, position, SHAPE)
-        b_max = tl.maximum(b_max, tl.max(tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION), 1))
+        b_max = tl.maximum(b_max, tl.max(tl.dot(b_q, tl.trans(b_k), input_precision="ieee"), 1))
     for i in range(full, source.end, SHAPE.BLOCK_N):
         b_k = _load_block(source, i, SHAPE)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_seen = (i + tl.arange(0, SHAPE.BLOCK_N))[None, :] <= o_m[:, None]
         b_max = tl.maximum(b_max, tl.max(tl.where(b_seen, b_s, float("-inf")), 1))
     return b_max
@@ -234,12 +233,12 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
         for candidate in range(begin, end, SHAPE.BLOCK_N):
             b_k = _load_block(source, INITIAL + candidate, SHAPE)
             if VOTE.ONE_PASS:
-                b_lead = _leads(b_k, b_q, b_anchor, scale, PAIRS, SHAPE.PRECISION)
+                b_lead = _leads(b_k, b_q, b_anchor, scale, PAIRS)
             else:
                 b_lead = tl.full([SHAPE.BLOCK_N, PAIRS], float("-inf"), tl.float32)
                 for i in range(0, most, VOTE.BLOCK_T):
                     b_q, b_anchor = _voters(row_voters, first_pair, i, SHAPE, VOTE)
-                    b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, PAIRS, SHAPE.PRECISION))
+                    b_lead = tl.maximum(b_lead, _leads(b_k, b_q, b_anchor, scale, PAIRS))
             b_lead = tl.reshape(b_lead, [SHAPE.BLOCK_N // WORD, WORD, PAIRS])
             if VOTE.WHOLE_WORDS:
                 b_kept = tl.where(tl.max(b_lead, 1) >= 0, ALL_KEPT, 0)
@@ -272,12 +271,12 @@ def _voters(row_voters, first_pair, first, SHAPE, VOTE):
 
 
 @triton.jit
-def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
+def _leads(b_k, b_q, b_anchor, scale, PAIRS: tl.constexpr):
     """Compute, for each key and pair, the largest excess of a score over x_a − θ of its voter: [keys, PAIRS].
 
     A key with an excess below 0 fails the test (equation 2).
     """
-    b_s = tl.dot(widen(b_k), tl.trans(b_q), input_precision=PRECISION) * scale - b_anchor[None, :]
+    b_s = tl.dot(widen(b_k), tl.trans(b_q), input_precision="ieee") * scale - b_anchor[None, :]
     return tl.max(tl.reshape(b_s, [b_k.shape[0], b_q.shape[0] // PAIRS, PAIRS]), 1)
 
 

@@ -150,16 +150,11 @@ class Groups(NamedTuple):
         table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
         row_starts = [0, *accumulate(len(of_row) for of_row in of_rows)]
         tile_windows = [field for group in groups for field in (group.start, group.offset) * group.num_tiles]
-        # One copy for all three. Each begins at a multiple of 16 bytes, because Triton would otherwise compile new
-        # variants.
-        row_starts_end = len(table) + len(row_starts)
-        padding = [0] * (-row_starts_end % GROUP_FIELDS.value)
-        on_device = to_device(table + row_starts + padding + tile_windows, torch.int32, rows.device)
         return Groups(
             of_rows,
-            on_device[: len(table)].view(-1, GROUP_FIELDS.value),
-            on_device[len(table) : row_starts_end],
-            on_device[row_starts_end + len(padding) :].view(-1, TILE_FIELDS.value),
+            to_device(table, torch.int32, rows.device).view(-1, GROUP_FIELDS.value),
+            to_device(row_starts, torch.int32, rows.device),
+            to_device(tile_windows, torch.int32, rows.device).view(-1, TILE_FIELDS.value),
         )
 
 
@@ -260,7 +255,6 @@ class AnchorAttention(Method):
                 BLOCK_D=block_d,
                 GROUP=group,
                 PAGE=cache.page_size,
-                PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
                 BLOCK_N=block_n,
             )
         )

@@ -5,4 +5,4 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.dense.reference import select_dense
 from vllm_sparse_kernels.methods.spec import MethodSpec
 
-SPECS = (MethodSpec("dense", Dense, select_dense, full=Dense(), summary="all keys, for comparison"),)
+SPECS = (MethodSpec("dense", Dense, select_dense, full=Dense()),)

@@ -18,9 +18,5 @@ SPECS = (
         full=FlexVerticalSlash(gamma=1.0),
         demo={"gamma": 0.5},
         ladder=(*({"gamma": gamma} for gamma in GAMMAS), *({"gamma": gamma, **SPREAD} for gamma in GAMMAS)),
-        paper="[FlexPrefill](https://arxiv.org/abs/2502.20766), as SharePrefill uses it",
-        summary="the keys and the distances that hold a share of the last queries' attention",
-        control="share",
-        main_parameters=("gamma",),
     ),
 )

@@ -108,11 +108,7 @@ class FlexVerticalSlash(Method):
         return min(self.max_stripes, max(FEWEST_STRIPES.value, ROW_STRIPES.value // num_tiles))
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
-        offsets, total = [], 0
-        for tile in rows.tile_list:
-            offsets.append(total)
-            total += min(self.stripes_of_row(rows, tile.row), tile.position)
-        return StripeLayout(tuple(offsets), total)
+        return StripeLayout.of(min(self.stripes_of_row(rows, tile.row), tile.position) for tile in rows.tile_list)
 
     def least_shared_bytes(self, head_dim: int) -> int:
         return least_shared_bytes(self.last_queries, head_dim)

@@ -7,7 +7,7 @@ import torch
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.references import heads_of_rows
+from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, softmax_of
 from vllm_sparse_kernels.rows import ceil_div
 
 if TYPE_CHECKING:  # the methods' package imports this module
@@ -24,7 +24,7 @@ def select_flex_vertical_slash(call: Call) -> None:
         positions = rows.context_lens[row] + places
         weights = softmax_of(queries[places], keys, positions, call.scale)
         columns = fewest_with_mass(weights.sum(0), method.gamma)
-        diagonals = fewest_with_mass(block_diagonals(weights, positions), method.gamma)
+        diagonals = fewest_with_mass(diagonal_sums(weights, positions, BAND_TOKENS), method.gamma)
         whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
         for i_tile in rows.tiles_of(row):
             set_lines(columns, diagonals, whole, index, head, i_tile)
@@ -36,20 +36,6 @@ def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Ten
     if method.estimating == "spread":
         return torch.arange(1, count + 1) * query_len // count - 1
     return torch.arange(query_len - count, query_len)
-
-
-def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute Â, the softmax of the estimating queries over all keys."""
-    hidden = torch.arange(len(keys), device=keys.device) > positions[:, None]
-    return ((queries.float() @ keys.float().T) * scale).masked_fill(hidden, -torch.inf).softmax(-1)
-
-
-def block_diagonals(weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Sum Â over diagonals of blocks: block number of a query's position minus block number of a key's."""
-    keys = torch.arange(weights.shape[1], device=weights.device)
-    distances = positions[:, None] // BAND_TOKENS - keys // BAND_TOKENS
-    sums = weights.new_zeros(ceil_div(weights.shape[1], BAND_TOKENS))
-    return sums.index_add_(0, distances.clamp(min=0).flatten(), weights.flatten())
 
 
 def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:

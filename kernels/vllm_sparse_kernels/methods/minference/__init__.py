@@ -35,10 +35,6 @@ SPECS = (
         full=AShape(local_tokens=EVERYTHING),
         demo={"sink_tokens": 128, "local_tokens": 1024},
         ladder=a_shape_ladder(),
-        paper="[MInference](https://arxiv.org/abs/2407.02490)",
-        summary="the first and the latest keys",
-        control="budget",
-        main_parameters=("sink_tokens", "local_tokens"),
     ),
     MethodSpec(
         "vertical_slash",
@@ -50,10 +46,6 @@ SPECS = (
             {"vertical_tokens": int(1000 * share), "slash_tokens": int(6096 * share)}
             for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2)
         ),
-        paper="[MInference](https://arxiv.org/abs/2407.02490)",
-        summary="the keys and the distances with the most attention of the chunk's last queries",
-        control="budget",
-        main_parameters=("vertical_tokens", "slash_tokens"),
     ),
     MethodSpec(
         "block_sparse",
@@ -62,9 +54,5 @@ SPECS = (
         full=BlockSparse(top_blocks=EVERYTHING),
         demo={"top_blocks": 16},
         ladder=tuple({"top_blocks": count} for count in TOP_BLOCKS),
-        paper="[MInference](https://arxiv.org/abs/2407.02490)",
-        summary="the blocks whose mean key has the highest score with the mean query",
-        control="budget",
-        main_parameters=("top_blocks",),
     ),
 )

@@ -8,7 +8,7 @@ import torch
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.references import heads_of_rows
+from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, softmax_of
 from vllm_sparse_kernels.rows import ceil_div
 
 POOL_TOKENS = 64
@@ -42,13 +42,9 @@ def select_vertical_slash(call: Call) -> None:
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the sums of Algorithm 2: Â = softmax(Q[-last_q:] Kᵀ / √d + m_causal), then sum_v(Â) and sum_s(Â)."""
-    num_last, seq_len = len(last_q), len(keys)
-    positions = torch.arange(seq_len - num_last, seq_len, device=keys.device)
-    offsets = positions[:, None] - torch.arange(seq_len, device=keys.device)
-    causal = offsets >= 0
-    weights = ((last_q @ keys.T) * scale).masked_fill(~causal, -torch.inf).softmax(-1)
-    slash = weights.new_zeros(seq_len).index_add_(0, offsets[causal], weights[causal])
-    return weights.sum(0), slash
+    positions = torch.arange(len(keys) - len(last_q), len(keys), device=keys.device)
+    weights = softmax_of(last_q, keys, positions, scale)
+    return weights.sum(0), diagonal_sums(weights, positions, 1)
 
 
 def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:

@@ -19,9 +19,5 @@ SPECS = (
         full=Sale(tau=0.0),
         demo={"tau": 0.95},
         ladder=tuple({"tau": tau} for tau in TAUS),
-        paper="SALE",
-        summary="the blocks with a key of high attention relative to near keys, by 4-bit scores of every key",
-        control="threshold",
-        main_parameters=("tau",),
     ),
 )

@@ -55,6 +55,7 @@ Choices where the paper is ambiguous, and deviations from it:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -128,8 +129,8 @@ class Sale(Method):
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper in half precision, then the portable engine in float32."""
         return (
-            SelectEngine("hopper", half_refusal, select_on_hopper),
-            SelectEngine(PORTABLE, portable_refusal, select_on_portable),
+            SelectEngine("hopper", half_refusal, partial(_select, in_half=True)),
+            SelectEngine(PORTABLE, portable_refusal, partial(_select, in_half=False)),
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
@@ -141,17 +142,8 @@ class Sale(Method):
         choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
 
 
-def select_on_hopper(call: Call) -> None:
-    """Fill the lists of the call's heads, comparing in half precision if that is exact."""
-    _select(call, in_half=True)
-
-
-def select_on_portable(call: Call) -> None:
-    """Fill the lists of the call's heads, comparing in float32."""
-    _select(call, in_half=False)
-
-
 def _select(call: Call, in_half: bool) -> None:
+    """Fill the lists of the call's heads, comparing in half precision if that is exact, or in float32."""
     index = call.index
     if not any(method.tau for method in call.heads.methods):
         compact_blocks(None, call)

@@ -112,7 +112,7 @@ def round_queries(call: Call, means: Means, dtype: torch.dtype) -> RoundedQuerie
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
         query_args(q), key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"),
         rows.tiles, call.method.sink_tokens, call.method.local_tokens, call.scale, compile_time(shape),
-        KV_HEADS=cache.num_kv_heads, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        KV_HEADS=cache.num_kv_heads,
         num_warps=4, num_stages=4,
     )  # fmt: skip
     return rounded
@@ -208,7 +208,7 @@ def local_start(end, sink_tokens, local_tokens):
 @triton.jit
 def _round_queries_kernel(
     queries, keys, rounded, means, heads, log_taus, tiles, sink_tokens, local_tokens, scale, SHAPE,
-    KV_HEADS: tl.constexpr, PRECISION: tl.constexpr,
+    KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Run steps 1 and 2 for 64 queries of one head.
 
@@ -234,7 +234,7 @@ def _round_queries_kernel(
         end = position + tl.minimum(num_queries, QUERY_BLOCK)
         begin = local_start(end, sink_tokens, local_tokens)
         source = KeySource(keys, i_row, i_kv, end)
-        b_lse = _local_lse(b_q, position + o_m, source, begin, sink_tokens, scale, PRECISION, SHAPE)
+        b_lse = _local_lse(b_q, position + o_m, source, begin, sink_tokens, scale, SHAPE)
         b_q = b_q.to(tl.float32)
 
         i_mean = i_row * KV_HEADS + i_kv
@@ -254,7 +254,7 @@ def _round_queries_kernel(
 
 
 @triton.jit
-def _local_lse(b_q, o_m, source, local, sink_tokens, scale, PRECISION: tl.constexpr, SHAPE):
+def _local_lse(b_q, o_m, source, local, sink_tokens, scale, SHAPE):
     """Compute ln l̃ + m̃ of each query over the sink, and the local region from ``local`` to the keys' end: [64]."""
     end = source.end
     begin = local // BLOCK_N * BLOCK_N
@@ -265,7 +265,7 @@ def _local_lse(b_q, o_m, source, local, sink_tokens, scale, PRECISION: tl.conste
     for i in range(sink_steps + local_steps):
         o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
         b_k = load_keys(source.keys, source.i_row, source.i_kv, o_n, end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * (scale * LOG2_E)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2_E)
         seen = (o_n < sink_tokens) | (o_n >= local)
         b_s = tl.where(seen[None, :] & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))
         b_max, b_sum = add_exponentials(b_max, b_sum, b_s)

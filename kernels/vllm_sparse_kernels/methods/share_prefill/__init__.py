@@ -12,9 +12,5 @@ SPECS = (
         select_share_prefill,
         full=SharePrefill(gamma=1.0, cluster=0),
         demo={"gamma": 0.5, "cluster": 0},  # all heads in one cluster: similar heads share
-        paper="[SharePrefill](https://arxiv.org/abs/2505.19578)",
-        summary="the keys of a similar head that is computed in full; needs a profile with clusters of similar heads",
-        control="share",
-        main_parameters=("gamma", "max_distance", "max_sparsity"),
     ),
 )

@@ -28,7 +28,6 @@ MEANS_AT_ONCE = Constant(128)
 class Spans(NamedTuple):
     """Per row: the range of its key blocks among those of all rows, its tiles, and its last queries as a tile."""
 
-    block_tokens: int
     num_blocks: int  # of all rows
     max_blocks: int  # of one row
     last_tiles: torch.Tensor  # [num_rows, 4] int32, the chunk's last 128 queries, like Rows.tiles
@@ -45,7 +44,6 @@ class Spans(NamedTuple):
             lasts += [row, rows.query_starts[row] + query_len - length, length, rows.seq_lens[row] - length]
             block_starts.append(block_starts[-1] + blocks[row])
         return Spans(
-            block_tokens,
             sum(blocks),
             max(blocks),
             to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS.value),
@@ -72,7 +70,6 @@ class TileShape(NamedTuple):
     GROUP: Any  # query heads of a kv head
     BLOCK_M: Any  # queries of a tile
     CHUNK_KEYS: Any  # keys of a diagonal block that are multiplied at a time
-    PRECISION: Any  # ``input_precision`` of ``tl.dot`` for float32
     MAP_STAGES: Any  # pipeline stages of the loop over mean keys, in which maps are made
 
 
@@ -102,8 +99,7 @@ class BlockAverages:
         # If the kernel is compiled with this stride, it loads a page's keys by one address.
         self.keys = keys._replace(stride_token=tl.constexpr(keys.stride_token))
         num_kv_heads, num_heads, head_dim = cache.num_kv_heads, index.num_heads, cache.head_dim
-        group, is_float32 = call.group, q.dtype == torch.float32
-        chunk_keys, precision = (16, "ieee") if is_float32 else (index.block_tokens, "tf32")
+        group = call.group
         self.shape = compile_time(
             TileShape(
                 HEAD_DIM=head_dim,
@@ -112,8 +108,7 @@ class BlockAverages:
                 PAGE=cache.page_size,
                 GROUP=group,
                 BLOCK_M=TILE_TOKENS,
-                CHUNK_KEYS=chunk_keys,
-                PRECISION=precision,
+                CHUNK_KEYS=16 if q.dtype == torch.float32 else index.block_tokens,
                 MAP_STAGES=_map_stages(head_dim, shared_bytes(q.device)),
             )
         )
@@ -295,7 +290,7 @@ def average_tile(queries, keys, tiles, i_tile, i_head, out, SHAPE):
     b_q = load_queries(queries, i_head, token, length, SHAPE.BLOCK_M, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)
     for start in tl.range(diagonal * SHAPE.BLOCK_N, num_causal * SHAPE.BLOCK_N, SHAPE.CHUNK_KEYS, num_stages=1):
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=SHAPE.PRECISION)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         end = start + SHAPE.CHUNK_KEYS
         b_k = _load_chunk(keys, i_row, i_kv, end, first + length, SHAPE)
         seen = (start + tl.arange(0, SHAPE.CHUNK_KEYS)[None, :] <= first + o_m[:, None]) & (o_m < length)[:, None]

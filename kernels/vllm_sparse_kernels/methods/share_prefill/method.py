@@ -183,7 +183,7 @@ class SharePrefill(Method):
         in_layer = sorted(set(clusters) - {NOISE})
         device = index.rows.device
         places = on_device(tuple(NOISE if c == NOISE else in_layer.index(c) for c in clusters), device)
-        slots = on_device(pivots.slots_of(in_layer, index), device)
+        slots = on_device(pivots.slots_of(in_layer), device)
         with index.workspace.frame():
             patterns = index.workspace.empty(len(methods), index.rows.num_rows, dtype=torch.int32)
             with index.workspace.frame():
@@ -207,10 +207,8 @@ class Pivots:
         self.maps = torch.empty(0, index.block_ids.shape[1], dtype=torch.float32, device=device)  # Ã, as block_ids
         self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
 
-    def slots_of(self, clusters: list[int], index: SparseIndex) -> tuple[int, ...]:
+    def slots_of(self, clusters: list[int]) -> tuple[int, ...]:
         """Return the slots of clusters, and make room for new clusters. The host does not read from the device."""
-        actual, expected = (index.block_ids.shape[1], index.block_tokens), (self.maps.shape[1], self.spans.block_tokens)
-        require(actual == expected, "index", actual, f"the capacity and block size of the layers before: {expected}")
         for cluster in clusters:
             self.slots.setdefault(cluster, len(self.slots))
         if len(self.slots) > len(self.exists):

@@ -13,9 +13,5 @@ SPECS = (
         full=SpargeAttn(kept_mass=1.0),
         demo={"kept_mass": 0.5, "min_similarity": 0.0},
         ladder=tuple({"kept_mass": tau} for tau in (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998)),
-        paper="[SpargeAttn](https://arxiv.org/abs/2502.18137)",
-        summary="the fewest blocks that hold a share of the attention, estimated from block means",
-        control="share",
-        main_parameters=("kept_mass", "min_similarity"),
     ),
 )

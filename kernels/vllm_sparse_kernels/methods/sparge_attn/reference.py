@@ -4,33 +4,23 @@
 ``method.py`` lists the deviations from the paper. The second stage is in ``attention/reference.py``.
 """
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
-from vllm_sparse_kernels.call import Call, HeadGroup
-from vllm_sparse_kernels.methods.references import rows_of
+from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.methods.references import heads_of_rows
 from vllm_sparse_kernels.methods.sparge_attn.method import KEY_BLOCK, SpargeAttn
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 
 def select_sparge_attn(call: Call) -> None:
     """Fill the lists of the call's heads in plain torch, as ``SpargeAttn.select`` does with kernels."""
-    for method in dict.fromkeys(call.heads.methods):
-        heads = [head for head, other in zip(call.heads.heads, call.heads.methods, strict=True) if other == method]
-        _select_alike(replace(call, heads=HeadGroup(tuple(heads), (method,) * len(heads))))
-
-
-def _select_alike(call: Call) -> None:
-    """Fill the lists of heads with equal methods."""
-    index, rows, chosen = call.index, call.rows, call.head_ids.long()
-    for row, queries, keys in rows_of(call):
-        kept = predict(call.method, queries[:, chosen], keys[:, chosen // call.group], call.scale).cpu()
-        for i_tile, tile_kept in zip(rows.tiles_of(row), kept.unbind(1), strict=True):
+    index, rows = call.index, call.rows
+    for row, head, method, queries, keys in heads_of_rows(call):
+        kept = predict(method, queries[:, None], keys[:, None], call.scale)[0]
+        for i_tile, tile_kept in zip(rows.tiles_of(row), kept, strict=True):
             num_causal = rows.tile_list[i_tile].last_position // KEY_BLOCK.value + 1
-            for head, flags in zip(chosen.tolist(), tile_kept):
-                index.set_blocks(head, i_tile, flags[:num_causal], KEY_BLOCK.value)
+            index.set_blocks(head, i_tile, tile_kept[:num_causal], KEY_BLOCK.value)
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

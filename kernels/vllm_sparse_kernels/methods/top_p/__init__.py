@@ -19,9 +19,5 @@ SPECS = (
         full=TopP(kept_mass=1.0),
         demo={"kept_mass": 0.5},
         ladder=tuple({"kept_mass": p, "most_tokens": most} for p, most in LADDER),
-        paper="this project",
-        summary="the fewest blocks that hold a share of the queries' attention, by 8-bit scores of every key",
-        control="share",
-        main_parameters=("kept_mass", "most_tokens", "peak_share"),
     ),
 )

@@ -36,9 +36,10 @@ docs/research/quality.md has densities and losses on trained models, also for ot
   over 128 queries.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -71,19 +72,9 @@ from vllm_sparse_kernels.selection.engine import (
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require, require_blocks
-from vllm_sparse_kernels.selection.slabs import Run, slabs_of
+from vllm_sparse_kernels.selection.slabs import slabs_of
 
-
-class _MassKernels(Protocol):
-    """What the modules ``hopper`` and ``portable`` provide: kernels that compute the masses of blocks."""
-
-    PERMUTED: bool  # whether keys are stored permuted within steps
-
-    def tile_bytes(self, num_selected: int, reach: int) -> int: ...
-    def compute_masses(self, call: Call, rounded: Rounded, run: Run, masses: torch.Tensor) -> None: ...
-
-
-hopper: _MassKernels | None
+hopper: Any
 try:
     from vllm_sparse_kernels.methods.top_p import hopper
 except (ImportError, AttributeError) as error:  # this release of Triton lacks a name of Gluon
@@ -98,7 +89,6 @@ class TopP(Method):
     """Parameters of ``top_p``; the module's docstring describes the algorithm."""
 
     differing = ("kept_mass", "most_tokens")
-    former: ClassVar[Mapping[str, str]] = {"most_share": "most_tokens, a number of keys, or null for no limit"}
     finest_block_tokens = KEY_BLOCK.value
 
     kept_mass: float = 0.9
@@ -148,8 +138,8 @@ class TopP(Method):
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper, then the portable engine."""
         return (
-            SelectEngine("hopper", hopper_refusal, select_on_hopper),
-            SelectEngine(PORTABLE, portable_refusal, select_on_portable),
+            SelectEngine("hopper", hopper_refusal, partial(_select, hopper)),
+            SelectEngine(PORTABLE, portable_refusal, partial(_select, portable)),
         )
 
     def least_shared_bytes(self, head_dim: int) -> int:
@@ -165,19 +155,8 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
     return gluon_refusal(spec.capability, MISSING_GLUON)
 
 
-def select_on_hopper(call: Call) -> None:
-    """Fill the lists of the call's heads by the kernels of ``hopper``."""
-    assert hopper is not None
-    _select(hopper, call)
-
-
-def select_on_portable(call: Call) -> None:
-    """Fill the lists of the call's heads by the kernels of ``portable``."""
-    _select(portable, call)
-
-
-def _select(kernels: _MassKernels, call: Call) -> None:
-    """Fill the lists of the call's heads with the masses that the module ``kernels`` computes."""
+def _select(kernels: Any, call: Call) -> None:
+    """Fill the lists of the call's heads with the masses that ``kernels`` computes: ``hopper`` or ``portable``."""
     if all(method.kept_mass == 1 for method in call.heads.methods):
         compact_blocks(None, call)
         return
