@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """healthcheck.py [PORT]: exit 0 if the server of this container answers /health, else 1.
 
-Without PORT, it reads --port, --host, --uds and --ssl-certfile from the arguments of the server, which is the first
+Without PORT, it reads --port, --host and --ssl-certfile from the arguments of the server, which is the first
 process of the container, and from the file of its --config.
 """
 
 import http.client
-import socket
 import ssl
 import sys
 from pathlib import Path
@@ -33,23 +32,8 @@ def config_file(path: str) -> dict[str, str]:
     return {str(name).replace("_", "-"): str(value) for name, value in values.items()}
 
 
-class UnixSocketConnection(http.client.HTTPConnection):
-    """A connection to a socket in the file system."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=TIMEOUT_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
 def connection(given: dict[str, str]) -> tuple[str, http.client.HTTPConnection]:
     """Return the address of a server with these options, and a connection to it."""
-    if "uds" in given:
-        return f"unix:{given['uds']}", UnixSocketConnection(given["uds"])
     host, port = given.get("host", "127.0.0.1"), int(given.get("port", 8000))
     host = ANY_ADDRESS.get(host, host)
     if "ssl-certfile" in given:

@@ -125,7 +125,7 @@ def test_heads_are_told_apart_by_their_mean_and_by_single_lookups() -> None:
 
 class TestPrompt:
     def test_it_has_its_length_and_lookups_and_is_always_the_same(self) -> None:
-        prompt = streaming_prompt(lambda text: list(text.encode()), [300], "a tokenizer of bytes")
+        prompt = streaming_prompt(lambda text: list(text.encode()), [300])
         assert len(prompt) == PROMPT_TOKENS
         assert prompt[0] == 300
         text = bytes(prompt[1:]).decode(errors="replace")
@@ -138,8 +138,8 @@ class TestPrompt:
 
     def test_a_tokenizer_of_many_tokens_is_an_error_of_the_setting(self) -> None:
         """The options of the command that also makes such prompts are no remedy for a server."""
-        with pytest.raises(ConfigurationError, match=r"tokenizer of bits needs .*; set streaming_heads to false"):
-            streaming_prompt(lambda text: [0] * 20 * len(text), [], "bits")
+        with pytest.raises(ConfigurationError, match="expected at least 18,408 with this tokenizer"):
+            streaming_prompt(lambda text: [0] * 20 * len(text), [])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import layer_kinds, read_config_json, text_part
 from vllm_sparse_backend.prompts.lookups import Encode, insert_threads
 from vllm_sparse_backend.prompts.texts import measuring_text
@@ -65,9 +64,6 @@ CHUNK_ROWS = 1024
 """Scores of this number of (head, query) pairs are computed at a time: for 8,192 keys, a float32 temporary takes 32
 MiB. The measurement must not need more memory than vLLM's profile run, which decides on the size of the KV cache."""
 
-WITHOUT_A_PROMPT = "set streaming_heads to false, because the heads cannot be measured with this tokenizer"
-"""What to do if a tokenizer makes no prompt."""
-
 
 class AttentionTraits(NamedTuple):
     """How a layer attends to keys."""
@@ -103,18 +99,10 @@ def found_by_default(model: Path, chunk_tokens: int) -> bool:
     return chunk_tokens >= PROMPT_TOKENS and "chunked_attention" not in (layer_kinds(text) or ())
 
 
-def streaming_prompt(encode: Encode, start: Sequence[int], tokenizer: str) -> list[int]:
+def streaming_prompt(encode: Encode, start: Sequence[int]) -> list[int]:
     """Make the prompt on which heads are measured: Python sources, with lookups and repeated passages."""
-    text = measuring_text()
-    ids = encode(text)
-    if len(ids) < 2 * PROMPT_TOKENS:
-        raise ConfigurationError(
-            f"streaming_heads: the tokenizer of {tokenizer} makes {len(ids):,} tokens of {len(text):,} "
-            f"characters, expected at least {2 * PROMPT_TOKENS:,}; {WITHOUT_A_PROMPT}"
-        )
-    stretch, passages = ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:]
-    rng = random.Random(SEED)
-    return insert_threads(stretch, passages, start, encode, rng, tokenizer, WITHOUT_A_PROMPT)
+    ids = encode(measuring_text())
+    return insert_threads(ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:], start, encode, random.Random(SEED))
 
 
 def attend_and_measure(

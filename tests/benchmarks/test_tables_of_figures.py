@@ -5,6 +5,7 @@ import itertools
 import re
 from collections import Counter
 from decimal import Decimal
+from fnmatch import filter as matching
 
 import pytest
 
@@ -14,38 +15,170 @@ from vllm_sparse_backend.config.crossover_table import AUTO, LayerSize, Place, l
 from vllm_sparse_backend.config.method_parameters import PRESETS
 from vllm_sparse_kernels.methods import METHODS
 
-HALF_A_UNIT = Decimal("0.5")
-MODELS = ("SmolLM2", "code-lm")
-LENGTHS = ("16,384", "32,768", "65,536")
+FILES = sorted((ROOT / "docs/results").glob("*.jsonl"))
+FIGURES = [figure for path in FILES for figure in read_figures(path)]
+VALUES = {figure.name.replace("`", ""): Decimal(str(figure.value)) for figure in FIGURES}
+UNITS = {figure.name.replace("`", ""): figure.unit for figure in FIGURES}
+PERFORMANCE, QUALITY = "docs/research/performance.md", "docs/research/quality.md"
 
+EXPERTS = "16 layers of experts of Qwen3-30B-A3B's shape"
+WORDS = {
+    "8B": "widened 8B", "8B, bf16": "widened 8B, bf16", "8B, fp8 weights": "widened 8B, fp8 weights",
+    "none": "without streaming heads", "after 8,192": "streaming heads after 8,192", "after 16,384": "default",
+    "0": "tokens", "102,400": "new after 102,400 cached", "sale, tau 0.03": "sale tau=0.03",
+    "experts": EXPERTS, "Qwen3-Next": "qwen3-next", "Nemotron-H": "nemotron-h",
+    "vertical_slash-answers (MInference)": "MInference", "anchor_attention-answers": "AnchorAttention",
+    "sparge_attn-answers": "SpargeAttn", "flex_vertical_slash-answers": "FlexPrefill",
+}  # fmt: skip
+"""Words of tables for which figures have others."""
 
-FIGURES = [figure for path in sorted((ROOT / "docs/results").glob("*.jsonl")) for figure in read_figures(path)]
-VALUES = {figure.name: Decimal(str(figure.value)) for figure in FIGURES}
-UNITS = {figure.name: figure.unit for figure in FIGURES}
-QUALITY, PERFORMANCE, PAPERS = (f"docs/research/{page}.md" for page in ("quality", "performance", "papers"))
+STOCK_TO_OURS = "TTFT, stock's ÷ ours"
+CACHED = ("8,000", "16,000", "30,000", "60,000", "100,000")
+SHARES = ("1", "0.5", "0.2", "0.08", "0.03")
+TABLES: list[tuple[str, tuple[str, ...], int, list[str | None]]] = [
+    ("README.md", ("prompt, tokens", "stock's TTFT, s"), 5, [
+        "widened 8B, {0} tokens: stock's TTFT", None,
+        *(f"{model}, {{0}} tokens: {STOCK_TO_OURS}" for model in ("widened 8B", "widened 8B, fp8 weights", EXPERTS)),
+    ]),
+    ("README.md", ("model", "prompt, tokens", "questions"), 7, [
+        None, None, *(f"{{0}}, the default, {{1}} tokens: {figure}" for figure in ("answers", "perplexity", "density")),
+    ]),
+    ("docs/streaming_heads.md", ("prompt, tokens",), 3, [
+        "without streaming heads, widened, TTFT, {0} tokens", "default, widened, TTFT, {0} tokens",
+    ]),
+    ("docs/profiles.md", ("prompt tokens", "default"), 3, [
+        f"widened 8B, {{0}} tokens: {STOCK_TO_OURS}",
+        "profile best, widened, made with --tokens 32768 --count 1, TTFT, {0} tokens",
+    ]),
+    ("docs/research/papers.md", ("setting", "answers, 16,384"), 9, [
+        "papers on SmolLM2, {0}, 16,384 tokens: answers", "papers on SmolLM2, {0}, 65,536 tokens: answers",
+        "papers on SmolLM2, {0}, 65,536 tokens: perplexity", "papers on SmolLM2, {0}, 65,536 tokens: density",
+        "papers on SmolLM2, {0}, after 57,344: times faster than FlashAttention-3",
+        "papers on SmolLM2, {0}: time of calibration*",
+    ]),
+    (QUALITY, ("profile", "lowest answers"), 4, [
+        "shipped setting of {0} (*: right answers ÷ stock's, least of all lengths",
+        "shipped setting of {0} (*: perplexity ÷ stock's, most of all lengths",
+        "shipped setting of {0} (*: density, 130,000 tokens",
+    ]),
+    (QUALITY, ("setting", "answers, 32,000 tokens"), 12, [
+        "{0}, 32,000 tokens, code-lm-29m-128k: right answers ÷ stock's",
+        "{0}, 130,000 tokens, code-lm-29m-128k: right answers ÷ stock's",
+        "{0}, 130,000 tokens, code-lm-29m-128k: perplexity ÷ stock's",
+        "whole method, {0}, code-lm-29m-128k, after 122,880: density",
+        "whole method, {0}, code-lm-29m-128k, after 122,880: times faster",
+    ]),
+    (QUALITY, ("setting, 65,536 tokens",), 8, [
+        "code-lm, 65,536 tokens, {0}: answers", None, "code-lm, 65,536 tokens, {0}: perplexity",
+        "code-lm, 65,536 tokens, {0}: density", f"widened 8B, 65,536 tokens, {{0}}: {STOCK_TO_OURS}",
+    ]),
+    (PERFORMANCE, ("method", "selection"), 8, [
+        "selection, {0}, code-lm-29m-128k, chunk after 122,880: share of FlashAttention-3",
+        *(f"whole method, {{0}}, code-lm-29m-128k, after 122,880: {figure}"
+          for figure in ("times faster", "density", "output error")),
+    ]),
+    (PERFORMANCE, ("tokens before the chunk", "selection ÷ dense attention"), 2, [
+        "selection, top_p, after {0}, structured data: share of FlashAttention-3 of the same run",
+    ]),
+    (PERFORMANCE, ("tokens before the chunk", "keys per block", *SHARES), 4, [
+        None, *(f"attend, *after {{0}}, blocks of {{1}}, density {share}: efficiency" for share in SHARES),
+    ]),
+    (PERFORMANCE, ("model", "figure", "stock's, s"), 12, [
+        None, "{0}, eight agents to 80,000 tokens: stock's {1}",
+        "{0}, eight agents to 80,000 tokens: {1}, stock's ÷ ours",
+    ]),
+    (PERFORMANCE, ("share", "requests", "figure"), 9, [
+        None, None, None, "widened 8B, open loop at {0} of stock's capacity, {1} requests: stock's {2} of TTFT",
+        "widened 8B, open loop at {0} of stock's capacity, {1} requests: {2} of TTFT, stock's ÷ ours",
+    ]),
+    (PERFORMANCE, ("model", "answers ÷ stock's"), 2, [
+        f"{{0}}, eight conversations of 12 turns: {figure}"
+        for figure in ("answers", "answers about old facts", "lowest turn's answers", "KL to stock",
+                       "top-1 agreement with stock")
+    ]),
+    (PERFORMANCE, ("parallelism", "tokens"), 4, [
+        None, "code-lm, widened to 8B, stock, {0}, {1} tokens: TTFT, 3 requests",
+        *(f"code-lm, widened to 8B, default with streaming heads, {{0}}, {{1}} tokens: TTFT{figure}, 3 requests"
+          for figure in ("", ", speed-up over stock", ", speed-up over stock ÷ one H100's")),
+    ]),
+    ("docs/research/mla.md", ("tokens", "stock: TTFT, s"), 3, [
+        "deepseek-r1's shape, 16 heads, {0} tokens: stock beside the others, TTFT of 4 layers",
+        *(f"deepseek-r1's shape, 16 heads, {{0}} tokens: {method}, {figure}" for method in ("a_shape", "top_p")
+          for figure in ("TTFT speed-up of 4 layers", "kept share of sparse rows' pairs")),
+    ]),
+    (PERFORMANCE, ("model", "setting", "density"), 6, [
+        None, *(f"{{0}}'s shape, 65,536 tokens: {{1}}, {figure}" for figure in ("density", "TTFT", "TTFT speed-up")),
+    ]),
+    ("docs/fp8.md", ("method", "speed-up over FlashAttention-3 in fp8"), 4, [
+        f"fp8 cache, {{0}}, structured, after 122,880: {figure}"
+        for figure in ("times faster than FlashAttention-3 in fp8", "times faster ÷ bf16's", "error by fp8 ÷ stock's")
+    ]),
+    ("docs/compared_with.md", ("model", "rule"), 11, [
+        None, *(f"{{0}}, emulated rule {{1}}, {tokens} tokens: {figure}" for tokens in ("16,384", "32,768")
+        for figure in ("right answers", "perplexity",
+                       "perplexity, standard error over stretches of 4,096 tokens", "density")),
+    ]),
+    (QUALITY, ("model", "streaming heads", "tokens"), 9, [
+        None, None, *(f"{{0}}, {{1}}, {{2}} tokens: {figure}"
+                      for figure in ("answers", "answers, standard error", "perplexity", "density")),
+    ]),
+    (QUALITY, ("model", "task"), 4, [
+        None, *(f"{{0}}, {{1}} inside the prompt, {tokens} tokens: {whose} right answers"
+                for tokens in ("16,384", "32,768", "65,536") for whose in ("stock's", "our")),
+    ]),
+    (PERFORMANCE, ("new tokens", "cached tokens"), 9, [
+        None, "vllm serve, a_shape, {0} {1}: TTFT", "vllm serve, a_shape, {0} {1}: TTFT, speed-up",
+    ]),
+]  # fmt: skip
+"""Page, first columns, number of rows, and the figure of each column after the first: ``{0}`` is a row's first cell."""
 
 
 def table(page: str, *columns: str, place: int = 0) -> list[list[str]]:
-    """Return the rows of a table of a page: of those whose headers begin with these columns, the one at ``place``."""
+    """Return the header and the rows of a table: of those whose headers begin with these columns, the one at
+    ``place``."""
     lines = [
-        [cell.strip() for cell in line.strip()[1:-1].split("|")] if line.startswith("|") else []
+        [cell.strip() for cell in re.sub(r"[`*]", "", line).strip()[1:-1].split("|")] if line.startswith("|") else []
         for line in (ROOT / page).read_text().splitlines()
     ]
     start = [i for i, cells in enumerate(lines) if cells[: len(columns)] == list(columns)][place]
-    rows = list(itertools.takewhile(bool, lines[start + 2 :]))
-    assert rows, (page, columns)
-    return rows
+    return [lines[start], *itertools.takewhile(bool, lines[start + 2 :])]
 
 
-def shows(cell: str, value: Decimal) -> bool:
-    """Return whether a cell is this value, rounded to the digits of the cell."""
-    text = re.sub(r"[\s,%*]", "", cell).replace("−", "-")
-    return abs(Decimal(text) - value) <= HALF_A_UNIT.scaleb(int(Decimal(text).as_tuple().exponent))
+def assert_rounded(cell: str, value: Decimal, name: str) -> None:
+    """Check that a cell is this value, rounded to the digits of the cell."""
+    shown = Decimal(re.sub(r"[\s,]", "", cell).replace("−", "-"))
+    assert abs(shown - value) <= Decimal("0.5").scaleb(int(shown.as_tuple().exponent)), name
 
 
-def percent(ratio: Decimal) -> Decimal:
-    """Return the change, in percent, of a ratio to stock's."""
-    return (ratio - 1) * 100
+def assert_shows(cell: str, name: str, is_change: bool = False) -> None:
+    """Check a cell such as 1.2, 1.2 ± 0.1 and 12 of 100. ``is_change``: in percent, of a ratio to stock's."""
+    names = matching(VALUES, name) if "*" in name else [name]
+    if not cell:
+        assert not {*names} & {*VALUES}, name
+        return
+    (name,) = names
+    if " of " in cell:
+        number, total = cell.split(" of ")
+        assert (Decimal(number), f"of {total}") == (VALUES[name], UNITS[name]), name
+        return
+    shown, _, error = cell.partition(" ± ")
+    times = 100 if "perplexity, standard error" in name else 1
+    assert_rounded(shown, (VALUES[name] - 1) * 100 if is_change else times * VALUES[name], name)
+    if error and f"{name}, standard error" in VALUES:
+        assert_shows(error, f"{name}, standard error")
+    elif error:
+        assert_rounded(error, Decimal(UNITS[name].split("± ")[1]), name)
+
+
+@pytest.mark.parametrize(("page", "columns", "num_rows", "names"), TABLES, ids=lambda value: str(value)[:50])
+def test_a_table_shows_its_figures(page: str, columns: tuple[str, ...], num_rows: int, names: list[str | None]) -> None:
+    header, *rows = table(page, *columns)
+    assert len(rows) == num_rows
+    for row in rows:
+        words = [WORDS.get(cell, cell) for cell in row]
+        for title, cell, name in zip(header[1:], row[1:], names, strict=True):
+            if name is not None:
+                assert_shows(cell, name.format(*words), is_change="%" in title)
 
 
 def test_each_figure_is_stored_once_and_whole() -> None:
@@ -55,7 +188,7 @@ def test_each_figure_is_stored_once_and_whole() -> None:
 
 def test_the_page_counts_missed_targets() -> None:
     missed = Counter()
-    for path in sorted((ROOT / "docs/results").glob("*.jsonl")):
+    for path in FILES:
         for figure in read_figures(path):
             if figure.bar is not None and figure.value is not None:
                 is_missed = figure.value < figure.bar if figure.better == "higher" else figure.value > figure.bar
@@ -65,226 +198,27 @@ def test_the_page_counts_missed_targets() -> None:
     assert f"Some figures miss their targets: {counts}." in text
 
 
-EXPERTS = "16 layers of experts of Qwen3-30B-A3B's shape"
+def test_our_times_are_stocks_by_the_speed_up() -> None:
+    for tokens, _, ours, *_ in table("README.md", "prompt, tokens", "stock's TTFT, s")[1:]:
+        name = f"widened 8B, {tokens} tokens: "
+        assert_rounded(ours, VALUES[f"{name}stock's TTFT"] / VALUES[name + STOCK_TO_OURS], tokens)
 
 
-def test_the_times_of_the_readme() -> None:
-    rows = table("README.md", "prompt, tokens", "stock's TTFT, s")
-    assert len(rows) == 5
-    for tokens, stock, ours, *speed_ups in rows:
-        models = ("widened 8B", "widened 8B, fp8 weights", EXPERTS)
-        ratios = [VALUES[f"{model}, {tokens} tokens: TTFT, stock's ÷ ours"] for model in models]
-        time = VALUES[f"widened 8B, {tokens} tokens: stock's TTFT"]
-        assert shows(stock, time), tokens
-        assert shows(ours, time / ratios[0]), tokens
-        assert all(map(shows, speed_ups, ratios)), tokens
+def test_numbers_of_questions() -> None:
+    for setting, _, questions, *_ in table(QUALITY, "setting, 65,536 tokens")[1:]:
+        assert UNITS[f"code-lm, 65,536 tokens, {setting}: answers"] == f"÷ stock's, of {questions} questions", setting
 
 
-def test_the_accuracy_of_the_readme() -> None:
-    rows = table("README.md", "model", "prompt, tokens", "questions", "right answers ÷ stock's")
-    longest = ("code-lm", "122,880")  # the accuracy next to the largest speed-up
-    assert [tuple(row[:2]) for row in rows] == [*((model, n) for model in MODELS for n in LENGTHS), longest]
-    for model, tokens, _, answers, perplexity, density in rows:
-        name = f"{model}, the default, {tokens} tokens"
-        for cell, quantity, change in ((answers, "answers", lambda x: x), (perplexity, "perplexity", percent)):
-            value, error = cell.split("±")
-            assert shows(value, change(VALUES[f"{name}: {quantity}"])), name
-            assert shows(
-                error, VALUES[f"{name}: {quantity}, standard error"] * (100 if quantity == "perplexity" else 1)
-            ), name
-        if density:
-            assert shows(density, VALUES[f"{name}: density"]), name
-        else:
-            assert f"{name}: density" not in VALUES
-
-
-def test_streaming_heads() -> None:
-    rows = table("docs/streaming_heads.md", "prompt, tokens", "without streaming heads")
-    assert len(rows) == 3
-    for tokens, without, default in rows:
-        assert shows(without, VALUES[f"without streaming heads, widened, TTFT, {tokens} tokens"]), tokens
-        assert shows(default, VALUES[f"default, widened, TTFT, {tokens} tokens"]), tokens
-    rows = table(QUALITY, "model", "streaming heads", "tokens")
-    assert len(rows) == 9
-    for model, setting, tokens, answers, error, perplexity, density in rows:
-        streaming = "without streaming heads" if setting == "none" else f"streaming heads {setting}"
-        name = f"{model}, " + ("default" if setting == "after 16,384" else streaming) + f", {tokens} tokens"
-        assert shows(answers, VALUES[f"{name}: answers"]), name
-        assert shows(error, VALUES[f"{name}: answers, standard error"]), name
-        assert shows(perplexity, percent(VALUES[f"{name}: perplexity"])), name
-        assert shows(density, VALUES[f"{name}: density"]), name
-
-
-def test_rules_of_other_projects() -> None:
-    for model, rule, *cells in table("docs/compared_with.md", "model", "rule"):
-        for tokens, row in (("16,384", cells[:4]), ("32,768", cells[4:])):
-            answers, perplexity, error, density = row
-            name = f"{model}, emulated rule {rule}, {tokens} tokens: "
-            right = f"{name}right answers"
-            assert answers == f"{VALUES[right]} {UNITS[right]}", name
-            assert shows(perplexity, percent(VALUES[f"{name}perplexity"])), name
-            stretches = "standard error over stretches of 4,096 tokens"
-            assert shows(error, 100 * VALUES[f"{name}perplexity, {stretches}"]), name
-            assert shows(density, VALUES[f"{name}density"]), name
-
-
-def test_speed_of_the_default_and_of_profiles() -> None:
-    profile = "profile best, widened, made with --tokens 32768 --count 1"
-    for tokens, default, best in table("docs/profiles.md", "prompt tokens", "default"):
-        assert shows(default, VALUES[f"widened 8B, {tokens} tokens: TTFT, stock's ÷ ours"]), tokens
-        assert_shows_with_error(best, f"{profile}, TTFT, {tokens} tokens")
-
-
-def test_the_papers_settings() -> None:
-    rows = table(PAPERS, "setting", "answers, 16,384")
-    assert len(rows) == 9
-    for setting, short, long, perplexity, density, speed_up, seconds in rows:
-        name = "papers on SmolLM2, " + setting.replace("`", "")
-        assert shows(short, VALUES[f"{name}, 16,384 tokens: answers"]), name
-        assert shows(long, VALUES[f"{name}, 65,536 tokens: answers"]), name
-        assert shows(perplexity, percent(VALUES[f"{name}, 65,536 tokens: perplexity"])), name
-        assert shows(density, VALUES[f"{name}, 65,536 tokens: density"]), name
-        if speed_up:
-            assert shows(speed_up, VALUES[f"{name}, after 57,344: times faster than FlashAttention-3"]), name
-        for other in VALUES:
-            if other.startswith(f"{name}: time of calibration"):
-                assert shows(seconds, VALUES[other]), name
-
-
-ANSWERS_PROFILES = {
-    "vertical_slash-answers": "MInference",
-    "anchor_attention-answers": "AnchorAttention",
-    "sparge_attn-answers": "SpargeAttn",
-    "flex_vertical_slash-answers": "FlexPrefill",
-}
-
-
-def test_settings_that_keep_nine_of_ten_answers() -> None:
-    rows = table(QUALITY, "profile", "lowest answers")
-    assert len(rows) == len(ANSWERS_PROFILES)
-    ends = (
-        ": right answers ÷ stock's, least of all lengths",
-        ": perplexity ÷ stock's, most of all lengths",
-        ": density, 130,000 tokens",
-    )
-    for profile, *cells in rows:
-        start = f"shipped setting of {ANSWERS_PROFILES[profile.split('`')[1]]} ("
-        for cell, end in zip(cells, ends, strict=True):
-            (name,) = (name for name in VALUES if name.startswith(start) and name.endswith(end))
-            assert shows(cell, VALUES[name]), name
-
-
-def setting(cell: str) -> str:
-    """Return a setting as figures name it."""
-    return cell.replace("`", "") + ", code-lm-29m-128k"
-
-
-def test_accuracy_and_speed_by_setting() -> None:
-    rows = table(QUALITY, "setting", "answers, 32,000 tokens")
-    assert len(rows) == 12
-    for name, short, long, perplexity, density, speed_up in rows:
-        about = name.replace("`", "")
-        assert shows(short, VALUES[f"{about}, 32,000 tokens, code-lm-29m-128k: right answers ÷ stock's"]), name
-        assert shows(long, VALUES[f"{about}, 130,000 tokens, code-lm-29m-128k: right answers ÷ stock's"]), name
-        assert shows(perplexity, VALUES[f"{about}, 130,000 tokens, code-lm-29m-128k: perplexity ÷ stock's"]), name
-        assert shows(density, VALUES[f"whole method, {setting(name)}, after 122,880: density"]), name
-        assert shows(speed_up, VALUES[f"whole method, {setting(name)}, after 122,880: times faster"]), name
-
-
-def test_accuracy_and_ttft_by_setting() -> None:
-    rows = table(QUALITY, "setting, 65,536 tokens", "answers ÷ stock's")
-    assert len(rows) == 8
-    for cell, answers, questions, perplexity, density, speed_up in rows:
-        about = f"65,536 tokens, {cell.replace('`', '')}: "
-        name = f"code-lm, {about}"
-        assert UNITS[f"{name}answers"] == f"÷ stock's, of {questions} questions", name
-        ratio, error = answers.split("±")
-        assert shows(ratio, VALUES[f"{name}answers"]), name
-        assert shows(error, VALUES[f"{name}answers, standard error"]), name
-        change, error = perplexity.split("±")
-        assert shows(change, percent(VALUES[f"{name}perplexity"])), name
-        assert shows(error, 100 * VALUES[f"{name}perplexity, standard error"]), name
-        assert shows(density, VALUES[f"{name}density"]), name
-        assert shows(speed_up, VALUES[f"widened 8B, {about}TTFT, stock's ÷ ours"]), name
-
-
-def test_methods() -> None:
-    rows = table(PERFORMANCE, "method", "selection")
-    assert len(rows) == 8
-    for name, selection, *cells in rows:
-        row = f"selection, {setting(name)}, chunk after 122,880: share of FlashAttention-3"
-        assert shows(selection, VALUES[row]), row
-        for quantity, cell in zip(("times faster", "density", "output error"), cells, strict=True):
-            row = f"whole method, {setting(name)}, after 122,880: {quantity}"
-            assert shows(cell, VALUES[row]), row
-
-
-def test_selection_of_the_default() -> None:
-    for tokens, share in table(PERFORMANCE, "tokens before the chunk", "selection ÷ dense attention"):
-        name = f"selection, top_p, after {tokens}, structured data: share of FlashAttention-3 of the same run"
-        assert shows(share, VALUES[name]), name
-
-
-def test_servers_of_a_shape() -> None:
-    rows = table(PERFORMANCE, "new tokens", "cached tokens")
-    assert len(rows) == 9
-    for new, cached, time, speed_up in rows:
-        name = (
-            f"vllm serve, a_shape, {new} tokens"
-            if cached == "0"
-            else f"vllm serve, a_shape, {new} new after {cached} cached"
-        )
-        assert shows(time, VALUES[f"{name}: TTFT"]), name
-        assert shows(speed_up, VALUES[f"{name}: TTFT, speed-up"]), name
-
-
-def test_efficiency_of_attention() -> None:
-    shares = ("1", "0.5", "0.2", "0.08", "0.03")
-    for tokens, width, *cells in table(PERFORMANCE, "tokens before the chunk", "keys per block", *shares):
-        for share, cell in zip(shares, cells, strict=True):
-            (row,) = [
-                name
-                for name in VALUES
-                if re.fullmatch(f"attend, .*after {tokens}, blocks of {width}, density {share}: efficiency", name)
-            ]
-            assert shows(cell, VALUES[row]), row
-
-
-def assert_shows_with_error(cell: str, name: str) -> None:
-    """The unit of a figure has its standard error."""
-    value, error = cell.split(" ± ")
-    assert shows(value, VALUES[name]), name
-    assert shows(error, Decimal(UNITS[name].split("± ")[1])), name
-
-
-TRAFFIC_MODELS = ["code-lm widened to an 8B's shape", EXPERTS]
-
-
-@pytest.mark.parametrize(("place", "model"), enumerate(TRAFFIC_MODELS))
+@pytest.mark.parametrize(("place", "model"), enumerate(("code-lm widened to an 8B's shape", EXPERTS)))
 def test_after_a_cached_prefix(place: int, model: str) -> None:
-    cached = ("8,000", "16,000", "30,000", "60,000", "100,000")
-    rows = table(PERFORMANCE, "new tokens", *(f"after {tokens}" for tokens in cached), place=place)
+    _, *rows = table(PERFORMANCE, "new tokens", *(f"after {tokens}" for tokens in CACHED), place=place)
     assert len(rows) == 6
     for new, *cells in rows:
-        for tokens, cell in zip(cached, cells, strict=True):
-            name = f"{model}, {new} tokens after {tokens}: TTFT, stock's ÷ ours"
-            assert_shows_with_error(cell, name)
+        for tokens, cell in zip(CACHED, cells, strict=True):
+            assert_shows(cell, f"{model}, {new} tokens after {tokens}: {STOCK_TO_OURS}")
 
 
-def test_agents() -> None:
-    rows = table(PERFORMANCE, "model", "figure", "stock's, s")
-    assert len(rows) == 12
-    for model, figure, stock, ratio in rows:
-        name = {"experts": EXPERTS}.get(model, f"widened {model}") + ", eight agents to 80,000 tokens"
-        assert shows(stock, VALUES[f"{name}: stock's {figure}"])
-        assert_shows_with_error(ratio, f"{name}: {figure}, stock's ÷ ours")
-
-
-def test_mixed_load() -> None:
-    for share, kind, statistic, _, stock, ratio in table(PERFORMANCE, "share", "requests", "figure", "number"):
-        name = f"widened 8B, open loop at {share} of stock's capacity, {kind} requests: "
-        assert shows(stock, VALUES[f"{name}stock's {statistic} of TTFT"]), name
-        assert_shows_with_error(ratio, f"{name}{statistic} of TTFT, stock's ÷ ours")
+def test_capacity() -> None:
     capacities = [VALUES[f"widened 8B, open loop: {figure}"] for figure in (
         "stock's capacity", "our capacity", "capacity, ours ÷ stock's"
     )]  # fmt: skip
@@ -293,40 +227,14 @@ def test_mixed_load() -> None:
 
 
 def test_settings_in_turns() -> None:
-    rows = table(PERFORMANCE, "setting", "conversations", "answers ÷ stock's", "lowest turn")
+    _, *rows = table(PERFORMANCE, "setting", "conversations", "answers ÷ stock's", "lowest turn")
     assert len(rows) == 6
-    for setting, conversations, answers, lowest, kl, density in rows:
+    for setting, conversations, *cells in rows:
         name = f"SmolLM2, {conversations} conversations of 12 turns"
-        name += ": " if setting.startswith("the default") else f", {setting}: "
-        assert_shows_with_error(answers, f"{name}answers")
-        assert_shows_with_error(kl, f"{name}KL to stock")
-        assert shows(lowest, VALUES[f"{name}lowest turn's answers"]), name
-        assert shows(density, VALUES[f"{name}density of sparse rows"]), name
-
-
-def test_turns() -> None:
-    rows = table(PERFORMANCE, "model", "answers ÷ stock's", "about old facts")
-    assert len(rows) == 2
-    for model, answers, old, lowest, kl, top1 in rows:
-        name = f"{model}, eight conversations of 12 turns"
-        assert shows(lowest, VALUES[f"{name}: lowest turn's answers"])
-        for cell, figure in (
-            (answers, "answers"), (old, "answers about old facts"), (kl, "KL to stock"),
-            (top1, "top-1 agreement with stock"),
-        ):  # fmt: skip
-            assert_shows_with_error(cell, f"{name}: {figure}")
-
-
-def test_two_gpus() -> None:
-    rows = table(PERFORMANCE, "parallelism", "tokens")
-    assert len(rows) == 4
-    for gpus, tokens, stock, default, speed_up, share in rows:
-        name = "code-lm, widened to 8B, {}, " + f"{gpus}, {tokens} tokens: TTFT"
-        default_name = name.format("default with streaming heads")
-        assert shows(stock, VALUES[f"{name.format('stock')}, 3 requests"]), name
-        assert shows(default, VALUES[f"{default_name}, 3 requests"]), name
-        assert shows(speed_up, VALUES[f"{default_name}, speed-up over stock, 3 requests"]), name
-        assert shows(share, VALUES[f"{default_name}, speed-up over stock ÷ one H100's, 3 requests"]), name
+        name += "" if setting.startswith("the default") else f", {setting}"
+        figures = "answers", "lowest turn's answers", "KL to stock", "density of sparse rows"
+        for cell, figure in zip(cells, figures, strict=True):
+            assert_shows(cell, f"{name}: {figure}")
 
 
 DEVICES = {"H200": "NVIDIA H200", "H100": "NVIDIA H100 80GB HBM3", "others, until measured": "another device"}
@@ -336,7 +244,7 @@ def number(cell: str) -> int:
     return int(cell.replace(",", ""))
 
 
-@pytest.mark.parametrize("row", table("docs/choosing_a_setting.md", "GPU, with the default method"), ids=" ".join)
+@pytest.mark.parametrize("row", table("docs/choosing_a_setting.md", "GPU, with the default method")[1:], ids=" ".join)
 def test_dense_prompts(row: list[str]) -> None:
     """The shortest prompt, without a cached prefix and in one row, that runs sparse with the default method."""
     device, num_heads, head_dim, weights, dense_below, dense_positions = row
@@ -355,48 +263,6 @@ def test_crossovers_by_engine() -> None:
         for entry in load_crossover().entries
         if (entry.device, entry.parameters) == (DEVICES["H100"], default)
     }
-    for model, *heads, hopper, flash, portable in table(PERFORMANCE, "model", "heads", "kv heads"):
+    for model, *heads, hopper, flash, portable in table(PERFORMANCE, "model", "heads", "kv heads")[1:]:
         for engine, cell in (("hopper", hopper), ("flash", flash), ("portable", portable)):
             assert measured[(*map(number, heads), engine)] == number(cell), (model, engine)
-
-
-def test_ttft_of_latent_attention() -> None:
-    rows = table("docs/research/mla.md", "tokens", "stock: TTFT, s")
-    assert len(rows) == 3
-    for tokens, stock, *cells in rows:
-        name = f"deepseek-r1's shape, 16 heads, {tokens} tokens"
-        assert shows(stock, VALUES[f"{name}: stock beside the others, TTFT of 4 layers"]), name
-        for method, (speed_up, share) in zip(("a_shape", "top_p"), (cells[:2], cells[2:]), strict=True):
-            assert shows(speed_up, VALUES[f"{name}: {method}, TTFT speed-up of 4 layers"]), (name, method)
-            assert shows(share, VALUES[f"{name}: {method}, kept share of sparse rows' pairs"]), (name, method)
-            assert VALUES[f"{name}: {method}, exact requests with stock's tokens"] == 1, (name, method)
-
-
-def test_hybrids() -> None:
-    models = {"Qwen3-Next": "qwen3-next", "Nemotron-H": "nemotron-h"}
-    rows = table(PERFORMANCE, "model", "setting", "density", "TTFT, s")
-    assert len(rows) == 6
-    for model, setting, density, time, speed_up in rows:
-        name = f"{models[model]}'s shape, 65,536 tokens: {setting.strip('`')}"
-        assert shows(time, VALUES[f"{name}, TTFT"]), name
-        assert not speed_up or shows(speed_up, VALUES[f"{name}, TTFT speed-up"]), name
-        assert not density or shows(density, VALUES[f"{name}, density"]), name
-
-
-def test_fp8_caches() -> None:
-    rows = table("docs/fp8.md", "method", "speed-up over FlashAttention-3 in fp8")
-    assert len(rows) == 4
-    for method, speed_up, of_bf16, error in rows:
-        name = f"fp8 cache, {method.replace('`', '').replace(', tau ', ' tau=')}, structured, after 122,880"
-        assert shows(speed_up, VALUES[f"{name}: times faster than FlashAttention-3 in fp8"]), name
-        assert shows(of_bf16, VALUES[f"{name}: times faster ÷ bf16's"]), name
-        assert shows(error, VALUES[f"{name}: error by fp8 ÷ stock's"]), name
-
-
-def test_tasks_inside_the_prompt() -> None:
-    for model, task, *cells in table(QUALITY, "model", "task"):
-        for tokens, stock, ours in zip(LENGTHS, cells[::2], cells[1::2], strict=True):
-            name = f"{model}, {task.strip('`')} inside the prompt, {tokens} tokens"
-            number, total = stock.split(" of ")
-            assert (Decimal(number), f"of {total}") == (VALUES[key := f"{name}: stock's right answers"], UNITS[key])
-            assert Decimal(ours) == VALUES[f"{name}: our right answers"], name

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`profile best` and `profile calibrate` from the command line, on the demo's model."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -8,6 +10,7 @@ from tests.helpers.calibration_cases import COSTS
 from vllm_sparse_backend.calibration.capture import prompt_tokens
 from vllm_sparse_backend.calibration.loop import Job
 from vllm_sparse_backend.cli import app
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.demo.model import BUNDLED as NEEDLE
 from vllm_sparse_kernels.methods import name_of
@@ -49,8 +52,8 @@ def test_a_profile_from_one_command(words, names, text, tmp_path, monkeypatch):
     assert f"Written to {out}" in said
     profile = load_profile(str(out))
     assert f"layers: 0 of {profile.model.num_layers}" in said
-    assert profile.provenance.source.startswith(f"sparse-prefill profile {words[0]}")
-    assert (profile.min_tokens, profile.provenance.seed) == (64, 0)
+    assert profile.provenance["source"].startswith(f"sparse-prefill profile {words[0]}")
+    assert (profile.min_tokens, profile.provenance["seed"]) == (64, 0)
     layers = [i for i in range(profile.model.num_layers) if i not in profile.dense_layers]
     methods = {method for layer in layers for method in profile.methods_of(layer, profile.model.num_heads)} - {Dense()}
     assert {name_of(method) for method in methods} <= names
@@ -106,3 +109,19 @@ def test_prompts_of_a_short_model_are_as_long_as_it_has_positions(tmp_path):
     assert (code, "--tokens" in said, "--text: given" in said) == (2, False, True), said
     assert [prompt_tokens(NEEDLE, tokens) for tokens in (None, 512)] == [16384, 512]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 65_536),
+        ({"rope_type": "yarn", "factor": 8.0}, 16_384),  # the config has the scaled number
+    ],
+)
+def test_positions_as_vllm_derives_them(scaling, positions, tmp_path):
+    config = json.loads((NEEDLE / "config.json").read_text())
+    config["rope_parameters"] |= scaling
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert prompt_tokens(tmp_path, positions) == positions
+    with pytest.raises(ConfigurationError, match=f"--tokens: given {positions + 1}, expected at most {positions}"):
+        prompt_tokens(tmp_path, positions + 1)

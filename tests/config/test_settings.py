@@ -30,11 +30,11 @@ def test_without_settings_the_defaults_hold(additional_config: dict[str, Any] | 
 
 def test_fields_are_taken() -> None:
     params = {"kept_mass": 1, "local_tokens": 256}
-    settings = {"params": params, "min_tokens": 0, "dense_layers": [3, 1], "metrics_interval_s": 2}
+    settings = {"params": params, "min_tokens": 0, "dense_layers": [3, 1]}
     config = load_config({"sparse_prefill": settings})
     assert config.uniform_method() == make_method("top_p", {"kept_mass": 1.0, "local_tokens": 256})
     assert make_method("default", {}) == make_method("top_p", {})
-    assert (config.min_tokens, config.dense_layers, config.metrics_interval_s) == (0, (1, 3), 2.0)
+    assert (config.min_tokens, config.dense_layers) == (0, (1, 3))
 
 
 def test_all_wrong_fields_are_named_at_once() -> None:
@@ -52,8 +52,6 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ({"min_tokens": 10**20}, f"sparse_prefill.min_tokens: given {10**20}, expected at least 0, and at most"),
         ({"check_index": "yes"}, "sparse_prefill.check_index: given 'yes', expected a valid boolean"),
         ({"engine": "flsh"}, "sparse_prefill.engine: given 'flsh', expected 'auto', 'hopper', 'flash' or 'portable'"),
-        ({"metrics_interval_s": 0}, "sparse_prefill.metrics_interval_s: given 0, expected greater than 0"),
-        ({"metrics_interval_s": float("inf")}, "metrics_interval_s: given inf, expected a finite number"),
         ({"requests": True}, "sparse_prefill.requests: given true, expected a mapping of fields to values"),
         ({"requests": {"allowed": []}}, "requests.allowed: unknown field: given 'allowed', expected one of"),
         ({"profile": 3}, "sparse_prefill.profile: given 3, expected a valid string"),

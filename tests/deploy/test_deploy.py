@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of deploy/ pass the tools that read them, and fit together."""
 
-import http.server
 import json
 import re
 import runpy
-import socketserver
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +127,6 @@ def test_containers_have_as_long_to_start_everywhere() -> None:
         (["vllm", "serve", "/model", "--port", "9000", "--host", "0.0.0.0"], "http://127.0.0.1:9000"),
         (["vllm", "serve", "--host=10.0.0.7", "--port=1", "--port=9001"], "http://10.0.0.7:9001"),
         (["vllm", "serve", "--ssl_certfile", "c.pem", "--host", "::"], "https://::1:8000"),
-        (["vllm", "serve", "--uds", "/tmp/vllm.sock", "--port", "9000"], "unix:/tmp/vllm.sock"),
         (["vllm", "serve", "--config", "CONFIG", "--port", "9002"], "https://10.0.0.8:9002"),
     ],
 )
@@ -139,23 +135,6 @@ def test_health_check_follows_the_server(command: list[str], address: str, tmp_p
     check = runpy.run_path(str(DEPLOY / "healthcheck.py"))
     given = check["options"]([str(config) if part == "CONFIG" else part for part in command])
     assert check["connection"](given)[0] == address
-
-
-def test_health_check_asks_a_unix_socket(tmp_path: Path) -> None:
-    class Health(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/health" else 404)
-            self.end_headers()
-
-        def address_string(self) -> str:
-            return "client"
-
-    path = str(tmp_path / "vllm.sock")
-    with socketserver.UnixStreamServer(path, Health) as server:
-        threading.Thread(target=server.handle_request).start()
-        _, asked = runpy.run_path(str(DEPLOY / "healthcheck.py"))["connection"]({"uds": path})
-        asked.request("GET", "/health")
-        assert asked.getresponse().status == 200
 
 
 def test_entry_point_refuses_another_backend() -> None:

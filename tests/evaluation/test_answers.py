@@ -107,7 +107,7 @@ def test_a_server_that_loses_far_facts(folder: Path) -> None:
     ours.encode = stock.encode
     out = folder / "all.json"
     with running(stock.at(folder)) as stock_url, running(ours.at(folder)) as ours_url:
-        urls = ("--url", stock_url, "--label", "stock", "--url", f"{ours_url}/v1", "--label", "forgetful")
+        urls = ("--url", stock_url, "--url", f"{ours_url}/v1")
         result = run(*urls, *LENGTHS, "--json", out)
     assert result.exit_code == 0, result.output
     assert stock.prompts == ours.prompts
@@ -122,24 +122,24 @@ def test_a_server_that_loses_far_facts(folder: Path) -> None:
         distances = [distance for n, distance in ours.distances if n == length]
         near = sum(distance < 1024 for distance in distances)
         assert 0 < near < 24
-        forgetful = rows["forgetful", length]
-        assert (forgetful["right"], forgetful["asked"], rows["stock", length]["share"]) == (near, 24, 1)
+        forgetful = rows[ours_url, length]
+        assert (forgetful["right"], forgetful["asked"], rows[stock_url, length]["share"]) == (near, 24, 1)
         assert forgetful["perplexity"] == pytest.approx(2)
         assert (forgetful["text_kl"], forgetful["text_top1"]) == (0, 1)
         lost_share = (24 - near) / sum(map(len, ranks))
         assert forgetful["answers_top1"] == pytest.approx(1 - lost_share)
-    assert re.search(rf"forgetful +\| facts, 6,000 +\| +{near} of 24 ", result.output)
+    assert re.search(rf"{ours_url} +\| facts, 6,000 +\| +{near} of 24 ", result.output)
 
 
 def test_the_change_of_perplexity_is_told_with_its_standard_error_over_prompts(folder: Path) -> None:
     stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1), folder / "all.json"
     ours.encode, ours.perplexities = stock.encode, [2.1, 2.2]
     with running(stock) as stock_url, running(ours) as ours_url:
-        urls = ("--url", stock_url, "--label", "stock", "--url", ours_url, "--label", "ours")
+        urls = ("--url", stock_url, "--url", ours_url)
         result = run(*urls, *LENGTHS, "--json", out)
     assert result.exit_code == 0, result.output
     rows = json.loads(out.read_text())["summary"]
-    of_stock, of_ours = ([row for row in rows if row["label"] == label] for label in ("stock", "ours"))
+    of_stock, of_ours = ([row for row in rows if row["label"] == label] for label in (stock_url, ours_url))
     for row in of_stock:
         assert "perplexity_change" not in row
     # Differences of nats are log 1.05 and log 1.1: their mean, and half of the distance between them.
@@ -158,7 +158,7 @@ def test_a_failed_request_is_reported_asked_again_and_never_counted(folder: Path
     stub = Stub(lambda distance: 1, lambda n: fault if n == 1 else None)
     out = folder / "all.json"
     with running(stub.at(folder)) as url:
-        command = ("--url", url, "--label", "a", *LENGTHS, "--json", out)
+        command = ("--url", url, *LENGTHS, "--json", out)
         result = run(*command)
         assert result.exit_code == 1
         assert said in result.output
@@ -180,7 +180,7 @@ def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
     stock, ours, out = Stub(lambda distance: 1), Stub(lambda distance: 1, kept_of_100=25), folder / "all.json"
     ours.encode = stock.encode  # equal token ids
     with running(stock) as first, running(ours) as second:
-        options = ("--url", first, "--label", "stock", "--url", second, "--label", "ours", *LENGTHS, "--json", out)
+        options = ("--url", first, "--url", second, *LENGTHS, "--json", out)
         levels = ("--level", "high", "--level", "0")
         result = run(*options, *levels)
         assert result.exit_code == 0, result.output
@@ -189,19 +189,10 @@ def test_levels_are_asked_of_one_server_each_by_itself(folder: Path) -> None:
         assert ours.levels == ["high"] * number + [0] * number
         assert ours.prompts == 2 * stock.prompts
         cases = json.loads(out.read_text())["cases"]
-        assert {case["label"] for case in cases} == {"stock", "ours high", "ours 0"}
+        assert {case["label"] for case in cases} == {first, f"{second} high", f"{second} 0"}
         assert {prompt.pairs.density for prompt in read_cases(cases) if prompt.pairs} == {0.25}
         assert run(*options, *levels, "--level", "fast").exit_code == 0  # only this level is missing
         assert ours.levels == ["high"] * number + [0] * number + ["fast"] * number
-
-
-def test_a_file_of_another_server_under_the_same_name_is_refused(folder: Path) -> None:
-    out = folder / "all.json"
-    with running(Stub(lambda distance: 1)) as first, running(Stub(lambda distance: 1)) as second:  # on two ports
-        assert run("--url", first, "--label", "a", *LENGTHS, "--json", out).exit_code == 0
-        result = run("--url", second, "--label", "a", *LENGTHS, "--json", out)
-    assert result.exit_code == 1
-    assert f"server a {first!r}, now {second!r}" in result.stderr
 
 
 @pytest.mark.parametrize("reason", [Fallback.TOO_SHORT, Fallback.REQUESTED])
@@ -212,14 +203,14 @@ def test_density_is_of_these_requests_and_a_server_that_ran_nothing_sparse_says_
     idle.encode, idle.reason = sparse.encode, reason
     out = folder / "all.json"
     with running(sparse) as first, running(idle) as second:
-        urls = ("--url", first, "--label", "a", "--url", second, "--label", "b")
+        urls = ("--url", first, "--url", second)
         result = run(*urls, "--lengths", 2000, "--facts", 4, "--count", 2, "--json", out)
     assert result.exit_code == 0, result.output
     cases = json.loads(out.read_text())["cases"]
     densities = {prompt.label: prompt.pairs and prompt.pairs.density for prompt in read_cases(cases)}
-    assert densities == {"a": 0.3, "b": None}
-    assert f"b: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
-    assert "a: no request ran sparse" not in result.output
+    assert densities == {first: 0.3, second: None}
+    assert f"{second}: no request ran sparse: {reason.explain} (dense rows: 2)" in result.output
+    assert f"{first}: no request ran sparse" not in result.output
 
 
 @pytest.mark.parametrize("level", ["exact", "0"])
@@ -237,9 +228,9 @@ def test_tokenizers_that_differ_are_refused() -> None:
     stub, other = Stub(lambda distance: 1), Stub(lambda distance: 1)
     other.encode.ids["before all others"] = 1
     with running(stub) as first, running(other) as second:
-        result = run("--url", first, "--url", second, "--label", "a", "--label", "b", *LENGTHS)
+        result = run("--url", first, "--url", second, *LENGTHS)
     assert result.exit_code == 1
-    assert "b: its tokenizer differs from the first server's" in result.stderr
+    assert f"{second}: its tokenizer differs from the first server's" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -247,12 +238,7 @@ def test_tokenizers_that_differ_are_refused() -> None:
     [
         ((), "expected a model to serve, or the --url"),
         ((BUNDLED, "--url", "http://x"), "expected a model to serve, or the --url"),
-        (("--url", "http://x", "--label", "a", "--label", "b"), "--label: given 2"),
         ((BUNDLED, "--lengths", "1024,8192"), "--facts: given 24, expected at most 8 in a prompt of 1,024 tokens"),
-        (
-            (BUNDLED, "--lengths", "20000"),
-            "given requests of 20,001 tokens, including answers, expected at most the 16,384",
-        ),
         ((BUNDLED, "--server-args", "--x 'unclosed"), '--server-args: given "--x \'unclosed"'),
         (
             ("--url", "http://x", "--settings", "{}", "--server-args", "--seed 7"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.helpers.folders import model_folder
-from tests.helpers.structured import structured
+from tests.helpers.lined import lined_batch
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.calibration.costs import Cost, Costs
 from vllm_sparse_backend.calibration.judge import Served
@@ -43,8 +43,9 @@ class StructuredCapturer:
         return made
 
     def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:
-        tensors = structured(num_tokens, 0, HEADS, KV_HEADS, HEAD_DIM, seed=seed)
-        return LayerTensors(tensors.q, tensors.k, tensors.v), tensors.scale
+        batch = lined_batch([(0, num_tokens)], HEADS, KV_HEADS, HEAD_DIM, 16, seed=seed)
+        keys, values = batch.cache.gather(batch.rows.block_table[0], num_tokens)
+        return LayerTensors(batch.q.cpu(), keys.cpu(), values.cpu()), batch.scale
 
 
 @dataclass(frozen=True)

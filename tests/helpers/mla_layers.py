@@ -2,9 +2,7 @@
 """Layers of vLLM's multi-head latent attention on a CPU, without a model: vLLM's own builder, implementation and chunks
 around our prefill backend, and a reference in plain torch."""
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +12,6 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-from tests.helpers.tiny_models import MLA_CONFIG
 from tests.helpers.vllm_objects import CPU, layer_name, make_common
 from vllm_sparse_backend.plugin import register
 from vllm_sparse_backend.serving import hooks
@@ -26,12 +23,6 @@ CHUNK_TOKENS = 2048
 HEADS, LATENT, NOPE, ROPE, VALUE = 2, 512, 128, 64, 128
 SCALE = (NOPE + ROPE) ** -0.5
 DIMS = {"kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
-
-
-def make_mla_model(folder: Path, **changes: Any) -> ModelConfig:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MLA_CONFIG | changes))
-    return ModelConfig(model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype="float32")
 
 
 def make_mla_config(

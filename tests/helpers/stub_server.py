@@ -35,7 +35,6 @@ class Api:
     """A server's answers; derived classes override them."""
 
     root: Path | None = None
-    max_model_len = 16_384
     status = 200
     """HTTP status of the answer to requests for models."""
 
@@ -166,7 +165,7 @@ def running(api: Api) -> Iterator[str]:
             if self.path.partition("?")[0] == "/metrics":
                 self.reply(api.metrics(), kind="text/plain")
             else:
-                card = {"id": MODEL, "root": str(api.root), "max_model_len": api.max_model_len}
+                card = {"id": MODEL, "root": str(api.root)}
                 self.reply({"data": [card]}, api.status)
 
         def do_POST(self) -> None:

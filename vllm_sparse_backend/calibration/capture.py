@@ -16,7 +16,7 @@ import torch
 
 from vllm_sparse_backend.calibration.external import readable, require_module
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.config.model_check import read_config
+from vllm_sparse_backend.config.model_check import max_positions, read_config
 
 ATTENTION = "sparse_prefill_capture"
 
@@ -103,16 +103,11 @@ def capture_prompts(
 
 def prompt_tokens(model: Path, tokens: int | None) -> int:
     """Return the length of captured prompts: ``tokens``, or by default at most the model's positions."""
-    config = read_config(model)
-    positions = config.get("max_position_embeddings") or math.inf
-    if (config.get("rope_scaling") or config.get("rope_parameters") or {}).get("factor"):
-        positions = math.inf  # the model supports a multiple of its positions
+    positions = max_positions(read_config(model)) or math.inf
     if tokens is None:
         return int(min(DEFAULT_TOKENS, positions))
     if tokens > positions:
-        raise ConfigurationError(
-            f"--tokens: {unexpected(tokens, f'at most {positions}, max_position_embeddings of {model}')}"
-        )
+        raise ConfigurationError(f"--tokens: {unexpected(tokens, f'at most {positions}, the positions of {model}')}")
     return tokens
 
 

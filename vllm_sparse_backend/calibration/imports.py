@@ -15,7 +15,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_o
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.profile import Profile, Provenance
+from vllm_sparse_backend.config.profile import Profile
 from vllm_sparse_kernels.methods.base import Method
 
 PATTERNS_FORM = "MInference's patterns, a list of one object for each layer"
@@ -55,7 +55,7 @@ def import_profile(path: Path, model: Path) -> Profile:
         methods, note = read(content, shape)
     except (ConfigurationError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}") from None
-    provenance = Provenance(source=f"imported from {tool} {path.name}{note}")
+    provenance = {"source": f"imported from {tool} {path.name}{note}"}
     profile = Profile.of_heads(methods, provenance, format=1, model=shape)
     profile.check_model(shape, str(path))
     return profile

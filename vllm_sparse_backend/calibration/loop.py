@@ -38,8 +38,8 @@ from vllm_sparse_backend.calibration.search import (
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.profile import HeadFigures, Level, Profile, Provenance
-from vllm_sparse_backend.identity import PACKAGE, package_version, versions
+from vllm_sparse_backend.config.profile import Level, Profile
+from vllm_sparse_backend.identity import versions
 from vllm_sparse_backend.progress import Progress
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods import METHODS
@@ -161,17 +161,16 @@ class Job:
         min_tokens = self.served.min_tokens if self.sets_min_tokens else None
         return {"format": 1, "model": self.shape, "min_tokens": min_tokens}
 
-    def provenance(self, source: str, **figures: Any) -> Provenance:
+    def provenance(self, source: str, **figures: Any) -> dict[str, Any]:
         """Record how a profile was made: versions, device, prompts and ``figures``."""
-        return Provenance(
-            tool_version=package_version(PACKAGE),
-            prompts_sha256=sha256_of(self.prompts),
-            device="CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
-            source=source,
-            seed=self.seed,
-            versions=versions(),
+        return {
+            "prompts_sha256": sha256_of(self.prompts),
+            "device": "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device),
+            "source": source,
+            **({} if self.seed is None else {"seed": self.seed}),
+            "versions": versions(),
             **figures,
-        )
+        }
 
 
 def independent_methods() -> list[str]:
@@ -234,29 +233,34 @@ class LevelResult:
     held_out: list[HeadResult] = field(default_factory=list)
     """Figures of the sparse heads on the held-out prompts."""
 
-    def provenance(self, job: Job, source: str) -> Provenance:
-        """Record how the level was made, with its bound and figures."""
+    def provenance(self, job: Job, source: str) -> dict[str, Any]:
+        """Record how the level was made, with its bound and figures of four significant digits."""
         shares = [self.bound.used_fraction(head) for head in self.held_out]
         left_out = sum(1 - head.density for heads in self.figures.values() for head in heads)
+        held_out = {
+            "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
+            "most_of_bound": max(shares),
+            "error": fmean(head.seen.error for head in self.held_out),
+            "p99_error": fmean(head.seen.p99 for head in self.held_out),
+        }
         return job.provenance(
             source,
             bounds=self.bound.numbers,
-            density=1 - left_out / sum(map(len, self.methods)),
-            figures=HeadFigures(
-                density=self._by_layer(lambda head: head.density),
-                error=self._by_layer(lambda head: head.seen.error),
-                p99_error=self._by_layer(lambda head: head.seen.p99),
-            ),
-            held_out={
-                "heads_within_bound": sum(share <= 1 for share in shares) / len(shares),
-                "most_of_bound": max(shares),
-                "error": fmean(head.seen.error for head in self.held_out),
-                "p99_error": fmean(head.seen.p99 for head in self.held_out),
+            density=_rounded(1 - left_out / sum(map(len, self.methods))),
+            figures={
+                "density": self._by_layer(lambda head: head.density),
+                "error": self._by_layer(lambda head: head.seen.error),
+                "p99_error": self._by_layer(lambda head: head.seen.p99),
             },
+            held_out={name: _rounded(figure) for name, figure in held_out.items()},
         )
 
-    def _by_layer(self, figure: Callable[[HeadResult], float]) -> dict[int, tuple[float, ...]]:
-        return {number: tuple(map(figure, heads)) for number, heads in self.figures.items()}
+    def _by_layer(self, figure: Callable[[HeadResult], float]) -> dict[int, list[float]]:
+        return {number: [_rounded(figure(head)) for head in heads] for number, heads in self.figures.items()}
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 def calibrate(job: Job, choose: Choose, bounds: Mapping[str, Bound], source: str) -> Profile:

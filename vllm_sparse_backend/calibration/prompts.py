@@ -15,9 +15,6 @@ from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.prompts.lookups import Encode, begin_ids, insert_threads
 from vllm_sparse_backend.prompts.texts import read_prompt_text
 
-LONGER_PROMPTS = "ask for longer prompts with --tokens, or give your own with --prompts and --held-out"
-"""Remedy if generated prompts are too short for their threads."""
-
 MOST_CHARS = 16
 """Upper estimate of a token's mean length in characters. It limits the part of a text that is tokenized."""
 
@@ -41,7 +38,7 @@ def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int
     # Passages that occur twice come from the text's last part, which fills no prompt.
     passages = text_ids[count * num_tokens :]
     stretches = [text_ids[i * num_tokens : (i + 1) * num_tokens] for i in range(count)]
-    return [insert_threads(stretch, passages, start, encode, rng, str(model), LONGER_PROMPTS) for stretch in stretches]
+    return [insert_threads(stretch, passages, start, encode, rng) for stretch in stretches]
 
 
 def _text_ids(text: Path, encode: Encode, wanted: int, part: int) -> list[int]:

@@ -6,9 +6,8 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -19,7 +18,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
-from vllm_sparse_backend.config.input_files import kind_of_file
 from vllm_sparse_backend.evaluation.output_files import require_output_file
 from vllm_sparse_backend.evaluation.report import BenchError, Report
 
@@ -28,9 +26,6 @@ if TYPE_CHECKING:
 
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors in writing that only the operator can solve: full disk or quota, file limit, read-only file system."""
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""Pattern of a model's name. Other texts are paths of folders."""
 
 USAGE = re.compile(r"--[a-z]|[A-Z]+:")
 """Start of a message about the command line: the option or argument."""
@@ -50,23 +45,6 @@ def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
         with failures():
             require_output_file(param.opts[0], path)
     return path
-
-
-def json_output(ctx: typer.Context, param: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check --json. For ``-``, return a temporary file that goes to standard output when the command ends."""
-    return ctx.with_resource(_json_on_stdout()) if path == Path("-") else output(param, path)
-
-
-@contextmanager
-def _json_on_stdout() -> Iterator[Path]:
-    stdout = sys.stdout
-    with tempfile.TemporaryDirectory(prefix="sparse-prefill-") as folder, redirect_stdout(sys.stderr):
-        path = Path(folder) / "stdout.json"
-        try:
-            yield path
-        finally:
-            if path.exists():
-                stdout.write(path.read_text(encoding="utf-8"))
 
 
 def output_folder(param: typer.CallbackParam, path: Path) -> Path:
@@ -94,11 +72,6 @@ def local_model(model: Path | None) -> Path | None:
     """Return a model's local folder; for a model name, its folder in the local hub cache. Downloads nothing."""
     if model is None or model.is_dir() or model.is_file():
         return model
-    problem = f"MODEL: given {str(model)!r}"
-    if os.path.lexists(model):
-        raise failure(f"{problem}, which is {kind_of_file(model)}, expected a model folder")
-    if not HUB_NAME.fullmatch(str(model)):
-        raise failure(f"{problem}, which does not exist, expected a model folder, or a name in the local hub cache")
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -108,15 +81,15 @@ def local_model(model: Path | None) -> Path | None:
     if isinstance(cached_config, str):
         return Path(cached_config).parent
     raise failure(
-        f"{problem}, expected a model folder, or the name of a model in the local hub cache; "
-        f"to download it: hf download {model}"
+        f"MODEL: given {str(model)!r}, expected a model folder, or the name of a model in the local hub cache (to "
+        "download a model: hf download NAME)"
     )
 
 
 MODEL_HELP = "Model folder, or a name in the local hub cache."
 Json = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="JSON file for all results; - for stdout.", callback=json_output),
+    typer.Option("--json", metavar="FILE", help="JSON file for all results.", callback=output),
 ]
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
 MaybeModel = Annotated[Path | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
@@ -182,7 +155,7 @@ def levels_of(texts: Sequence[str] | None) -> list[float | str]:
     """Parse levels as requests give them: numbers as numbers, with 0 and 1 as integers."""
     return [
         int(text) if text in ("0", "1") else float(text) if re.fullmatch(r"0\.\d+", text) else text
-        for text in texts or ()
+        for text in dict.fromkeys(texts or ())
     ]
 
 
@@ -198,7 +171,7 @@ def settings_of(texts: Sequence[str] | None, model: Path) -> "list[Settings]":
     """Parse --settings for a model. The default is a server without settings."""
     from vllm_sparse_backend.evaluation.compared_servers import Settings
 
-    return [Settings.parse(text, model) for text in texts or ["{}"]]
+    return [Settings.parse(text, model) for text in dict.fromkeys(texts or ["{}"])]
 
 
 def names_among(option: str, text: str, known: Collection[str]) -> list[str]:
@@ -234,9 +207,6 @@ class ServerOptions:
         list[str] | None,
         typer.Option("--url", metavar="URL", help="A running server; repeatable. The first is the baseline."),
     ] = None
-    label: Annotated[
-        list[str] | None, typer.Option("--label", metavar="NAME", help="Name of each --url, in order.")
-    ] = None
     text: Text = None
     server_args: ServerArgs = ""
     json_path: Json = None
@@ -244,25 +214,21 @@ class ServerOptions:
     def contestants(self, max_len: int) -> "list[Contestant]":
         """Return the running servers at --url, or stock vLLM and each setting for the model.
 
-        Raises BenchError if the options contradict each other, or if requests of ``max_len`` tokens are too long.
+        Started servers accept requests of ``max_len`` tokens. Raises BenchError if the options contradict each other.
         """
         from vllm_sparse_backend.evaluation.compared_servers import Contestant, servers_to_start
 
-        urls, levels = self.url or (), levels_of(self.level)
-        labels = self.label or [""] * len(urls)
+        urls, levels = dict.fromkeys(self.url or ()), levels_of(self.level)
         if (self.model is None) == (not urls):
             given = "neither a model nor --url" if self.model is None else "a model and --url"
             raise BenchError(f"MODEL: given {given}, expected a model to serve, or the --url of running servers")
-        if len(labels) != len(urls):
-            raise BenchError(f"--label: given {len(labels)}, expected one for each of {len(urls)} --url")
         if self.model is not None:
             settings = settings_of(self.settings, self.model)
             return servers_to_start(self.model, settings, max_len, self.server_args, levels)
         options = (("--settings", self.settings), ("--server-args", self.server_args))
         if useless := [name for name, value in options if value]:
             raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
-        servers = [Contestant.running(label, url, levels, max_len) for label, url in zip(labels, urls)]
-        return list(chain.from_iterable(servers))
+        return list(chain.from_iterable(Contestant.running(url, levels) for url in urls))
 
     def report(self, bench: str) -> Report:
         """Return an empty report about these servers, or about this machine."""

@@ -82,8 +82,8 @@ def import_file(
     with failures():
         imported = import_profile(file, model)
         write_text(out, imported.to_yaml())
-        _describe(str(out), model)
-    say(f"{imported.provenance.source}\nWritten to {out}")
+        _describe(str(out.resolve()), model)  # no bundled profile of the same name
+    say(f"{imported.provenance['source']}\nWritten to {out}")
 
 
 def _describe(name: str, model: Path | None) -> None:
@@ -290,9 +290,9 @@ add_command(
 def _report(profile: "Profile", out: Path) -> None:
     for name in profile.level_names[1:]:
         provenance = profile.at_level(name).provenance
-        bounds = ", ".join(f"{quantity} {value:g}" for quantity, value in (provenance.bounds or {}).items())
-        say(f"{name}: {bounds}; density {provenance.density:.3f} over all heads")
-        figures = (provenance.held_out or {}).items()
+        bounds = ", ".join(f"{quantity} {value:g}" for quantity, value in provenance["bounds"].items())
+        say(f"{name}: {bounds}; density {provenance['density']:.3f} over all heads")
+        figures = provenance["held_out"].items()
         held_out = ", ".join(f"{quantity.replace('_', ' ')} {value:.4g}" for quantity, value in figures)
         say(f"  on held-out prompts: {held_out}")
     say(f"Written to {out}")

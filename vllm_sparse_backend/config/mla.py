@@ -22,9 +22,7 @@ PARAMETERS = {"a_shape": ("sink_tokens", "local_tokens"), "top_p": ("kept_mass",
 
 METHOD_NAMES = (*PARAMETERS, *(preset for preset, method in PRESETS.items() if method in PARAMETERS))
 
-SUPPORTED = {
-    "method", "params", "min_tokens", "min_query_tokens", "dense_layers", "requests", "metrics_interval_s",
-}  # fmt: skip
+SUPPORTED = {"method", "params", "min_tokens", "min_query_tokens", "dense_layers", "requests"}
 """Settings that have a meaning for MLA."""
 
 OFF = (None, False, AUTO)

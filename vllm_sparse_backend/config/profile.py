@@ -12,17 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
 from vllm_sparse_backend.config import input_files, strict_yaml
 from vllm_sparse_backend.config.crossover_table import TokenCount
@@ -80,56 +70,6 @@ class LayerProfile(Section):
     """Methods by head or range of heads."""
 
 
-LayerNumber = Annotated[int, Field(strict=False, ge=0)]  # a key of JSON is a text
-Rounded = AfterValidator(lambda number: float(f"{number:.4g}"))
-Fraction = Annotated[StrictFloat, Field(ge=0, le=1), Rounded]
-Amount = Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False), Rounded]
-
-
-class HeadFigures(Section):
-    """Measured figures of each head: by layer, one number for each head. Dense layers are left out.
-
-    Numbers have four significant digits: those of a model with 32 layers and 32 heads take about 20 kB.
-    """
-
-    density: dict[LayerNumber, tuple[Fraction, ...]] = Field(default={})
-    """Kept (query, key) pairs over causal pairs, mean over the prompts."""
-
-    error: dict[LayerNumber, tuple[Amount, ...]] = Field(default={})
-    """Mean over queries of ‖o − õ‖₁ / ‖o‖₁, where o is a query's output under dense attention; maximum over the
-    prompts."""
-
-    p99_error: dict[LayerNumber, tuple[Amount, ...]] = Field(default={})
-    """99th percentile over queries of the same error."""
-
-
-class Provenance(Section):
-    """Origin of a profile's or a level's numbers. Every field is optional, and none changes what runs."""
-
-    tool_version: StrictStr | None = None
-    """Version of this package that made the profile."""
-    prompts_sha256: Annotated[StrictStr, Field(pattern="^[0-9a-f]{64}$")] | None = None
-    """SHA-256 of the calibration prompts."""
-    bounds: dict[StrictStr, StrictFloat] | None = None
-    """Error bounds of the search, by the paper's name."""
-    density: Fraction | None = None
-    """Kept (query, key) pairs over causal pairs on the calibration prompts."""
-    device: StrictStr | None = None
-    """Name of the device, as torch reports it."""
-    source: StrictStr | None = None
-    """Source of the numbers, if this package did not measure them."""
-    licence: StrictStr | None = None
-    """Licence of the source."""
-    figures: HeadFigures | None = None
-    """Measured figures of each head."""
-    held_out: dict[StrictStr, Annotated[StrictFloat, Rounded]] | None = None
-    """Figures on prompts that the search did not use."""
-    seed: StrictInt | None = None
-    """Seed of the calibration prompts."""
-    versions: dict[StrictStr, StrictStr] | None = None
-    """Versions of other packages."""
-
-
 class Level(Section):
     """Methods of all layers and heads under one error bound."""
 
@@ -139,11 +79,11 @@ class Level(Section):
     """Method of all heads without an exception in ``layers``."""
     layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = Field(default={})
     """Exceptions by layer or range of layers."""
-    provenance: Provenance = Provenance()
-    """Origin of the numbers."""
+    provenance: dict[str, Any] = Field(default={})
+    """Origin of the numbers, which changes nothing that runs. profiles/README.md lists what calibration writes."""
 
     @classmethod
-    def of_heads(cls, methods: Sequence[Sequence[Method]], provenance: Provenance, **fields: Any) -> Self:
+    def of_heads(cls, methods: Sequence[Sequence[Method]], provenance: dict[str, Any], **fields: Any) -> Self:
         """Build the level or profile that gives each head its method. Its default is the most common method.
 
         Layers whose heads are all dense go into ``dense_layers``, unless all layers are dense.

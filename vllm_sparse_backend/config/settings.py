@@ -12,7 +12,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     StrictBool,
-    StrictFloat,
     StrictStr,
     ValidationInfo,
     field_validator,
@@ -93,9 +92,6 @@ class SparsePrefillConfig(Section):
 
     check_index: StrictBool = False
     """Validates the selected keys of every layer in every step. Synchronises with the device: for debugging only."""
-
-    metrics_interval_s: Annotated[StrictFloat, Field(gt=0, le=5, allow_inf_nan=False)] = 1.0
-    """Minimum interval, in seconds, at which `/metrics` polls the workers."""
 
     @field_validator("method")
     @classmethod

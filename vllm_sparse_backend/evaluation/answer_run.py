@@ -28,11 +28,9 @@ def ask(endpoint: Endpoint, prompt: Prompt) -> PromptScores:
 def missing_requests(
     contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report
 ) -> dict[str, list[PromptKey]]:
-    """Return, by label, the prompts that a report lacks. Raises BenchError if two servers share a label."""
-    labels = [contestant.label for contestant in contestants]
-    if len(set(labels)) < len(labels):
-        raise BenchError(f"--label: given {', '.join(labels)}, expected each label only once")
+    """Return, by label, the prompts that a report lacks."""
     answered = {(prompt.label, prompt.key) for prompt in read_cases(report.cases)}
+    labels = (contestant.label for contestant in contestants)
     return {label: [key for key in workload.wanted if (label, key) not in answered] for label in labels}
 
 

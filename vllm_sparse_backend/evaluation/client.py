@@ -24,7 +24,7 @@ from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.report import BenchError
-from vllm_sparse_backend.prompts.texts import project_text
+from vllm_sparse_backend.prompts.texts import measuring_text
 
 TIMEOUT_S = 1800.0
 HOST_AND_PORT = re.compile(r"[\w.-]+(:\d+)?")
@@ -96,8 +96,6 @@ class Endpoint:
     model: str
     root: str | None = None
     """The folder or name that the server loaded, if the server reports it."""
-    max_model_len: int | None = None
-    """Tokens of the longest request including its answer, if the server reports it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every completion request."""
 
@@ -111,22 +109,13 @@ class Endpoint:
         try:
             with connected(url) as send:
                 model = json.load(send("/v1/models"))["data"][0]
-                return Endpoint(name, url, model["id"], model.get("root"), model.get("max_model_len"))
+                return Endpoint(name, url, model["id"], model.get("root"))
         except RequestError as error:
             if error.status in (401, 403):
                 raise BenchError(
                     f"{name}: the server at {url} refuses the request ({error}); set OPENAI_API_KEY to its --api-key"
                 ) from None
             raise BenchError(f"{name}: no model server at {url}: {error}") from None
-
-    def require_room(self, num_tokens: int) -> None:
-        """Raise BenchError if a request of this many tokens, including its answer, is too long for the server."""
-        if self.max_model_len is not None and num_tokens > self.max_model_len:
-            raise BenchError(
-                f"--lengths: {self.name}: given requests of {num_tokens:,} tokens, including answers, expected at most "
-                f"{self.max_model_len:,}, the server's max_model_len; ask for shorter prompts, or start it with a "
-                "larger --max-model-len"
-            )
 
     def at_level(self, level: float | str) -> "Endpoint":
         """Return the same server with requests at this level. Raises BenchError if it has no such level."""
@@ -243,7 +232,7 @@ class Prompts:
     @staticmethod
     def of(endpoint: Endpoint, text: str | None = None) -> "Prompts":
         """Tokenize a text, or this project's sources."""
-        return Prompts(endpoint.tokenize(text or project_text()[:400_000]))
+        return Prompts(endpoint.tokenize(text or measuring_text()[:400_000]))
 
     def take(self, length: int) -> list[int]:
         """Return the next prompt of ``length`` tokens. A short text starts again."""

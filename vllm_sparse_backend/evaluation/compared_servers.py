@@ -15,7 +15,6 @@ from vllm_sparse_backend.config.crossover_table import load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import KEY
 from vllm_sparse_backend.config.metrics import PREFIX
-from vllm_sparse_backend.config.model_check import max_positions, read_config
 from vllm_sparse_backend.config.model_shape import ModelShape, name_of_path
 from vllm_sparse_backend.config.profile import load_profile, name_of_profile
 from vllm_sparse_backend.config.settings import load_config
@@ -94,15 +93,14 @@ class Contestant:
         return at or [self]
 
     @staticmethod
-    def running(label: str, url: str, levels: Sequence[float | str] = (), max_len: int = 0) -> "list[Contestant]":
+    def running(url: str, levels: Sequence[float | str]) -> "list[Contestant]":
         """Connect to a running server, and return it at each of the levels if it runs this backend.
 
-        Raises BenchError if no server answers at ``url``, or if it does not accept requests of ``max_len`` tokens.
+        Raises BenchError if no server answers at ``url``.
         """
-        endpoint = Endpoint.connect(label or url, url)
-        endpoint.require_room(max_len)
+        endpoint = Endpoint.connect(url, url)
         server = Contestant(
-            label or endpoint.model, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint), True
+            endpoint.url, Path(endpoint.model).name, endpoint.url, lambda: nullcontext(endpoint), is_running=True
         )
         return server.at(levels) if PREFIX in endpoint.metrics() else [server]
 
@@ -156,11 +154,6 @@ def servers_to_start(
 
     ``extra`` has further arguments for all servers.
     """
-    if (most := max_positions(read_config(model))) is not None and max_len > most:
-        raise BenchError(
-            f"--lengths: given requests of {max_len:,} tokens, including answers, expected at most the {most:,} "
-            f"positions of {model}"
-        )
     args = ("--max-model-len", str(max_len), *split_server_args(extra))
     contestants = [Contestant.served(STOCK, model, args, STOCK)]
     names = [str(setting) for setting in settings]

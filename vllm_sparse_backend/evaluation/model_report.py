@@ -70,9 +70,11 @@ class ModelReport:
 
     @cached_property
     def servers(self) -> list[Contestant]:
-        """Stock vLLM, and this backend with each of the settings, with room for the longest prompt."""
-        longest = max(self.ttft_workload.longest, self.answer_workload.longest)
-        return servers_to_start(self.model, self.settings, longest, self.all_args)
+        """Stock vLLM, and this backend with each of the settings, with room for the longest prompt of the parts."""
+        longest = [self.ttft_workload.longest] if TTFT in self.parts else []
+        if self.answer_workload.tasks:
+            longest.append(self.answer_workload.longest)
+        return servers_to_start(self.model, self.settings, max(longest), self.all_args)
 
     @property
     def all_args(self) -> str:

@@ -176,14 +176,12 @@ def compare_servers(
     contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, progress: Progress
 ) -> None:
     """Add a case for every server after the first, compared with the first. Raises BenchError or ServerError."""
-    baseline, labels = contestants[0], [contestant.label for contestant in contestants[1:]]
-    if not labels:
+    baseline = contestants[0]
+    if len(contestants) == 1:
         raise BenchError(
             "--url: given one server, expected at least two, of which the first is the baseline, or two levels of one "
             "server of this backend, each with --level"
         )
-    if len(set(labels)) < len(labels):
-        raise BenchError(f"--label: given {', '.join(labels)} next to the first server, expected each label only once")
     progress.begin(report.bench, len(contestants) * workload.num_requests)
     baseline_results: dict[Length, ServerResults] = {}
     for group in groups(contestants):

@@ -54,17 +54,15 @@ def insert_threads(
     start: Sequence[int],
     encode: Encode,
     rng: random.Random,
-    tokenizer: str,
-    remedy: str,
 ) -> list[int]:
     """Insert threads of each kind into a text, and drop the text's end to make room for them.
 
-    Raises ConfigurationError with ``remedy`` if they do not fit.
+    Raises ConfigurationError if they do not fit.
     """
     num_tokens = len(stretch)
     threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
     _drop_threads(threads, num_tokens // 2 - len(start))
-    _require_room(threads, num_tokens, len(start), tokenizer, remedy)
+    _require_room(threads, num_tokens, len(start))
     every = list(chain.from_iterable(threads.values()))
     room = num_tokens - len(start) - _tokens(every)
     cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in every]
@@ -87,18 +85,14 @@ def _tokens(threads: Sequence[Thread]) -> int:
     return sum(len(line) for thread in threads for line in thread)
 
 
-def _require_room(
-    threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int, tokenizer: str, remedy: str
-) -> None:
+def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int) -> None:
     """Raise ConfigurationError if threads of all kinds, one of each, take more than half of a prompt."""
     needed = 2 * (num_start + sum(map(_tokens, threads.values())))
-    if needed <= num_tokens:
-        return
-    lines = ", ".join(f"{max(len(line) for line in threads[kind][0])} for a line of {kind}" for kind in KINDS)
-    raise ConfigurationError(
-        f"generated prompt: given {num_tokens:,} tokens, expected at least {needed:,}: lines with facts and questions "
-        f"may fill half of a prompt, and the tokenizer of {tokenizer} needs up to {lines}; {remedy}"
-    )
+    if needed > num_tokens:
+        raise ConfigurationError(
+            f"generated prompt: given {num_tokens:,} tokens, expected at least {needed:,} with this tokenizer: lines "
+            "with facts and questions may fill half of a prompt"
+        )
 
 
 def _threads(

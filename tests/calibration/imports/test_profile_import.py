@@ -50,7 +50,7 @@ def test_files_of_other_tools(make: Callable[[], Any], expected: list[Any], sour
     profile = import_profile(save(make(), model.parent / "given"), model)
     assert str(profile.model) == "M with 3 layers, 4 heads, 4 kv heads, head_dim 16"
     assert [(DENSE,) * 4 if i in profile.dense_layers else profile.methods_of(i, 4) for i in range(3)] == expected
-    assert source in str(profile.provenance.source)
+    assert source in str(profile.provenance["source"])
     assert parse_profile(text := profile.to_yaml(), "") == profile
     assert parse_profile(text, "").to_yaml() == text
 

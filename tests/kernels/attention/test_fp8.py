@@ -8,9 +8,9 @@ import torch
 
 from tests.helpers.batches import in_fp8, random_batch, random_index, widened
 from tests.helpers.engine_cases import ENGINES, check, flash_attention, run, same
+from tests.helpers.lined import lined_batch
 from tests.helpers.masks import density_of, mask_of
 from tests.helpers.method_cases import select
-from tests.helpers.structured import paged_batch, structured
 from vllm_sparse_kernels.attention import AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference
@@ -24,14 +24,17 @@ SCALES = (0.03, 0.05, 0.2)
 
 READS_FP8 = [name for name in ENGINES if name != "hopper"]
 
-SMALL = {"anchor_attention": {"step_tiles": 1}, "block_sparse": {"top_blocks": 3}, "share_prefill": {"cluster": 0}}
-SMALL |= {"vertical_slash": {"vertical_tokens": 40, "slash_tokens": 128}}
-SMALL |= {"top_p": {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128}}
+SMALL = {
+    "anchor_attention": {"theta": 3.0, "step_tiles": 1}, "block_sparse": {"top_blocks": 1}, "sale": {"tau": 0.3},
+    "flex_vertical_slash": {"gamma": 0.7}, "sparge_attn": {"kept_mass": 0.6}, "share_prefill": {"cluster": 0},
+    "top_p": {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
+    "vertical_slash": {"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5},
+}  # fmt: skip
 READING = [name for name in METHODS if name not in ("a_shape", "dense")]
 """Methods that read keys."""
 METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in READING]
 METHODS_ASKED += [
-    METHODS["anchor_attention"].parameters(step_tiles=1, sample_tokens=32),
+    METHODS["anchor_attention"].parameters(theta=0.5, step_tiles=1, sample_tokens=32),
 ]
 
 
@@ -49,17 +52,16 @@ ON_GPU = [((2047, 1100), page_size, (8, 2, head_dim)) for page_size in (16, 128)
 @pytest.mark.parametrize(
     ("lengths", "page_size", "shape"),
     [
-        pytest.param((150, 170), 16, (2, 1, 64), marks=pytest.mark.full),
+        pytest.param((561, 170), 16, (2, 1, 64), marks=pytest.mark.full),
         *(pytest.param(*case, marks=pytest.mark.gpu) for case in ON_GPU),
     ],
 )
 @pytest.mark.parametrize("method", METHODS_ASKED, ids=str)
 def test_methods_keep_what_they_keep_of_the_same_elements_in_fp16(method, lengths, page_size, shape, device):
     """The selections are equal in the interpreter; matrix units add up products of fp8 less exactly."""
-    data = structured(*reversed(lengths), *shape, device=device)
-    batch = in_fp8(paged_batch(data, page_size), *SCALES)
+    batch = in_fp8(lined_batch([lengths], *shape, page_size), *SCALES)
     assert apart(method, batch, widened(batch)) <= (0.0 if device == "cpu" else 0.01)
-    assert apart(method, batch, batch, by_reference=True) <= (0.01 if lengths == (150, 170) else 0.02)
+    assert apart(method, batch, batch, by_reference=True) <= (0.01 if lengths == (561, 170) else 0.02)
 
 
 @pytest.mark.parametrize("engine", READS_FP8)
@@ -131,7 +133,7 @@ def test_flash_is_as_far_from_exact_as_flash_attention_itself():
         pytest.skip("no FlashAttention here")
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    exact = paged_batch(structured(1024, 7168, 8, 2, 128, torch.bfloat16, "cuda"), 128)
+    exact = lined_batch([(7168, 1024)], 8, 2, 128, 128, torch.bfloat16)
     for side in (exact.cache.keys, exact.cache.values):
         side.nan_to_num_()
     batch = in_fp8(exact, *SCALES)

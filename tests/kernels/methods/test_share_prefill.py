@@ -11,7 +11,6 @@ import torch
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.helpers.masks import mask_of
 from tests.helpers.method_cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
-from tests.helpers.structured import paged_batch, structured
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
@@ -262,13 +261,12 @@ def test_reference_keeps_what_the_paper_keeps():
 
     The last tile of the prompt has 21 queries, so the estimate's 128 queries begin inside the tile before.
     """
-    data = structured(1301, 0, 4, 2, 64)
-    batch, method = paged_batch(data, 16), SharePrefill(1.01, 0.3, 0.8, cluster=0)
+    batch, method = lined_batch([(0, 1301)], 4, 2, 64, 16), SharePrefill(1.01, 0.3, 0.8, cluster=0)
     ours, lines = (mask_of(select(m, batch, by_reference=True), 0) for m in (method, method.fallback))
-    queries, keys = data.q.double().transpose(0, 1), data.k.double().repeat_interleave(2, 1).transpose(0, 1)
+    queries, keys = (torch.stack(parts) for parts in zip(*(row_parts(batch, 0, head) for head in range(4))))
     tokens = torch.arange(1301)
     diagonal = (tokens[:, None] >= tokens) & (tokens[:, None] // 128 <= tokens // 128)
-    masks = list(papers_masks(queries, keys, data.scale, method))
+    masks = list(papers_masks(queries, keys, batch.scale, method))
     assert [mask is None for mask in masks] == [torch.equal(ours[head], lines[head]) for head in range(4)]
     shared = [(ours[head], mask | diagonal) for head, mask in enumerate(masks) if mask is not None][1:]
     assert 0 < len(shared) < 3

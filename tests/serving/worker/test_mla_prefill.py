@@ -16,6 +16,8 @@ from vllm.config import set_current_vllm_config
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers import mla_layers
+from tests.helpers.tiny_models import MLA_CONFIG
+from tests.helpers.vllm_objects import make_model
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.mla import describe
@@ -44,7 +46,7 @@ def make_layers(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         staticmethod(lambda _: CHUNK_TOKENS),
     )
     monkeypatch.setattr(compat, "is_stock_mla_layer", lambda layer: True)
-    model = mla_layers.make_mla_model(tmp_path / "model")
+    model = make_model(tmp_path / "model", **MLA_CONFIG)
 
     def make(settings: Any = None, **options: Any) -> Any:
         config = mla_layers.make_mla_config(model, A_SHAPE | {"min_tokens": MIN_TOKENS} | (settings or {}))

@@ -7,7 +7,6 @@ from typing import Any
 from vllm_sparse_backend.serving.frontend.metrics_endpoint import EnginePolls, MetricsMiddleware
 from vllm_sparse_backend.serving.frontend.middleware import LevelsMiddleware
 from vllm_sparse_backend.serving.registration import is_selected
-from vllm_sparse_backend.serving.resolution import settings_of
 
 
 class SparsePrefillEndpoint:
@@ -31,5 +30,4 @@ class SparsePrefillEndpoint:
         """Turn the middleware on if the server runs this backend."""
         config = getattr(engine_client, "vllm_config", None)
         if config is not None and is_selected(config.attention_config):
-            interval_s = settings_of(config).metrics_interval_s
-            self.polls = EnginePolls(engine_client, config.model_config.served_model_name, interval_s)
+            self.polls = EnginePolls(engine_client, config.model_config.served_model_name)

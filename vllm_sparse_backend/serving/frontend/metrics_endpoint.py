@@ -35,6 +35,9 @@ logger = logging.getLogger(LOGGER)
 WAIT_S = 0.02
 """Maximum wait of a scrape for the engines that it polls."""
 
+INTERVAL_S = 1.0
+"""Minimum interval at which /metrics polls the engines."""
+
 TIMEOUT_S = 4.0
 """Seconds without an answer after which /metrics shows an engine as down."""
 
@@ -132,7 +135,7 @@ class EnginePoll:
 class EnginePolls:
     """The polls of a server's engines."""
 
-    def __init__(self, engine_client: Any, model_name: str, interval_s: float) -> None:
+    def __init__(self, engine_client: Any, model_name: str, interval_s: float = INTERVAL_S) -> None:
         self._client = engine_client
         self._model_name, self._interval_s = model_name, interval_s
         self._polls: dict[str, EnginePoll] = {}

@@ -117,12 +117,11 @@ def _prompt(vllm_config: VllmConfig) -> list[int]:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
 
-    name = vllm_config.model_config.tokenizer
-    prompt = streaming_heads.streaming_prompt(encode, begin_ids(tokenizer), name)
+    prompt = streaming_heads.streaming_prompt(encode, begin_ids(tokenizer))
     num_embeddings = vllm_config.model_config.get_vocab_size()
     if max(prompt) >= num_embeddings:  # on a GPU, this would end the process
         raise ConfigurationError(
-            f"streaming_heads: the tokenizer of {name} makes token {max(prompt)}, expected less than the model's "
+            f"streaming_heads: the tokenizer makes token {max(prompt)}, expected less than the model's "
             f"{num_embeddings} tokens; serve the model with its own tokenizer"
         )
     return prompt
