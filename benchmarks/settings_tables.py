@@ -20,7 +20,7 @@ from vllm_sparse_backend.config.settings import (
     SparsePrefillConfig,
 )
 from vllm_sparse_kernels.attention import widest_block
-from vllm_sparse_kernels.cards import CARDS
+from vllm_sparse_kernels.cards import CARDS, HOPPER_CAPABILITY
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (
@@ -90,7 +90,7 @@ def cards_table() -> str:
     for card in CARDS:
         head_dims = [str(dim) for dim in COMMON_HEAD_DIMS if widest_block(dim, card.shared_bytes) is not None]
         capability = ".".join(map(str, card.capability))
-        engines = "`hopper`, `flash`, `portable`" if card.is_measured else "`flash`, `portable`"
+        engines = "`hopper`, `flash`, `portable`" if card.capability == HOPPER_CAPABILITY else "`flash`, `portable`"
         status = "measured" if card.is_measured else "compiled, never run"
         shared = f"{card.shared_bytes >> 10} KiB"
         rows.append([capability, card.names, shared, ", ".join(head_dims), engines, status])

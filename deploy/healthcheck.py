@@ -28,7 +28,7 @@ def options(command: list[str]) -> dict[str, str]:
 def config_file(path: str) -> dict[str, str]:
     import yaml  # vLLM depends on it
 
-    values: Any = yaml.safe_load(Path(path).read_text())
+    values: Any = yaml.safe_load(Path(path).read_text()) or {}
     return {str(name).replace("_", "-"): str(value) for name, value in values.items()}
 
 
@@ -46,7 +46,10 @@ def connection(given: dict[str, str]) -> tuple[str, http.client.HTTPConnection]:
 def main() -> None:
     arguments = sys.argv[1:]
     command = ["--port", *arguments] if arguments else Path("/proc/1/cmdline").read_text().split("\0")
-    address, server = connection(options(command))
+    given = options(command)
+    if "headless" in given:  # a further node, which serves no requests
+        return
+    address, server = connection(given)
     try:
         server.request("GET", "/health")
         status = server.getresponse().status

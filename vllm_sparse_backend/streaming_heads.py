@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.model_shape import layer_kinds, read_config_json, text_part
 from vllm_sparse_backend.prompts.lookups import Encode, insert_threads
 from vllm_sparse_backend.prompts.texts import measuring_text
@@ -102,6 +103,11 @@ def found_by_default(model: Path, chunk_tokens: int) -> bool:
 def streaming_prompt(encode: Encode, start: Sequence[int]) -> list[int]:
     """Make the prompt on which heads are measured: Python sources, with lookups and repeated passages."""
     ids = encode(measuring_text())
+    if len(ids) < 2 * PROMPT_TOKENS:
+        raise ConfigurationError(
+            f"streaming_heads: given a tokenizer that makes {len(ids):,} tokens of a text, expected at least "
+            f"{2 * PROMPT_TOKENS:,}"
+        )
     return insert_threads(ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:], start, encode, random.Random(SEED))
 
 

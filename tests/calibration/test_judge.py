@@ -182,7 +182,8 @@ class NearAndFarCapturer(StructuredCapturer):
         return LayerTensors(q, k, v), 1.0
 
 
-def test_the_default_has_streaming_heads(tmp_path: Path) -> None:
+def test_the_default_has_streaming_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_sparse_backend.calibration.judge.PROMPT_TOKENS", 4096)
     job = make_job(tmp_path / "work", num_tokens=4096, num_prompts=2, capturer=NearAndFarCapturer())
     captures = job.capturer(job.prompts, tmp_path)
     judged, without = (captured_layer(captures, Served(1024, 100, finds)) for finds in (True, False))

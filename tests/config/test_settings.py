@@ -55,9 +55,9 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ({"requests": True}, "sparse_prefill.requests: given true, expected a mapping of fields to values"),
         ({"requests": {"allowed": []}}, "requests.allowed: unknown field: given 'allowed', expected one of"),
         ({"profile": 3}, "sparse_prefill.profile: given 3, expected a valid string"),
-        ({"streaming_heads": "off"}, "streaming_heads: given 'off', expected 'auto', True or False"),
-        ({"streaming_heads": {"min_context_tokens": 0}}, "expected 'auto', True or False"),
-        ({"streaming_heads": None}, "streaming_heads: given null, expected 'auto', True or False"),
+        ({"streaming_heads": "off"}, "streaming_heads: given 'off', expected 'auto', true or false"),
+        ({"streaming_heads": {"min_context_tokens": 0}}, "expected 'auto', true or false"),
+        ({"streaming_heads": None}, "streaming_heads: given null, expected 'auto', true or false"),
         ({"requests": [None, True]}, "requests: given [null, true], expected a mapping"),
         ({"streaming_heads": True, "profile": "streaming"}, "given both profile 'streaming' and streaming_heads"),
         (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures of structured heads without a model. Each layer has a part of each kind of head."""
+"""Captures of heads with columns and diagonals, without a model."""
 
 import random
 from collections.abc import Sequence

@@ -16,6 +16,7 @@ from tests.helpers.external_tools import ROOT
 from vllm_sparse_backend.cli import app
 from vllm_sparse_backend.config.metrics import METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.config.request_levels import FIELD
+from vllm_sparse_kernels.methods import METHODS
 
 DOCUMENTS = [
     *ROOT.glob("*.md"),
@@ -185,7 +186,14 @@ def test_links(path: Path) -> None:
 
 
 @pytest.mark.parametrize("document", settings_tables.DOCUMENTS)
-def test_tables_of_settings_and_methods_are_current(document: str) -> None:
+def test_tables_of_settings_are_current(document: str) -> None:
     text = (ROOT / document).read_text()
     assert settings_tables.REGION.search(text), document
     assert settings_tables.fill(text, document) == text, "run python -m benchmarks.settings_tables"
+
+
+def test_the_table_of_methods_is_complete() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \|", (ROOT / "docs/settings.md").read_text().split("Keys that a query attends to")[1], re.M
+    )
+    assert set(rows) >= {spec.name for spec in METHODS.builtin_specs}

@@ -22,7 +22,6 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.streaming_heads import (
-    FIRST_QUERY,
     PROMPT_TOKENS,
     AttentionTraits,
     attend_and_measure,
@@ -171,7 +170,7 @@ class LayerPrompt:
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
         without_nan(batches[0])  # replaces NaN in the cache that all chunks share
         windows = None
-        if served.finds_streaming_heads and captured.num_tokens > FIRST_QUERY:
+        if served.finds_streaming_heads and captured.num_tokens >= PROMPT_TOKENS:
             # By the rule of a server, on the prompt's first tokens.
             query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
             windows = attend_and_measure(query, key, value, AttentionTraits(scale))[1].windows()

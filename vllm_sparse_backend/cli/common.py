@@ -43,6 +43,8 @@ def output(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """Check an option that names an output file, before measurements begin."""
     if path is not None:
         with failures():
+            if str(path) == "-":
+                raise ConfigurationError(f"{param.opts[0]}: given '-', expected a file")
             require_output_file(param.opts[0], path)
     return path
 
@@ -228,7 +230,8 @@ class ServerOptions:
         options = (("--settings", self.settings), ("--server-args", self.server_args))
         if useless := [name for name, value in options if value]:
             raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
-        return list(chain.from_iterable(Contestant.running(url, levels) for url in urls))
+        running = list(chain.from_iterable(Contestant.running(url, levels) for url in urls))
+        return list({contestant.label: contestant for contestant in running}.values())
 
     def report(self, bench: str) -> Report:
         """Return an empty report about these servers, or about this machine."""

@@ -79,6 +79,7 @@ def reason_of(detail: ErrorDetails) -> str:
     if kind == "json_invalid":  # does not quote the input: any file of the machine may have been named
         return f"not JSON: {detail['ctx']['error']}"
     expected = "a mapping of fields to values" if kind in MAPPINGS else detail["msg"].removeprefix("Input should be ")
+    expected = expected.replace("True", "true").replace("False", "false")  # as YAML and JSON write them
     return unexpected(detail["input"], expected)
 
 

@@ -55,7 +55,7 @@ class RequestsConfig(Section):
 class SparsePrefillConfig(Section):
     """All settings of the backend. Every field has a default, so that the empty mapping is a valid configuration."""
 
-    profile: StrictStr | None = None
+    profile: Annotated[StrictStr, Field(min_length=1)] | None = None
     """Name of a bundled profile, or path of a YAML file. Excludes `method` and `params`. See profiles/README.md."""
 
     method: StrictStr = "default"

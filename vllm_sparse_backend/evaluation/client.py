@@ -24,7 +24,7 @@ from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.report import BenchError
-from vllm_sparse_backend.prompts.texts import measuring_text
+from vllm_sparse_backend.prompts.texts import project_text
 
 TIMEOUT_S = 1800.0
 HOST_AND_PORT = re.compile(r"[\w.-]+(:\d+)?")
@@ -232,7 +232,7 @@ class Prompts:
     @staticmethod
     def of(endpoint: Endpoint, text: str | None = None) -> "Prompts":
         """Tokenize a text, or this project's sources."""
-        return Prompts(endpoint.tokenize(text or measuring_text()[:400_000]))
+        return Prompts(endpoint.tokenize(text or project_text()[:400_000]))
 
     def take(self, length: int) -> list[int]:
         """Return the next prompt of ``length`` tokens. A short text starts again."""

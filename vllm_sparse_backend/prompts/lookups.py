@@ -91,7 +91,7 @@ def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_star
     if needed > num_tokens:
         raise ConfigurationError(
             f"generated prompt: given {num_tokens:,} tokens, expected at least {needed:,} with this tokenizer: lines "
-            "with facts and questions may fill half of a prompt"
+            "with facts and questions may fill half of a prompt; use longer prompts"
         )
 
 

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -203,30 +203,34 @@ def begin_core(original: Function) -> Function:
     def initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, vllm_config, *args, **kwargs)
         if serves(vllm_config):
+            from vllm_sparse_backend.serving.resolution import resolve
             from vllm_sparse_backend.serving.streaming_startup import shares_blocks
             from vllm_sparse_backend.serving.worker.streaming import heads_of_worker
 
             heads = self.model_executor.collective_rpc(heads_of_worker)[0] if shares_blocks(vllm_config) else ""
-            _install_on(self, CORE_OBJECT, heads)
+            _install_on(self, CORE_OBJECT, (heads, resolve(vllm_config).plans.keys()))
         return result
 
     return initialize_kv_caches
 
 
-def refuse_unchecked_requests(original: Function, core: Any, heads: str) -> Function:
-    """Refuse requests whose level no front process of this package has checked; complete the salts of the others.
+def refuse_unchecked_requests(original: Function, core: Any, known: tuple[str, Collection[str]]) -> Function:
+    """Refuse requests whose level is not checked, or not this engine's; complete the salts of the others.
 
-    The front process writes the salts, but does not know which heads the workers found: an offline engine asks them
-    nothing at its start, and engines of a server may find different heads.
+    ``known`` is the fingerprint of streaming heads and the engine's levels. The front process writes the salts, but
+    does not know which heads the workers found: an offline engine asks them nothing at its start, and engines of a
+    server may find different heads.
     """
     from vllm_sparse_backend.serving.level_policy import add_heads_to_salt, refuse_unchecked
+
+    heads, levels = known
 
     def preprocess_add_request(request: Any) -> Any:
         add_heads_to_salt(request, heads)
         # First, because it puts the request's images into the core's cache, where the front process expects them for
         # the next request.
         prepared = original(request)
-        refuse_unchecked(request)
+        refuse_unchecked(request, levels)
         return prepared
 
     return preprocess_add_request

@@ -10,6 +10,7 @@ ours are then exact, whichever server wrote them, and only servers with the same
 
 import logging
 import multiprocessing
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm_sparse_backend.config.request_levels import (
     RequestLevel,
     fingerprint,
     is_checked,
+    level_in,
     with_level,
 )
 from vllm_sparse_backend.identity import LOGGER
@@ -92,8 +94,12 @@ def set_level(policy: LevelPolicy, request: Any, level: RequestLevel) -> None:
     request.sampling_params.extra_args = with_level(request.sampling_params.extra_args, level)
 
 
-def refuse_unchecked(request: Any) -> None:
-    """Refuse a new request in the engine core if no front process of this package has checked its level."""
+def refuse_unchecked(request: Any, levels: Collection[str]) -> None:
+    """Refuse a new request in the engine core if no front process of this package has checked its level.
+
+    A front process on another node may have been started with other settings. Its request is refused too if this
+    engine does not have its level: the workers could not run it.
+    """
     params = request.sampling_params
     prefills = params is not None and not request.abort_immediately
     if prefills and not is_checked(params.extra_args):
@@ -101,6 +107,12 @@ def refuse_unchecked(request: Any) -> None:
             f"sparse-prefill: given a request whose level ({FIELD} in vllm_xargs) no front process of this package has "
             "checked, expected vLLM's front end in Python with this package (`vllm serve` without "
             f"{RUST_FRONTEND})",
+            parameter="vllm_xargs",
+        )
+    if prefills and (name := level_in(params.extra_args).name) not in (EXACT, *levels):
+        raise VLLMValidationError(
+            f"sparse-prefill: given level {name!r}, which this engine does not have, expected one of "
+            f"{', '.join((EXACT, *levels))}; start all nodes of the server with the same settings",
             parameter="vllm_xargs",
         )
 

@@ -62,6 +62,14 @@ def test_pairs_of_steps_add_up() -> None:
     assert found(recorder) == expected | {"causal_pairs 1": 3 * causal, "kept_pairs 1": sum(kept)}
 
 
+def test_more_pairs_than_32_bits_hold() -> None:
+    index = random_index(random_batch([(0, 512)], 8, 2, 16, 16), 64, 1.0)
+    index.block_counts.fill_(100_000)
+    recorder = make()
+    recorder.count_pairs(1, index)
+    assert found(recorder)["kept_pairs 1"] == 8 * 4 * 100_000 * 64 * 128 - index.masked_pairs
+
+
 @pytest.mark.parametrize(("rank", "rows"), [(0, {"rows sparse": 1}), (1, {})])
 def test_ranks_have_the_same_rows_and_the_first_counts_them(rank: int, rows: dict[str, int]) -> None:
     worker = SimpleNamespace(rank=rank, requests=SimpleNamespace(is_counted=True), recorder=make())

@@ -186,7 +186,7 @@ class TestFinding:
     @pytest.mark.parametrize(
         ("tokenizer", "says"),
         [
-            (Tokenizer(step=100), "ValueError: "),
+            (Tokenizer(step=100), "ConfigurationError: .* expected at least 16,384"),
             (Tokenizer(first=70_000), "ConfigurationError: .* makes token 70"),
         ],
         ids=["few tokens", "tokens of another model"],
