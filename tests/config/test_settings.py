@@ -55,6 +55,8 @@ def test_all_wrong_fields_are_named_at_once() -> None:
         ({"requests": True}, "sparse_prefill.requests: given true, expected a mapping of fields to values"),
         ({"requests": {"allowed": []}}, "requests.allowed: unknown field: given 'allowed', expected one of"),
         ({"profile": 3}, "sparse_prefill.profile: given 3, expected a valid string"),
+        ("", "sparse_prefill.profile: given '', expected at least 1 character"),
+        ({"requests": {"allow": "on"}}, "sparse_prefill.requests.allow: given 'on', expected a valid list"),
         ({"streaming_heads": "off"}, "streaming_heads: given 'off', expected 'auto', true or false"),
         ({"streaming_heads": {"min_context_tokens": 0}}, "expected 'auto', true or false"),
         ({"streaming_heads": None}, "streaming_heads: given null, expected 'auto', true or false"),

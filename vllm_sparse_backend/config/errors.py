@@ -78,8 +78,12 @@ def reason_of(detail: ErrorDetails) -> str:
         return "missing"
     if kind == "json_invalid":  # does not quote the input: any file of the machine may have been named
         return f"not JSON: {detail['ctx']['error']}"
-    expected = "a mapping of fields to values" if kind in MAPPINGS else detail["msg"].removeprefix("Input should be ")
-    expected = expected.replace("True", "true").replace("False", "false")  # as YAML and JSON write them
+    if kind in MAPPINGS:
+        expected = "a mapping of fields to values"
+    else:
+        expected = detail["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+        for python, written in (("True", "true"), ("False", "false"), ("tuple", "list")):  # as YAML and JSON write them
+            expected = expected.replace(python, written)
     return unexpected(detail["input"], expected)
 
 
