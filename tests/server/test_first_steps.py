@@ -66,7 +66,7 @@ def test_every_command_runs(tmp_path: Path) -> None:
     rows = [
         line.replace(" ", "").split("|")
         for line in of_method.splitlines()
-        if line.startswith("| mine") and " of " in line
+        if line.startswith("| http") and " of " in line
     ]
     assert [row[3:6:2] for row in rows] == [["24of24", "1.000"]] * 2, of_method
     for said in (of_method, of_profile):
