@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.calibration_cases import HEAD_DIM, HEADS, KV_HEADS, StructuredCapturer, make_job
+from tests.helpers.calibration_cases import HEAD_DIM, HEADS, KV_HEADS, LinedCapturer, make_job
 from tests.helpers.masks import mask_of
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.calibration.judge import (
@@ -167,7 +167,7 @@ def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():
     assert extrapolate_unseen(prompts[:1]).tolist() == prompts[0].tolist()
 
 
-class NearAndFarCapturer(StructuredCapturer):
+class NearAndFarCapturer(LinedCapturer):
     """A capture in which even heads attend to the nearest keys only, and odd heads to one far key as well."""
 
     def layer(self, num_tokens: int, seed: int) -> tuple[LayerTensors, float]:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs on captures of structured heads end in a valid profile."""
+"""Whole runs on captures of heads with columns and diagonals end in a valid profile."""
 
 from functools import partial
 
 import pytest
 
-from tests.helpers.calibration_cases import COSTS, HEADS, LAYERS, StructuredCapturer, make_job
+from tests.helpers.calibration_cases import COSTS, HEADS, LAYERS, LinedCapturer, make_job
 from vllm_sparse_backend.calibration.judge import Bound
 from vllm_sparse_backend.calibration.loop import calibrate
 from vllm_sparse_backend.calibration.prompts import sha256_of
@@ -57,7 +57,7 @@ def test_prompts_without_a_sparse_position_are_refused(tmp_path):
 
 
 def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
-    job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)), sets_min_tokens=True)
+    job = make_job(tmp_path / "work", capturer=LinedCapturer(left_out=(1,)), sets_min_tokens=True)
     profile = calibrate(job, CHEAPEST, {"fast": BOUNDS["fast"]}, "a test")
     assert 1 in profile.dense_layers
     assert set(profile.provenance["figures"]["error"]) == {0}

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.helpers.calibration_cases import HEADS, StructuredCapturer, make_job
+from tests.helpers.calibration_cases import HEADS, LinedCapturer, make_job
 from vllm_sparse_backend.calibration.loop import CPU
 from vllm_sparse_backend.calibration.papers import share_prefill as module
 from vllm_sparse_backend.calibration.papers.share_prefill import (
@@ -131,7 +131,7 @@ def test_the_papers_side_takes_no_more_memory_than_is_said(monkeypatch):
 
 def test_every_head_of_a_sparse_layer_has_its_cluster(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "cluster_heads", lambda maps, *_: [[0, 0, 0, NOISE]] * len(maps))
-    job = make_job(tmp_path / "work", capturer=StructuredCapturer(left_out=(1,)))
+    job = make_job(tmp_path / "work", capturer=LinedCapturer(left_out=(1,)))
     shared, noise = SharePrefill(cluster=0), SharePrefill(cluster=NOISE)
     assert shared_heads(job) == [[shared, shared, shared, noise], [noise] * HEADS]
     monkeypatch.setattr(module, "cluster_heads", lambda maps, *_: [[NOISE] * HEADS] * len(maps))

@@ -25,7 +25,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-class StructuredCapturer:
+class LinedCapturer:
     """Captures layers that are made from the prompt's tokens."""
 
     def __init__(self, left_out: Sequence[int] = ()) -> None:
@@ -50,7 +50,7 @@ class StructuredCapturer:
 
 @dataclass(frozen=True)
 class StructuredJob(Job):
-    capturer: StructuredCapturer = field(default_factory=StructuredCapturer)
+    capturer: LinedCapturer = field(default_factory=LinedCapturer)
 
     def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
         return self.capturer(prompts, self.folder)
