@@ -15,10 +15,7 @@ from typing import Any
 
 from vllm_sparse_backend.config.errors import Section
 from vllm_sparse_backend.config.ranges import MOST_COUNT
-from vllm_sparse_backend.config.settings import (
-    RequestsConfig,
-    SparsePrefillConfig,
-)
+from vllm_sparse_backend.config.settings import RequestsConfig, SparsePrefillConfig
 from vllm_sparse_kernels.attention import widest_block
 from vllm_sparse_kernels.cards import CARDS, HOPPER_CAPABILITY
 
@@ -41,13 +38,18 @@ def markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
+def in_code(value: object) -> str:
+    """Format a value as an operator writes it."""
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
 def type_text(schema: Mapping[str, Any]) -> str:
     """Describe the type of a field."""
     if "anyOf" in schema:
         alternatives = [type_text(part) for part in schema["anyOf"] if part.get("type") != "null"]
         return ", or ".join(alternatives)
     if "enum" in schema:
-        return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in schema["enum"])
+        return ", ".join(map(in_code, schema["enum"]))
     if "const" in schema:
         return f"`{schema['const']}`"
     if "$ref" in schema or schema["type"] == "object":
@@ -69,7 +71,7 @@ def default_text(value: object) -> str:
         return "none"
     if isinstance(value, Section):
         value = value.model_dump(exclude_defaults=True)
-    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+    return in_code(value)
 
 
 def settings_table(section: type[Section]) -> str:

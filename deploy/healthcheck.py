@@ -47,7 +47,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     command = ["--port", *arguments] if arguments else Path("/proc/1/cmdline").read_text().split("\0")
     given = options(command)
-    if "headless" in given:  # a further node, which serves no requests
+    if given.get("headless", "False") != "False":  # a further node, which serves no requests
         return
     address, server = connection(given)
     try:

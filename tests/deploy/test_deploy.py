@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,20 @@ def test_health_check_follows_the_server(command: list[str], address: str, tmp_p
     check = runpy.run_path(str(DEPLOY / "healthcheck.py"))
     given = check["options"]([str(config) if part == "CONFIG" else part for part in command])
     assert check["connection"](given)[0] == address
+
+
+@pytest.mark.parametrize(("command", "asks"), [(["--headless", "--port", "1"], False), (["--config", "CONFIG"], True)])
+def test_a_node_without_a_server_is_healthy(
+    command: list[str], asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (config := tmp_path / "config.yaml").write_text("headless: false\nport: 1\n")
+    (cmdline := tmp_path / "cmdline").write_text("\0".join([*command, ""]).replace("CONFIG", str(config)))
+    check = runpy.run_path(str(DEPLOY / "healthcheck.py"))
+    monkeypatch.setattr("sys.argv", ["healthcheck.py"])
+    files = {"/proc/1/cmdline": cmdline}
+    monkeypatch.setitem(check["main"].__globals__, "Path", lambda path: files.get(path, Path(path)))
+    with pytest.raises(SystemExit, match="no answer from http://127") if asks else nullcontext():
+        check["main"]()
 
 
 def test_entry_point_refuses_another_backend() -> None:

@@ -144,6 +144,17 @@ def test_what_cannot_be_asked_is_said(options, said):
     assert said in result.stderr
 
 
+def test_a_server_that_is_named_twice_is_asked_once(pair):
+    """Whatever the texts: a URL with a path, a number with more digits, JSON with more spaces."""
+    _, ours = pair()
+    assert "--url: given one server" in run("--url", ours, "--url", f"{ours}/v1", "--lengths", "40").stderr
+    assert (
+        "--url: given one server" in run("--url", ours, "--level", "0.5", "--level", "0.50", "--lengths", "40").stderr
+    )
+    settings = [Settings.parse(text) for text in ('{"method": "sale"}', '{"method":"sale"}')]
+    assert len(compared_servers.servers_to_start(BUNDLED, settings, 100)) == 2
+
+
 def test_one_server_is_too_few_and_two_of_its_levels_are_enough(pair, tmp_path):
     """The first level is the baseline, and tables use its name."""
     _, ours = pair()

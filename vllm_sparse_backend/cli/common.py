@@ -157,7 +157,7 @@ def levels_of(texts: Sequence[str] | None) -> list[float | str]:
     """Parse levels as requests give them: numbers as numbers, with 0 and 1 as integers."""
     return [
         int(text) if text in ("0", "1") else float(text) if re.fullmatch(r"0\.\d+", text) else text
-        for text in dict.fromkeys(texts or ())
+        for text in texts or ()
     ]
 
 
@@ -173,7 +173,7 @@ def settings_of(texts: Sequence[str] | None, model: Path) -> "list[Settings]":
     """Parse --settings for a model. The default is a server without settings."""
     from vllm_sparse_backend.evaluation.compared_servers import Settings
 
-    return [Settings.parse(text, model) for text in dict.fromkeys(texts or ["{}"])]
+    return [Settings.parse(text, model) for text in texts or ["{}"]]
 
 
 def names_among(option: str, text: str, known: Collection[str]) -> list[str]:
@@ -218,9 +218,9 @@ class ServerOptions:
 
         Started servers accept requests of ``max_len`` tokens. Raises BenchError if the options contradict each other.
         """
-        from vllm_sparse_backend.evaluation.compared_servers import Contestant, servers_to_start
+        from vllm_sparse_backend.evaluation.compared_servers import Contestant, once_each, servers_to_start
 
-        urls, levels = dict.fromkeys(self.url or ()), levels_of(self.level)
+        urls, levels = self.url or (), levels_of(self.level)
         if (self.model is None) == (not urls):
             given = "neither a model nor --url" if self.model is None else "a model and --url"
             raise BenchError(f"MODEL: given {given}, expected a model to serve, or the --url of running servers")
@@ -230,8 +230,7 @@ class ServerOptions:
         options = (("--settings", self.settings), ("--server-args", self.server_args))
         if useless := [name for name, value in options if value]:
             raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
-        running = list(chain.from_iterable(Contestant.running(url, levels) for url in urls))
-        return list({contestant.label: contestant for contestant in running}.values())
+        return once_each(chain.from_iterable(Contestant.running(url, levels) for url in urls))
 
     def report(self, bench: str) -> Report:
         """Return an empty report about these servers, or about this machine."""

@@ -79,11 +79,10 @@ def reason_of(detail: ErrorDetails) -> str:
     if kind == "json_invalid":  # does not quote the input: any file of the machine may have been named
         return f"not JSON: {detail['ctx']['error']}"
     if kind in MAPPINGS:
-        expected = "a mapping of fields to values"
-    else:
-        expected = detail["msg"].removeprefix("Input should be ").removeprefix("String should have ")
-        for python, written in (("True", "true"), ("False", "false"), ("tuple", "list")):  # as YAML and JSON write them
-            expected = expected.replace(python, written)
+        return unexpected(detail["input"], "a mapping of fields to values")
+    expected = detail["msg"].removeprefix("Input should be ").removeprefix("String should have ")
+    for python, written in (("True", "true"), ("False", "false"), ("tuple", "list")):  # as YAML and JSON write them
+        expected = expected.replace(python, written)
     return unexpected(detail["input"], expected)
 
 

@@ -77,9 +77,12 @@ def max_positions(config: Mapping[str, Any]) -> int | None:
     With other scalings of rotary embeddings than these two, the config has the scaled number.
     """
     positions = config.get("max_position_embeddings")
+    if not positions:
+        return None
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    is_scaled = scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic")
-    return int(positions * (scaling.get("factor") or 1 if is_scaled else 1)) if positions else None
+    if scaling.get("rope_type", scaling.get("type")) in ("linear", "dynamic"):
+        positions *= scaling.get("factor", 1)
+    return int(positions)
 
 
 def _with_defaults(path: Path) -> dict[str, Any] | None:

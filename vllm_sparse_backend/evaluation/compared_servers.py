@@ -4,7 +4,7 @@
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -114,6 +114,11 @@ class Contestant:
         return Contestant(label, name_of_path(str(model)), what, start)
 
 
+def once_each(contestants: Iterable[Contestant]) -> list[Contestant]:
+    """Return each server, or level of a server, once. Several texts may name the same: URLs, numbers, JSON."""
+    return list({contestant.label: contestant for contestant in contestants}.values())
+
+
 def groups(contestants: Sequence[Contestant]) -> list[list[Contestant]]:
     """Return those that are open at the same time: all running servers, or one server that is started."""
     by_server = groupby(contestants, key=lambda contestant: contestant.is_running or contestant.open)
@@ -162,7 +167,7 @@ def servers_to_start(
         label = name if is_unique else json.dumps(dict(setting.values))
         ours = Contestant.served(label, model, (*args, *sparse_args(setting.values)), setting.identity)
         contestants += ours.at(levels)
-    return contestants
+    return once_each(contestants)
 
 
 def resume(report: Report, options: Mapping[str, Any], contestants: Sequence[Contestant]) -> None:

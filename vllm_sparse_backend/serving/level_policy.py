@@ -95,10 +95,10 @@ def set_level(policy: LevelPolicy, request: Any, level: RequestLevel) -> None:
 
 
 def refuse_unchecked(request: Any, levels: Collection[str]) -> None:
-    """Refuse a new request in the engine core if no front process of this package has checked its level.
+    """Refuse a new request in the engine core, unless a front process of this package has checked its level.
 
-    A front process on another node may have been started with other settings. Its request is refused too if this
-    engine does not have its level: the workers could not run it.
+    Also refuse a level that this engine does not have, which its workers could not run. The front process may be on
+    a node that was started with other settings.
     """
     params = request.sampling_params
     prefills = params is not None and not request.abort_immediately

@@ -32,7 +32,7 @@ def softmax_of(queries: torch.Tensor, keys: torch.Tensor, positions: torch.Tenso
 
 
 def diagonal_sums(weights: torch.Tensor, positions: torch.Tensor, band: int) -> torch.Tensor:
-    """Sum Â over diagonals of blocks of ``band`` tokens: block of a query's position minus block of a key's."""
+    """Sum Â along each diagonal: by the number of blocks of ``band`` tokens from a key to a query."""
     keys = torch.arange(weights.shape[1], device=weights.device)
     distances = positions[:, None] // band - keys // band
     sums = weights.new_zeros(ceil_div(weights.shape[1], band))

@@ -106,20 +106,19 @@ class Worker:
 
     def layer_levels(self, number: int, plans: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
         """Return a layer's methods and engines at each level."""
+        windows = self.streaming.by_layer.get(number, {})
+        # A request that sets p gets that share in every head.
         return {
-            # A request that sets p gets that share in every head.
             level: LayerLevel(
-                self.layer(of_level, head_dim)
-                if level == SHARE
-                else self._with_streaming_heads(number, of_level, head_dim),
+                self._with_streaming_heads(of_level, head_dim, {} if level == SHARE else windows),
                 stays_dense=plan.layer(number) is None,
             )
             for (level, plan), of_level in zip(self.resolved.plans.items(), plans, strict=True)
         }
 
-    def _with_streaming_heads(self, number: int, plan: LayerPlan, head_dim: int) -> Layer:
-        """Return a layer whose streaming heads keep only the first and the nearest keys."""
-        windows, scoring = self.streaming.by_layer.get(number, {}), self.layer(plan, head_dim)
+    def _with_streaming_heads(self, plan: LayerPlan, head_dim: int, windows: Mapping[int, int]) -> Layer:
+        """Return a layer in which heads with a window keep only the first and the nearest keys."""
+        scoring = self.layer(plan, head_dim)
         methods = tuple(
             streaming_method(windows[head]) if head in windows and name_of(method) == SCORING_METHOD else method
             for head, method in enumerate(plan.methods)

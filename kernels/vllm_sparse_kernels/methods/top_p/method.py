@@ -156,7 +156,7 @@ def hopper_refusal(spec: SelectSpec) -> str | None:
 
 
 def _select(kernels: Any, call: Call) -> None:
-    """Fill the lists of the call's heads with the masses that ``kernels`` computes: ``hopper`` or ``portable``."""
+    """Fill the lists of the call's heads. The module ``kernels``, ``hopper`` or ``portable``, computes the masses."""
     if all(method.kept_mass == 1 for method in call.heads.methods):
         compact_blocks(None, call)
         return
