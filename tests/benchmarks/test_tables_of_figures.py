@@ -228,7 +228,7 @@ def test_capacity() -> None:
 
 def test_settings_in_turns() -> None:
     _, *rows = table(PERFORMANCE, "setting", "conversations", "answers ÷ stock's", "lowest turn")
-    assert len(rows) == 6
+    assert len(rows) == 5
     for setting, conversations, *cells in rows:
         name = f"SmolLM2, {conversations} conversations of 12 turns"
         name += "" if setting.startswith("the default") else f", {setting}"
