@@ -68,6 +68,7 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.methods.top_p.choice import search_threshold
 from vllm_sparse_kernels.selection.lists import above_threshold, append, compact_blocks, list_of, tile_blocks
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import (
@@ -80,14 +81,14 @@ HELD_BLOCKS = Constant(2048)
 """Blocks of a row of S^ that stay in registers during the search for its threshold: the blocks of 131,072 keys. The
 other blocks of longer rows are read again in each step of the search."""
 
-FORCED = Constant(-1.0)
-"""Rank of a key block outside the softmax; all other ranks are >= 0."""
+FORCED = Constant(-1e-30)
+"""Rank of a key block outside the softmax; all other ranks are >= 0, and this one adds nothing to their sums."""
 
 LEAST = Constant(-3.0e38)
 """Replaces the largest score of a row without scores."""
 
-ONE_BITS = Constant(0x3F800000)
-"""The bits of 1.0, the largest rank. The bits of floats >= 0 sort as the floats do."""
+MOST_BLOCKS = Constant(1 << 30)
+"""No limit of the number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -184,19 +185,8 @@ def _keep_top_blocks_kernel(
     is_dissimilar = tl.load(similarity + i_selected * num_tiles + i_tile) < tl.load(limits.min_similarity + i_selected)
     all_kept = tl.where(kept_mass >= 1, 1, is_dissimilar.to(tl.int32)) != 0
     b_rank, total = _ranks(row, num_blocks)
-    target = total * kept_mass
-
-    # Bisect for the largest bits for which all ranks of at least these bits reach the target, in 30 steps at most.
-    bits = tl.where(all_kept, ONE_BITS, 1)
-    too_many = ONE_BITS + 1
-    for _ in range(tl.where(all_kept, 0, 30)):
-        middle = (bits + too_many) // 2
-        is_reached = _sum_ranks(b_rank, row, num_blocks, middle) >= target
-        bits = tl.where(is_reached, middle, bits)
-        too_many = tl.where(is_reached, too_many, middle)
-    # Keep the first blocks with exactly these bits, as many as needed.
-    missing = target - _sum_ranks(b_rank, row, num_blocks, bits + 1)
-    num_equal = tl.ceil(missing / bits.to(tl.float32, bitcast=True)).to(tl.int32)
+    target = tl.where(all_kept, 0.0, total * kept_mass)
+    bits, num_equal = search_threshold(b_rank, row, 0, num_blocks, target, MOST_BLOCKS, HELD_BLOCKS)
 
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, KEY_BLOCK * HALVES)
     ids = list_of(index, i_head, i_tile)
@@ -242,18 +232,3 @@ def _ranks(row, num_blocks):
         tl.store(row + o_n, tl.where(b_s > float("-inf"), b_rank, FORCED), mask=o_n < num_blocks)
     tl.debug_barrier()
     return b_first, total
-
-
-@triton.jit
-def _sum_ranks(b_first, row, num_blocks, bits):
-    """Sum the ranks of at least these bits. With more ranks it never decreases, even in floating point."""
-    total = _sum_chunk(b_first, bits)
-    for first in range(HELD_BLOCKS, num_blocks, HELD_BLOCKS):
-        total += _sum_chunk(_load(row, first, num_blocks, 0.0), bits)
-    return total
-
-
-@triton.jit
-def _sum_chunk(b_rank, bits):
-    """Sum a chunk's ranks of at least these bits."""
-    return tl.sum(tl.where(b_rank.to(tl.int32, bitcast=True) >= bits, b_rank, 0.0), 0)
