@@ -11,7 +11,7 @@ from typing import Any
 from vllm_sparse_backend.calibration.capture import load_tokenizer
 from vllm_sparse_backend.calibration.external import readable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
+from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.prompts.lookups import Encode, begin_ids, insert_threads
 from vllm_sparse_backend.prompts.texts import read_prompt_text
 
@@ -76,7 +76,7 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> list[li
 
 def _texts(files: Sequence[Path], tokenizer: Any) -> Iterable[tuple[str, str]]:
     for file in files:
-        text = read_text(file, MAX_DATA_BYTES)
+        text = read_text(file)
         if file.suffix != ".jsonl":
             yield str(file), text
             continue

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
+from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -198,7 +198,7 @@ class Endpoint:
 def _bos_token(folder: str | None) -> str | None:
     """Return the bos token of a local model folder; None for a hub name or another machine's folder."""
     try:
-        config = json.loads(read_text(Path(folder or "/dev/null") / "tokenizer_config.json", MAX_DATA_BYTES))
+        config = json.loads(read_text(Path(folder or "/dev/null") / "tokenizer_config.json"))
     except (ConfigurationError, ValueError):
         return None
     bos = config.get("bos_token")

@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.input_files import kind_of_file
 
 PROBE_BYTES = 4096
 """Bytes that a check writes and deletes. An empty file proves nothing: a full disk often still has room for it."""
@@ -45,7 +44,7 @@ def _target(path: Path) -> Path:
     """Return the file that a write replaces, through symbolic links. Raises OSError if it is not a regular file."""
     target = Path(os.path.realpath(path))
     if os.path.lexists(target) and not target.is_file():
-        raise OSError(None, f"it is {kind_of_file(target)}")
+        raise OSError(None, "it is no regular file")
     return target
 
 

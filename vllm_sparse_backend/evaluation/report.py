@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
+from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.identity import versions
 
@@ -59,7 +59,7 @@ def options_of(workload: Any, **more: Any) -> dict[str, Any]:
 def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Read an earlier run's file. Raises BenchError if it was measured with other options."""
     try:
-        results = dict(json.loads(read_text(path, MAX_DATA_BYTES)))
+        results = dict(json.loads(read_text(path)))
         if results["format"] != FORMAT:
             raise ValueError(f"format {results['format']}, expected {FORMAT}")
         measured = dict(results["options"])

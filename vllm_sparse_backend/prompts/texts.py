@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
+from vllm_sparse_backend.config.input_files import read_text
 
 _SUBJECTS = "farmer sailor teacher painter doctor baker soldier child neighbor traveler judge miller nurse clerk king"
 _VERBS = "watched followed carried found painted opened remembered sold mended lost visited measured closed"
@@ -26,7 +26,7 @@ def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
     parts: list[str] = []
     try:
         for file in _files(path):
-            parts.append(read_text(file, MAX_DATA_BYTES, errors="replace"))
+            parts.append(read_text(file, errors="replace"))
             if most_chars is not None and sum(map(len, parts)) >= most_chars:
                 break
     except ConfigurationError as error:
