@@ -14,14 +14,14 @@ def test_vllm_has_the_functions_of_the_hooks() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as NewerRunner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    classes = {
-        hooks.CORE_OBJECT: [EngineCore],
-        hooks.WORKER_OBJECT_ON_CPU: [CPUWorker],
-        hooks.RUNNER_OBJECT: [GPUModelRunner, NewerRunner],
-        hooks.RUNNER_OBJECT_V2: [NewerRunner],
-        hooks.RUNNER_OBJECT_ON_GPU: [GPUModelRunner, NewerRunner],
+    methods = {
+        "preprocess_add_request": [EngineCore],
+        "determine_available_memory": [CPUWorker],
+        "execute_model": [GPUModelRunner, NewerRunner],
+        "prepare_attn": [NewerRunner],
+        "profile_run": [GPUModelRunner, NewerRunner],
     }
-    for hook in hooks.OBJECT_HOOKS:
-        assert all(callable(getattr(owner, hook.function)) for owner in classes[hook.where])
+    for name, owners in methods.items():
+        assert all(callable(getattr(owner, name)) for owner in owners)
     for where in {hook.where for hook in hooks.HOOKS}:
         hooks._install(where)

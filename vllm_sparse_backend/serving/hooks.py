@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, lists them.
+"""All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, lists those of classes and modules.
 
 The package may also be installed on servers that run other backends. There, registration installs only the hooks of
 ``REGISTRATION``: where a front process, an engine's core and a worker have their configuration. These read only the
@@ -42,12 +42,6 @@ REGISTRATION = (EVERY, ON_CPU)
 
 SERVER = "servers' processes"
 MLA_WORKER = "workers, for multi-head latent attention"
-
-CORE_OBJECT = "EngineCore of our engine"
-WORKER_OBJECT_ON_CPU = "Worker of our engine, on a CPU"
-RUNNER_OBJECT = "runner of our engine"
-RUNNER_OBJECT_V2 = "Model Runner V2 of our engine"
-RUNNER_OBJECT_ON_GPU = "runner of our engine, on a GPU"
 
 POLICY = "_sparse_prefill_policy"
 """Attribute with the policy of an engine's requests."""
@@ -189,22 +183,20 @@ def begin_core(original: Function) -> Function:
             from vllm_sparse_backend.serving.worker.streaming import heads_of_worker
 
             heads = self.model_executor.collective_rpc(heads_of_worker)[0] if shares_blocks(vllm_config) else ""
-            _install_on(self, CORE_OBJECT, (heads, resolve(vllm_config).plans.keys()))
+            wrap_method(self, "preprocess_add_request", refuse_unchecked_requests, heads, resolve(vllm_config).plans)
         return result
 
     return initialize_kv_caches
 
 
-def refuse_unchecked_requests(original: Function, core: Any, known: tuple[str, Collection[str]]) -> Function:
+def refuse_unchecked_requests(original: Function, heads: str, levels: Collection[str]) -> Function:
     """Refuse requests whose level is not checked, or not this engine's; complete the salts of the others.
 
-    ``known`` is the fingerprint of streaming heads and the engine's levels. The front process writes the salts, but
-    does not know which heads the workers found: an offline engine asks them nothing at its start, and engines of a
-    server may find different heads.
+    ``heads`` is the fingerprint of streaming heads. The front process writes the salts, but does not know which heads
+    the workers found: an offline engine asks them nothing at its start, and engines of a server may find different
+    heads.
     """
     from vllm_sparse_backend.serving.level_policy import add_heads_to_salt, refuse_unchecked
-
-    heads, levels = known
 
     def preprocess_add_request(request: Any) -> Any:
         add_heads_to_salt(request, heads)
@@ -248,13 +240,13 @@ def own(vllm_worker: Any) -> "Worker":
     setattr(vllm_worker, WORKER_METHOD, worker.new_samples)
     if vllm_config.is_mm_encoder_only:  # its runner has no attention of ours
         return worker
-    _install_on(runner, RUNNER_OBJECT, worker)
+    wrap_method(runner, "execute_model", track_requests, runner, worker)
     if vllm_config.use_v2_model_runner:
-        _install_on(runner, RUNNER_OBJECT_V2, worker)
+        wrap_method(runner, "prepare_attn", name_rows, worker)
     if current_platform.is_cpu():
-        _install_on(vllm_worker, WORKER_OBJECT_ON_CPU, worker)
+        wrap_method(vllm_worker, "determine_available_memory", find_heads_on_cpu, runner, worker)
     else:
-        _install_on(runner, RUNNER_OBJECT_ON_GPU, worker)
+        wrap_method(runner, "profile_run", profile_model, runner, worker)
     if is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
     return worker
@@ -278,7 +270,7 @@ def track_requests(original: Function, runner: Any, worker: "Worker") -> Functio
     return execute_model
 
 
-def name_rows(original: Function, runner: Any, worker: "Worker") -> Function:
+def name_rows(original: Function, worker: "Worker") -> Function:
     """Record how the rows of a step map to its requests."""
 
     def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -303,13 +295,13 @@ def profile_model(original: Function, runner: Any, worker: "Worker") -> Function
     return profile_run
 
 
-def find_heads_on_cpu(original: Function, vllm_worker: Any, worker: "Worker") -> Function:
+def find_heads_on_cpu(original: Function, runner: Any, worker: "Worker") -> Function:
     """Find the streaming heads on a CPU, where vLLM may skip the profile run."""
     from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
 
     def determine_available_memory(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        find_streaming_heads(worker, vllm_worker.model_runner.get_model)
+        find_streaming_heads(worker, runner.get_model)
         return result
 
     return determine_available_memory
@@ -364,15 +356,6 @@ class Hook(NamedTuple):
     wrapper: Callable[[Function], Function]
 
 
-class ObjectHook(NamedTuple):
-    """A wrapped method of one object of our engine."""
-
-    where: str
-    function: str
-    wrapper: Callable[[Function, Any, Any], Function]
-    """Takes the method, its object, and our value for the object: a fingerprint, or our ``Worker``."""
-
-
 _MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
 _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
@@ -387,13 +370,6 @@ HOOKS = (
     Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", set_levels),
     Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build", classify_mla_rows),
     Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha", name_mla_layer),
-)
-OBJECT_HOOKS = (
-    ObjectHook(CORE_OBJECT, "preprocess_add_request", refuse_unchecked_requests),
-    ObjectHook(WORKER_OBJECT_ON_CPU, "determine_available_memory", find_heads_on_cpu),
-    ObjectHook(RUNNER_OBJECT, "execute_model", track_requests),
-    ObjectHook(RUNNER_OBJECT_V2, "prepare_attn", name_rows),
-    ObjectHook(RUNNER_OBJECT_ON_GPU, "profile_run", profile_model),
 )
 # fmt: on
 
@@ -429,12 +405,10 @@ def _install(where: str) -> None:
             put_around(type(owner) if is_object else owner, hook.function, hook.wrapper)
 
 
-def _install_on(target: Any, where: str, value: Any) -> None:
-    """Wrap methods of an object of our engine."""
-    for hook in OBJECT_HOOKS:
-        if hook.where == where:
-            original = getattr(target, hook.function)
-            setattr(target, hook.function, functools.wraps(original)(hook.wrapper(original, target, value)))
+def wrap_method(target: Any, name: str, wrapper: Callable[..., Function], *values: Any) -> None:
+    """Wrap a method of one object of our engine. The wrapper takes the method and the values."""
+    original = getattr(target, name)
+    setattr(target, name, functools.wraps(original)(wrapper(original, *values)))
 
 
 _wrapped: set[tuple[Any, str]] = set()

@@ -70,9 +70,9 @@ def tracked(is_newer: bool) -> Any:
     """Return a runner with the hooks of our engine."""
     runner, worker = Runner(is_newer), SimpleNamespace(requests=Requests())
     runner.requests = worker.requests
-    hooks._install_on(runner, hooks.RUNNER_OBJECT, worker)
+    hooks.wrap_method(runner, "execute_model", hooks.track_requests, runner, worker)
     if is_newer:
-        hooks._install_on(runner, hooks.RUNNER_OBJECT_V2, worker)
+        hooks.wrap_method(runner, "prepare_attn", hooks.name_rows, worker)
     return runner
 
 
