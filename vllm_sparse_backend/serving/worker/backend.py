@@ -35,16 +35,6 @@ class SparsePrefillBackend(DenseBackend):
         return SparsePrefillMetadataBuilder
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """Return False: selection depends on the scheduler's chunks of a prompt, and these depend on other requests."""
-        return False
-
-    @classmethod
-    def supports_rswa(cls) -> bool:
-        """Return False: dense rows of a mixed batch run without the prompt lengths that R-SWA needs."""
-        return False
-
-    @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """Return the dense backend's preferred page size, but at least the size for bulk copies on this device."""
         preferred = super().get_preferred_block_size(default_block_size)
