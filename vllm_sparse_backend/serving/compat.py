@@ -473,16 +473,13 @@ def with_scales(cache: PagedCache, layer: Any) -> PagedCache:
 
 
 def check_cpu_layout(isa: str, spec: AttentionSpec) -> None:
-    """Write numbered keys and values with vLLM's own operation, and read them back through ``paged_cache``."""
+    """Write random keys and values with vLLM's own operation, and read them back through ``paged_cache``."""
     from vllm import _custom_ops as ops
 
     num_kv_heads, page_size, head_dim, dtype = spec.num_kv_heads, spec.block_size, spec.head_size, spec.dtype
     kv_cache = torch.zeros(2, num_kv_heads, page_size, 2 * head_dim, dtype=dtype)
     flat = kv_cache.view(2, num_kv_heads, 2 * page_size, head_dim)
-    shape = (page_size, num_kv_heads, head_dim)
-    # Small whole numbers are exact in every dtype; two different moduli tell tokens, heads and dimensions apart.
-    numbers = torch.arange(page_size * num_kv_heads * head_dim)
-    key, value = (numbers % 251).to(dtype).view(shape), (numbers % 241 + 1).to(dtype).view(shape)
+    key, value = torch.randn(2, page_size, num_kv_heads, head_dim).to(dtype)
     slots = torch.arange(page_size, 2 * page_size)
     arguments: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
     ops.cpu_attn_reshape_and_cache(key, value, *flat.chunk(2, dim=2), slots, isa, **arguments)
