@@ -22,7 +22,7 @@ from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
-from vllm_sparse_kernels.attention import PORTABLE, AttendEngine, AttendSpec, EngineChoice, choose_engine, engines
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, EngineChoice, choose_engine, engines
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_choice import EngineT
 from vllm_sparse_kernels.engine_trial import Batch, failure, selection_failure
@@ -107,12 +107,6 @@ class EnginePicker:
                     used[f"selection by {name_of(group.method)}", engine.name].append(number)
         for (work, name), numbers in sorted(used.items()):
             logger.info("sparse-prefill: %s: layers %s on %s", work, format_ranges(numbers), name)
-        narrow = [layer.block_tokens for layer in layers.values() if layer.engine.name == PORTABLE.name]
-        if self.wanted == AUTO and min(narrow, default=64) < 64:
-            logger.warning(
-                "sparse-prefill: engine portable runs with index blocks of %d keys, which are meant for engines that "
-                "are not used here; set %s to 'portable' for blocks of 64 keys, which are faster", min(narrow), FIELD,
-            )  # fmt: skip
 
 
 def refuse_on_cpu(wanted: str) -> None:
