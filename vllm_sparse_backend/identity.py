@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This backend's names, the vLLM releases that it supports, and versions of packages."""
 
-from functools import lru_cache
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGE = "vllm-sparse-backend"
@@ -25,16 +23,10 @@ OLDEST, TOO_NEW = (0, 30), (0, 34)
 RELEASES = f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
 
 
-@lru_cache
 def package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
-        pass
-    try:
-        module = import_module(f"{name}.version" if name == "vllm" else name.replace("-", "_"))
-        return str(getattr(module, "__version__", "from its sources"))
-    except Exception:  # a partly installed package may raise anything
         return "not installed"
 
 
