@@ -422,10 +422,12 @@ def mla_chunk_tokens(vllm_config: VllmConfig) -> int:
     return int(MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config))
 
 
-def mla_chunks(prefill_metadata: Any) -> list[tuple[slice, list[int]]]:
-    """Return the rows and the lengths of each chunk of context of a step, from data that the host knows."""
+def mla_chunks(prefill_metadata: Any) -> list[tuple[Any, slice, list[int]]]:
+    """Return each chunk of context of a step with its rows and their lengths, from data that the host knows."""
     context = prefill_metadata.chunked_context
-    return [] if context is None else [(chunk.request_slice, chunk.seq_lens.tolist()) for chunk in context.chunks]
+    return (
+        [] if context is None else [(chunk, chunk.request_slice, chunk.seq_lens.tolist()) for chunk in context.chunks]
+    )
 
 
 def mla_new_tokens_part(prefill_metadata: Any, query_starts: torch.Tensor, max_query_len: int) -> Any:

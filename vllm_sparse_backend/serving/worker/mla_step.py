@@ -67,8 +67,8 @@ class MlaStep:
             return None
         divider = _Divider(rows, prefill_metadata, stock, prepare)
         contexts, chunks = [0] * num_rows, []
-        for i_chunk, (chunk_rows, num_keys) in enumerate(compat.mla_chunks(prefill_metadata)):
-            chunks.append(divider.chunk(i_chunk, chunk_rows, num_keys, contexts[chunk_rows]))
+        for chunk, chunk_rows, num_keys in compat.mla_chunks(prefill_metadata):
+            chunks.append(divider.call(chunk, chunk_rows, num_keys, contexts[chunk_rows]))
             contexts[chunk_rows] = [c + n for c, n in zip(contexts[chunk_rows], num_keys, strict=True)]
         return MlaStep(divider.new_tokens(), chunks)
 
@@ -84,57 +84,48 @@ class _Divider:
 
     def new_tokens(self) -> StepCall:
         """Divide the call for new tokens, whose keys are the tokens themselves."""
-        dense, sparse = [], []
-        for run in self.runs:
-            lengths = [self.rows[i].query_len for i in run]
-            part = compat.mla_new_tokens_part(self.metadata, self._offsets(lengths), max(lengths))
-            tokens = self._queries(run)
-            dense.append(MlaDenseRun(tokens, tokens, _prepared(self.stock, part)))
-        for i, row in enumerate(self.rows):
-            if row.is_sparse:
-                sparse.append((row.level, self._sparse_row(i, self.starts[i], row.query_len, row.context_len)))
-        return StepCall(dense, self._grouped(sparse, is_causal=True))
+        lengths, positions = [row.query_len for row in self.rows], [row.context_len for row in self.rows]
+        return self.call(None, slice(0, len(self.rows)), lengths, positions)
 
-    def chunk(self, i_chunk: int, rows: slice, num_keys: list[int], positions: list[int]) -> StepCall:
-        """Divide the call for a chunk, in which ``rows`` have ``num_keys`` keys from ``positions`` on."""
+    def call(self, chunk: Any, rows: slice, num_keys: Sequence[int], positions: Sequence[int]) -> StepCall:
+        """Divide a call in which ``rows`` have ``num_keys`` keys from ``positions`` on.
+
+        ``chunk`` is vLLM's metadata of a chunk of context, or None for the call for new tokens.
+        """
         key_starts, first_query = list(accumulate(num_keys, initial=0)), self.starts[rows.start]
+        query_starts = [start - first_query for start in self.starts]
         dense, sparse = [], []
         for run in self.runs:
             run_rows = range(max(run[0], rows.start), min(run[-1] + 1, rows.stop))
             places = slice(run_rows.start - rows.start, run_rows.stop - rows.start)
             if run_rows and any(num_keys[places]):
-                lengths = [self.rows[i].query_len for i in run_rows]
-                part = compat.mla_chunk_part(
-                    self.metadata.chunked_context.chunks[i_chunk],
-                    self._offsets(lengths),
-                    max(lengths),
-                    self._offsets(num_keys[places]),
-                    max(num_keys[places]),
-                )
+                queries = slice(query_starts[run_rows.start], query_starts[run_rows.stop])
                 keys = slice(key_starts[places.start], key_starts[places.stop])
-                queries = self._queries(run_rows, first_query)
-                dense.append(MlaDenseRun(queries, keys, self.stock, part))
+                dense.append(MlaDenseRun(queries, keys, *self._stock_part(chunk, run_rows, num_keys[places])))
         for place, i in enumerate(range(rows.start, rows.stop)):
             if self.rows[i].is_sparse and num_keys[place]:
-                row = self._sparse_row(i, key_starts[place], num_keys[place], positions[place])
-                sparse.append((self.rows[i].level, row._replace(query_start=row.query_start - first_query)))
-        return StepCall(dense, self._grouped(sparse, is_causal=False), has_gaps=not all(num_keys))
+                row = MlaRow(
+                    query_start=query_starts[i],
+                    num_queries=self.rows[i].query_len,
+                    query_position=self.rows[i].context_len,
+                    state_start=self.starts[i],
+                    key_start=key_starts[place],
+                    num_keys=num_keys[place],
+                    key_position=positions[place],
+                )
+                sparse.append((self.rows[i].level, row))
+        return StepCall(dense, self._grouped(sparse, is_causal=chunk is None), has_gaps=not all(num_keys))
 
-    def _queries(self, rows: range, first_query: int = 0) -> slice:
-        """Return the queries of consecutive rows, counted from ``first_query``."""
-        return slice(self.starts[rows[0]] - first_query, self.starts[rows[-1] + 1] - first_query)
-
-    def _sparse_row(self, i: int, key_start: int, num_keys: int, key_position: int) -> MlaRow:
-        """Return a sparse row, with some keys."""
-        return MlaRow(
-            query_start=self.starts[i],
-            num_queries=self.rows[i].query_len,
-            query_position=self.rows[i].context_len,
-            state_start=self.starts[i],
-            key_start=key_start,
-            num_keys=num_keys,
-            key_position=key_position,
-        )
+    def _stock_part(self, chunk: Any, rows: range, num_keys: Sequence[int]) -> tuple[Any, Any]:
+        """Return vLLM's own backend for consecutive rows of a call, and the metadata of their part of the chunk."""
+        lengths = [self.rows[i].query_len for i in rows]
+        query_starts = self._offsets(lengths)
+        if chunk is not None:
+            key_starts = self._offsets(num_keys)
+            return self.stock, compat.mla_chunk_part(chunk, query_starts, max(lengths), key_starts, max(num_keys))
+        stock = copy.copy(self.stock)
+        stock.prepare_metadata(compat.mla_new_tokens_part(self.metadata, query_starts, max(lengths)))
+        return stock, None
 
     def _grouped(self, rows: Sequence[tuple[RequestLevel, MlaRow]], is_causal: bool) -> list[SparseRows]:
         """Group rows by their requests' levels."""
@@ -146,10 +137,3 @@ class _Divider:
     def _offsets(self, lengths: Sequence[int]) -> torch.Tensor:
         """Return the offsets of parts with these lengths, on the device."""
         return to_device(list(accumulate(lengths, initial=0)), torch.int32, self.metadata.query_start_loc.device)
-
-
-def _prepared(stock: Any, prefill_metadata: Any) -> Any:
-    """Return a copy of vLLM's backend that is prepared for a part of a step."""
-    part = copy.copy(stock)
-    part.prepare_metadata(prefill_metadata)
-    return part
