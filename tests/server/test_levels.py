@@ -196,7 +196,6 @@ class TestConfiguredByNestedYaml:
         before = scenario.counted(ours)
         ask(ours, scenario.prompt(2001, seed=11), "strided")
         report = scenario.counted(ours, before)
-        assert report.problem() is None
         assert set(report.layers) == set(range(CONFIG["num_hidden_layers"]))
         assert all(0 < layer.density < 0.7 for layer in report.layers.values())
 
