@@ -11,7 +11,7 @@ import torch
 from benchmarks.attention_prompts import AttentionPrompt
 from benchmarks.method_specs import plan_of_heads
 from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, load_tokenizer
-from vllm_sparse_backend.calibration.judge import chunk_rows, paged, without_nan
+from vllm_sparse_backend.calibration.judge import chunk_rows, paged
 from vllm_sparse_backend.calibration.prompts import MOST_CHARS
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -82,7 +82,7 @@ def capture_model(model: Path, text: Path, skip: int, num_tokens: int, device: t
 def _prompt(captured: Capture, layer: int, copies: int, device: torch.device) -> AttentionPrompt:
     q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
     (rows,) = chunk_rows(captured.num_tokens, captured.num_tokens, device)
-    return AttentionPrompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])))
+    return AttentionPrompt(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer]))
 
 
 def _read_tokens(model: Path, text: Path, skip: int, num_tokens: int) -> list[int]:
