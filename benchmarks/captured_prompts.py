@@ -12,7 +12,7 @@ from benchmarks.attention_prompts import AttentionPrompt
 from benchmarks.method_specs import plan_of_heads
 from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, load_tokenizer
 from vllm_sparse_backend.calibration.judge import chunk_rows, paged
-from vllm_sparse_backend.calibration.prompts import MOST_CHARS
+from vllm_sparse_backend.calibration.prompts import MOST_CHARS, encoder
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
@@ -87,7 +87,7 @@ def _prompt(captured: Capture, layer: int, copies: int, device: torch.device) ->
 
 def _read_tokens(model: Path, text: Path, skip: int, num_tokens: int) -> list[int]:
     tokenizer, most_chars = load_tokenizer(model), (skip + num_tokens) * MOST_CHARS
-    token_ids = tokenizer(read_prompt_text(text, most_chars), add_special_tokens=False, verbose=False).input_ids
+    token_ids = encoder(tokenizer)(read_prompt_text(text, most_chars))
     if len(token_ids) < skip + num_tokens:
         raise ConfigurationError(f"text: {unexpected(f'{len(token_ids)} tokens', f'at least {skip + num_tokens}')}")
     return [*begin_ids(tokenizer), *token_ids[skip:]][:num_tokens]
