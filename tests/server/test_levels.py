@@ -21,8 +21,9 @@ import yaml
 
 from tests.helpers import example_package, scenario, server_levels
 from tests.helpers.scenario import Answer, Servers, assert_same
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import CONFIG
-from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, environment
+from vllm_sparse_backend.evaluation.vllm_server import ServerError, environment
 
 pytestmark = pytest.mark.server
 

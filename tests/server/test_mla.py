@@ -16,10 +16,11 @@ pytest.importorskip("vllm")
 
 from tests.helpers import chunked_mla, scenario
 from tests.helpers.scenario import Answer, assert_same
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import MLA_CONFIG, make_model
 from tests.server.conftest import ENV
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.evaluation.vllm_server import CPU_ENV, Server, environment, has_cuda
+from vllm_sparse_backend.evaluation.vllm_server import CPU_ENV, environment, has_cuda
 from vllm_sparse_backend.identity import MLA_FLAG
 
 pytestmark = [

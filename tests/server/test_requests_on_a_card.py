@@ -20,13 +20,14 @@ import torch
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.mixed_load import SERVER_ENV, ask_mixed, resident_bytes_of
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.answer_prompts import build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+from vllm_sparse_backend.evaluation.vllm_server import sparse_args
 from vllm_sparse_backend.prompts.texts import prose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]

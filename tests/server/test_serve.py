@@ -13,10 +13,10 @@ import pytest
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
-from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = pytest.mark.server
 

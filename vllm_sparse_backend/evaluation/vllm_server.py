@@ -152,11 +152,6 @@ class Server:
                 time.sleep(0.25)
         raise ServerError(f"{self}\nwas not ready after {READY_TIMEOUT_S:.0f} s. {self._end_of_log()}")
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None
 
@@ -171,20 +166,6 @@ class Server:
     def get(self, path: str, *, timeout_s: float = 60) -> str:
         with connected(self.url, timeout_s) as send:
             return send(path).read().decode()
-
-    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
-        """POST ``body`` as JSON. An answer other than 2xx raises ``ServerError`` with the server's message."""
-        answer: dict[str, Any] = json.loads(self.post_text(path, body, timeout_s=timeout_s))
-        return answer
-
-    def post_text(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> str:
-        """POST ``body`` as JSON, and return the raw answer, which may be a stream."""
-        try:
-            with connected(self.url, timeout_s) as send:
-                return send(path, body).read().decode()
-        except RequestError as error:
-            log = "" if error.status and error.status < 500 else f"\n{self._end_of_log()}"
-            raise ServerError(f"POST {path}: {error}{log}") from error
 
     def stop(self) -> None:
         """Ask the server to end, then kill the rest of its process group."""
