@@ -362,10 +362,3 @@ def best_speedups(model: CheckedModel) -> Iterator[Finding]:
         yield note(
             "speed-up of TTFT", f"at most {most:.2f} at the model's {longest:,} tokens: sparse prefill hardly pays"
         )
-    num_unknown = next(iter(shares.values())).num_unknown
-    if num_unknown:
-        yield note(
-            "recurrences",
-            f"{num_unknown} layers have a recurrence that the config describes in unknown fields; it is left out, so "
-            "the speed-ups above are too large",
-        )
