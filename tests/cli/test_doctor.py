@@ -264,10 +264,11 @@ def test_a_model_whose_widths_cannot_be_read_has_a_length(tmp_path: Path) -> Non
     assert "for prompts of at least" in finding.text
 
 
-def test_layers_without_softmax_attention_have_names(tmp_path: Path) -> None:
+def test_layers_without_softmax_attention_need_no_action(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, LLAMA | {"layer_types": ["linear_attention", "mamba", FULL] * 2})
-    subjects = [finding.subject for finding in doctor.layer_findings(CheckedModel.read(folder))]
-    assert subjects[:2] == ["linear attention or Mamba", "can run sparse"]
+    first, second, *_ = doctor.layer_findings(CheckedModel.read(folder))
+    assert (first.subject, second.subject) == ("always dense (not_decoder)", "can run sparse")
+    assert re.search("4 of 6 layers .*no attention at all.*; no action", first.text)
 
 
 def test_a_config_json_stands_for_its_folder(tmp_path: Path) -> None:
