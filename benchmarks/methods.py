@@ -45,6 +45,9 @@ from vllm_sparse_kernels.paged import FP8, PagedCache
 PLANTED_LAYERS = 2
 """Layers of planted keys, all different."""
 
+PASSES = 16
+"""Measured passes of a case."""
+
 COLUMNS = {
     "method": "method",
     "engine": "engine",
@@ -155,7 +158,7 @@ def _times(card: Card, layers: Sequence[TimedLayer], chunks: Sequence[Batch]) ->
     for layer in layers:
         ours += [("select", layer.select), ("attend", layer.attend)]
     dense: list[Span] = [("dense", card.dense(chunk, chunk.empty_out())) for chunk in chunks]
-    taken = card.spans_ms([dense, ours], chunks[0].rows.state.clear)
+    taken = card.spans_ms([dense, ours], chunks[0].rows.state.clear, PASSES)
     taken["whole"] = [select + attend for select, attend in zip(taken["select"], taken["attend"])]
     ms = {name: median(passes) / len(layers) for name, passes in taken.items()}
     shares = {f"{name}_share": ms[name] / ms["dense"] for name in ("select", "attend", "whole")}
