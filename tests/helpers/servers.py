@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm_sparse_backend.evaluation import vllm_server
@@ -11,7 +12,11 @@ from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
 
 class Server(vllm_server.Server):
-    """A server of `eval` and `bench`, with POST requests."""
+    """A server of `eval` and `bench`, with POST requests, and a log that may stay when it stops."""
+
+    def __init__(self, *args: Any, log_path: Path | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.log_path = log_path or self.log_path
 
     @property
     def pid(self) -> int:
