@@ -19,7 +19,7 @@ import torch
 import typer
 
 from benchmarks.attention_check import BUDGET, Check, check_attention
-from benchmarks.attention_prompts import Heads, planted_prompt
+from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.figures import Report
 from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, show
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
@@ -79,7 +79,7 @@ def run_attend(card: Card, cases: Sequence[Case], report: Report) -> Iterator[di
             made_for = (case.context_len, case.query_len)
             batches.clear()  # before new batches are made, because two batches might not fit
             prompts = (planted_prompt(Heads(), sum(made_for), card.device, seed) for seed in range(NUM_INPUTS))
-            batches += [prompt.chunk(*made_for) for prompt in prompts]
+            batches += [chunk_of(prompt, *made_for) for prompt in prompts]
         row = _measure(card, case, batches, [random_index(batch, case) for batch in batches])
         report.add_case(row)
         if "efficiency" in row:

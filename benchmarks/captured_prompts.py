@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.attention_prompts import AttentionPrompt
 from benchmarks.method_specs import plan_of_heads
 from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, load_tokenizer
 from vllm_sparse_backend.calibration.judge import chunk_rows, paged
@@ -40,7 +39,7 @@ class CapturedModel:
     layers: Sequence[int]
     copies: int
     """Times that each head is repeated."""
-    prompts: Sequence[AttentionPrompt]
+    prompts: Sequence[Batch]
     """The prompt in each layer."""
 
     @property
@@ -79,10 +78,10 @@ def capture_model(model: Path, text: Path, skip: int, num_tokens: int, device: t
         return CapturedModel(shape, layers, copies, [_prompt(captured, layer, copies, device) for layer in layers])
 
 
-def _prompt(captured: Capture, layer: int, copies: int, device: torch.device) -> AttentionPrompt:
+def _prompt(captured: Capture, layer: int, copies: int, device: torch.device) -> Batch:
     q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
     (rows,) = chunk_rows(captured.num_tokens, captured.num_tokens, device)
-    return AttentionPrompt(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer]))
+    return Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])
 
 
 def _read_tokens(model: Path, text: Path, skip: int, num_tokens: int) -> list[int]:

@@ -24,7 +24,7 @@ import torch
 import typer
 
 from benchmarks.attention_check import check_attention
-from benchmarks.attention_prompts import AttentionPrompt, Heads, planted_prompt
+from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.captured_prompts import capture_model
 from benchmarks.figures import Report
 from benchmarks.method_specs import MethodSpec, methods_named
@@ -75,9 +75,9 @@ class Inputs:
     """Prompts on which methods are measured."""
 
     name: str
-    prompts: Sequence[AttentionPrompt]
+    prompts: Sequence[Batch]
     """Prompts by layer."""
-    unrounded: Sequence[AttentionPrompt]
+    unrounded: Sequence[Batch]
     """The prompts before they were rounded to fp8; empty without rounding."""
 
 
@@ -120,9 +120,9 @@ def run_methods(
             yield row
 
 
-def chunks_of(prompts: Sequence[AttentionPrompt], context_len: int, query_len: int) -> list[Batch]:
+def chunks_of(prompts: Sequence[Batch], context_len: int, query_len: int) -> list[Batch]:
     """Return the chunk in each layer as one step, in which all layers share rows."""
-    chunks = [prompt.chunk(context_len, query_len) for prompt in prompts]
+    chunks = [chunk_of(prompt, context_len, query_len) for prompt in prompts]
     return [replace(chunk, rows=chunks[0].rows) for chunk in chunks]
 
 
@@ -225,9 +225,7 @@ class MeasureMethods:
             report = Report("methods", card.name, self.json_path, self.results)
             inputs = Inputs(name, prompts, ())
             if is_fp8:
-                inputs = Inputs(
-                    f"{name} in fp8", [AttentionPrompt(in_fp8(prompt.whole)) for prompt in prompts], prompts
-                )
+                inputs = Inputs(f"{name} in fp8", [in_fp8(prompt) for prompt in prompts], prompts)
             rows = run_methods(card, inputs, plans, lengths, self.chunk, report)
             title = f"methods against {card.dense_name}, {card.name}, {inputs.name}, chunk of {self.chunk:,}"
             show(title, rows, FP8_COLUMNS if is_fp8 else COLUMNS)
