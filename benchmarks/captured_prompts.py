@@ -8,13 +8,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.method_specs import plan_of_heads
 from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, load_tokenizer
 from vllm_sparse_backend.calibration.judge import chunk_rows, paged
 from vllm_sparse_backend.calibration.prompts import MOST_CHARS, encoder
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.prompts.lookups import begin_ids
 from vllm_sparse_backend.prompts.texts import read_prompt_text
@@ -42,14 +40,8 @@ class CapturedModel:
     prompts: Sequence[Batch]
     """The prompt in each layer."""
 
-    @property
-    def shape(self) -> ModelShape:
-        """The shape of the repeated heads in these layers."""
-        num_heads, num_kv_heads = self.copies * self.model.num_heads, self.copies * self.model.num_kv_heads
-        return replace(self.model, num_layers=len(self.layers), num_heads=num_heads, num_kv_heads=num_kv_heads)
-
-    def plan_of_profile(self, name_or_path: str) -> Plan:
-        """Return a profile's plan. Dense layers get the method that keeps everything."""
+    def methods_of_profile(self, name_or_path: str) -> list[list[Method]]:
+        """Return the methods of each layer's heads. Dense layers get the method that keeps everything."""
         profile, num_heads = load_profile(name_or_path, "--profile"), self.model.num_heads
         profile.check_model(self.model, f"--profile {name_or_path}")
         every: list[list[Method]] = []
@@ -57,7 +49,7 @@ class CapturedModel:
             methods = profile.methods_of(layer, num_heads)
             methods = (Dense(),) * num_heads if layer in profile.dense_layers else methods
             every.append([_of_copy(method, copy) for copy in range(self.copies) for method in methods])
-        return plan_of_heads(every, self.shape, f"profile {name_or_path}")
+        return every
 
 
 def _of_copy(method: Method, copy: int) -> Method:
