@@ -125,7 +125,7 @@ class ServeWorkload:
     lengths: tuple[Length, ...]
     output_tokens: int
     most_repeats: int
-    text: str | None
+    text: str
 
     @property
     def longest(self) -> int:
