@@ -42,7 +42,7 @@ class ClusterFile(Section):
 def import_profile(path: Path, model: Path) -> Profile:
     """Convert a file of MInference or SharePrefill to a profile."""
     shape = ModelShape.from_folder(model)
-    with readable(path, "content", "expected JSON of MInference or SharePrefill"):
+    with readable(path, "JSON of MInference or SharePrefill"):
         content = json.loads(read_text(path))
     if isinstance(content, list):
         tool, read = "MInference's", _minference

@@ -133,8 +133,8 @@ class Outcome(NamedTuple):
 class Served:
     """How a server prefills the prompts: chunk size, and the length of the dense start, both in tokens."""
 
-    chunk_tokens: int = 8192
-    min_tokens: int = 0
+    chunk_tokens: int
+    min_tokens: int
     """First position that runs sparse. Earlier positions are dense and not judged."""
     finds_streaming_heads: bool = False
     """Whether the server's default finds streaming heads (``streaming_heads.py``)."""

@@ -51,8 +51,6 @@ MARGIN = 0.1
 MOST_ROUNDS = 8
 """Number of choices for a layer after which heads that still miss the bound become dense."""
 
-CPU = torch.device("cpu")
-
 SHARE_PREFILL = "share_prefill"
 """The method whose paper has no search within a bound (``papers/share_prefill.py``)."""
 
@@ -76,12 +74,12 @@ class Job:
     served: Served
     folder: Path
     """Folder for the captures, which the caller deletes."""
-    device: torch.device = CPU
-    seed: int | None = None
+    device: torch.device
+    seed: int | None
     """Seed of generated prompts; None for the operator's own prompts."""
-    sets_min_tokens: bool = False
+    sets_min_tokens: bool
     """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress
 
     def __post_init__(self) -> None:
         shortest = min(len(ids) for ids in (*self.prompts, *self.held_out))

@@ -58,8 +58,8 @@ def test_files_of_other_tools(make: Callable[[], Any], expected: list[Any], sour
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("{", "its content cannot be read: Expecting property"),
-        ("[" * 100_000, "its content cannot be read: "),
+        ("{", "its JSON of MInference or SharePrefill cannot be read: Expecting property"),
+        ("[" * 100_000, "its JSON of MInference or SharePrefill cannot be read: "),
         ("{}", "given {}, expected MInference's patterns, a list of one object for each layer; or"),
         ("3", "given 3, expected MInference's patterns"),
     ],
