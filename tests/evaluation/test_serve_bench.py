@@ -246,7 +246,7 @@ def test_long_prompts_are_asked_fewer_times_and_warmed_up_with_shorter_ones(log,
     assert serve_bench.repeats_of(Length(131_072), 2) == 2
     with running(Stub("stock", log, lambda n: 0, clock)) as url:
         servers = [Endpoint.connect("stock", url)] * 2
-        workload = serve_bench.ServeWorkload((Length(40_000),), output_tokens=1, most_repeats=1, text="")
+        workload = serve_bench.ServeWorkload((Length(40_000),), output_tokens=1, most_repeats=1, text=None)
         list(serve_bench.alternate_requests(servers, workload, Prompts(list(range(2000))), Progress()))
     assert [len(prompt) for _, prompt in log] == [32_768, 32_768, 40_000, 40_000]
 

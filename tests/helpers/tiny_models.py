@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_backend.prompts.texts import measuring_text
+from vllm_sparse_backend.prompts.texts import project_files
 
 MAX_POSITIONS = 16384
 VOCAB_SIZE = 2048
@@ -109,7 +109,7 @@ def write_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(measuring_text().splitlines(keepends=True), trainer)
+    tokenizer.train_from_iterator(project_files(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

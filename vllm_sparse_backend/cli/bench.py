@@ -41,9 +41,9 @@ class Serve(common.ServerOptions):
         with common.failures(), bar("connecting") as progress:
             from vllm_sparse_backend.evaluation import serve_bench
             from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU, has_cuda
-            from vllm_sparse_backend.prompts.texts import measuring_text, read_prompt_text
+            from vllm_sparse_backend.prompts.texts import read_prompt_text
 
-            text = read_prompt_text(self.text) if self.text else measuring_text()
+            text = read_prompt_text(self.text) if self.text else None
             workload = serve_bench.ServeWorkload(tuple(self._lengths()), self.output_tokens, self.repeats, text)
             servers = self.contestants(workload.longest)
             report = self.report("serve")

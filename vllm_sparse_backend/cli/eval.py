@@ -105,7 +105,7 @@ class EvalReport:
         with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
             from vllm_sparse_backend.evaluation.vllm_server import device_name
-            from vllm_sparse_backend.prompts.texts import measuring_text, read_prompt_text
+            from vllm_sparse_backend.prompts.texts import project_text, read_prompt_text
 
             report = model_report.ModelReport(
                 folder=self.folder,
@@ -114,7 +114,7 @@ class EvalReport:
                 lengths=self._lengths("--lengths", self.lengths, model_report.LENGTHS),
                 answer_lengths=self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
                 count=self.count,
-                text=read_prompt_text(self.text) if self.text else measuring_text(),
+                text=read_prompt_text(self.text) if self.text else project_text(),
                 server_args=self.server_args,
                 device=device_name(),
             )

@@ -23,6 +23,7 @@ from vllm_sparse_backend.config.input_files import MAX_DATA_BYTES, read_text
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.prompts.texts import project_text
 
 TIMEOUT_S = 1800.0
 BURST_S = 1e-3
@@ -226,8 +227,9 @@ class Prompts:
         self.made = 0
 
     @staticmethod
-    def of(endpoint: Endpoint, text: str) -> "Prompts":
-        return Prompts(endpoint.tokenize(text))
+    def of(endpoint: Endpoint, text: str | None = None) -> "Prompts":
+        """Tokenize a text, or this project's sources."""
+        return Prompts(endpoint.tokenize(text or project_text()[:400_000]))
 
     def take(self, length: int) -> list[int]:
         """Return the next prompt of ``length`` tokens. A short text starts again."""

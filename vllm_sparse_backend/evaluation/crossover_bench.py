@@ -35,7 +35,6 @@ from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload, al
 from vllm_sparse_backend.evaluation.vllm_server import sparse_args
 from vllm_sparse_backend.identity import package_version
 from vllm_sparse_backend.progress import Progress
-from vllm_sparse_backend.prompts.texts import measuring_text
 from vllm_sparse_kernels.methods import name_of
 
 NEW_TOKENS = (200, 500, 1000, 2000, 4000, 8000)
@@ -146,7 +145,7 @@ class Crossover:
 
     @property
     def workload(self) -> ServeWorkload:
-        return ServeWorkload(lengths_to_measure(self.longest), 1, REPEATS, measuring_text())
+        return ServeWorkload(lengths_to_measure(self.longest), 1, REPEATS, None)
 
     def measure(self, progress: Progress) -> tuple[str, list[Cell]]:
         """Return the server's engine, and the cells."""
@@ -155,8 +154,7 @@ class Crossover:
         progress.begin(f"crossover of {self.settings}", 2 * workload.num_requests)
         with opened(self.contestants(), progress) as servers:
             layers = parse_metrics(servers[0].metrics()).attention
-            prompts = Prompts.of(servers[0], workload.text)
-            for length, (dense, sparse) in alternate_requests(servers, workload, prompts, progress):
+            for length, (dense, sparse) in alternate_requests(servers, workload, Prompts.of(servers[0]), progress):
                 if dense.first_s is None or sparse.first_s is None:
                     raise BenchError(f"{length}: no request was answered: {(dense.failures + sparse.failures)[0]}")
                 cells.append(Cell(length.new_tokens, length.cached_tokens, dense.first_s, sparse.first_s))

@@ -52,7 +52,7 @@ class Report:
 
 def options_of(workload: Any, **more: Any) -> dict[str, Any]:
     """Return the fields of a dataclass with a text as JSON, which holds the text's hash."""
-    sha256 = hashlib.sha256(workload.text.encode()).hexdigest()
+    sha256 = hashlib.sha256((workload.text or "").encode()).hexdigest()
     return dict(json.loads(json.dumps(asdict(workload) | {"text": sha256[:16]} | more)))
 
 

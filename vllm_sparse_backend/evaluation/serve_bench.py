@@ -125,7 +125,7 @@ class ServeWorkload:
     lengths: tuple[Length, ...]
     output_tokens: int
     most_repeats: int
-    text: str
+    text: str | None
 
     @property
     def longest(self) -> int:

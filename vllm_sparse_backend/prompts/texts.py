@@ -3,7 +3,9 @@
 
 import gzip
 import hashlib
+import importlib.util
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -35,6 +37,19 @@ def _files(path: Path) -> list[Path]:
         return [path]
     files = [file for file in path.rglob("*") if file.suffix in (".py", ".md") and file.is_file()]
     return sorted(files, key=lambda file: hashlib.sha256(str(file.relative_to(path)).encode()).digest())
+
+
+def project_files() -> Iterator[str]:
+    """Yield the sources of this project's two packages."""
+    for package in ("vllm_sparse_backend", "vllm_sparse_kernels"):
+        spec = importlib.util.find_spec(package)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                yield path.read_text(encoding="utf-8")
+
+
+def project_text() -> str:
+    return "".join(project_files())
 
 
 def measuring_text() -> str:
