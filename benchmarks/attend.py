@@ -19,7 +19,7 @@ import torch
 import typer
 
 from benchmarks.attention_check import BUDGET, Check, check_attention
-from benchmarks.attention_prompts import Heads, planted_prompt
+from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.figures import Report
 from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, show
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
@@ -33,8 +33,8 @@ from vllm_sparse_kernels.index import causal_pairs
 NUM_INPUTS = 2
 """Number of inputs that are timed in turn, so that no input is in a cache."""
 
-PASSES_S = 2.0
-"""Measuring time of a case: a card at its power limit changes its clock by about 3 %, which few passes would show."""
+PASSES = 16
+"""Passes of a case: a card at its power limit changes its clock by about 3 %, which few passes would show."""
 
 COLUMNS = {
     "engine": "engine",
@@ -79,7 +79,7 @@ def run_attend(card: Card, cases: Sequence[Case], report: Report) -> Iterator[di
             made_for = (case.context_len, case.query_len)
             batches.clear()  # before new batches are made, because two batches might not fit
             prompts = (planted_prompt(Heads(), sum(made_for), card.device, seed) for seed in range(NUM_INPUTS))
-            batches += [prompt.chunk(*made_for) for prompt in prompts]
+            batches += [chunk_of(prompt, *made_for) for prompt in prompts]
         row = _measure(card, case, batches, [random_index(batch, case) for batch in batches])
         report.add_case(row)
         if "efficiency" in row:
@@ -127,7 +127,7 @@ def _measure(card: Card, case: Case, batches: Sequence[Batch], indices: Sequence
     if problem := _problem(case, check, outs[0], dense_outs[0]):
         return row | {"problem": problem}
     sparse: list[Span] = [("ours", partial(ours, i)) for i in range(len(batches))]
-    taken = card.spans_ms([dense, sparse], budget_s=PASSES_S)
+    taken = card.spans_ms([dense, sparse], num_passes=PASSES)
     row["dense_ms"], row["ms"] = (median(taken[name]) / len(batches) for name in ("dense", "ours"))
     row["times_faster"] = row["dense_ms"] / row["ms"]
     row["efficiency"] = row["times_faster"] * row["density"]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.rows import ceil_div
@@ -46,24 +45,13 @@ class Heads:
         )
 
 
-@dataclass(frozen=True)
-class AttentionPrompt:
-    """One layer of a whole prompt, which is prefilled in chunks."""
-
-    whole: Batch
-
-    def chunk(self, context_len: int, query_len: int) -> Batch:
-        """Return the step that prefills ``query_len`` tokens after ``context_len`` cached tokens."""
-        end, (num_tokens,) = context_len + query_len, self.whole.rows.query_lens
-        if end > num_tokens:
-            raise BenchError(
-                f"given a chunk of {query_len:,} after {context_len:,}, expected at most {num_tokens:,} tokens"
-            )
-        rows = Rows((0,), (query_len,), (context_len,), self.whole.rows.block_table)
-        return replace(self.whole, q=self.whole.q[context_len:end], rows=rows)
+def chunk_of(whole: Batch, context_len: int, query_len: int) -> Batch:
+    """Return the step that prefills ``query_len`` tokens of a prompt after ``context_len`` cached tokens."""
+    rows = Rows((0,), (query_len,), (context_len,), whole.rows.block_table)
+    return replace(whole, q=whole.q[context_len : context_len + query_len], rows=rows)
 
 
-def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> AttentionPrompt:
+def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: int = 0) -> Batch:
     """Return one layer, equal for equal arguments on the same kind of device. All seeds use the same pages."""
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -81,4 +69,4 @@ def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: in
     keys, values = pages.unflatten(0, (-1, page)).flatten(3).split(head_dim, -1)
     table = torch.arange(len(keys), dtype=torch.int32, device=device)[None]
     rows = Rows((0,), (num_tokens,), (0,), table)
-    return AttentionPrompt(Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5))
+    return Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5)

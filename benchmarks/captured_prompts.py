@@ -8,14 +8,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from benchmarks.attention_prompts import AttentionPrompt
-from benchmarks.method_specs import plan_of_heads
 from vllm_sparse_backend.calibration.capture import Capture, capture_prompts, load_tokenizer
-from vllm_sparse_backend.calibration.judge import chunk_rows, paged, without_nan
-from vllm_sparse_backend.calibration.prompts import MOST_CHARS
+from vllm_sparse_backend.calibration.judge import chunk_rows, paged
+from vllm_sparse_backend.calibration.prompts import MOST_CHARS, encoder
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import load_profile
 from vllm_sparse_backend.prompts.lookups import begin_ids
 from vllm_sparse_backend.prompts.texts import read_prompt_text
@@ -40,17 +37,11 @@ class CapturedModel:
     layers: Sequence[int]
     copies: int
     """Times that each head is repeated."""
-    prompts: Sequence[AttentionPrompt]
+    prompts: Sequence[Batch]
     """The prompt in each layer."""
 
-    @property
-    def shape(self) -> ModelShape:
-        """The shape of the repeated heads in these layers."""
-        num_heads, num_kv_heads = self.copies * self.model.num_heads, self.copies * self.model.num_kv_heads
-        return replace(self.model, num_layers=len(self.layers), num_heads=num_heads, num_kv_heads=num_kv_heads)
-
-    def plan_of_profile(self, name_or_path: str) -> Plan:
-        """Return a profile's plan. Dense layers get the method that keeps everything."""
+    def methods_of_profile(self, name_or_path: str) -> list[list[Method]]:
+        """Return the methods of each layer's heads. Dense layers get the method that keeps everything."""
         profile, num_heads = load_profile(name_or_path, "--profile"), self.model.num_heads
         profile.check_model(self.model, f"--profile {name_or_path}")
         every: list[list[Method]] = []
@@ -58,7 +49,7 @@ class CapturedModel:
             methods = profile.methods_of(layer, num_heads)
             methods = (Dense(),) * num_heads if layer in profile.dense_layers else methods
             every.append([_of_copy(method, copy) for copy in range(self.copies) for method in methods])
-        return plan_of_heads(every, self.shape, f"profile {name_or_path}")
+        return every
 
 
 def _of_copy(method: Method, copy: int) -> Method:
@@ -79,15 +70,15 @@ def capture_model(model: Path, text: Path, skip: int, num_tokens: int, device: t
         return CapturedModel(shape, layers, copies, [_prompt(captured, layer, copies, device) for layer in layers])
 
 
-def _prompt(captured: Capture, layer: int, copies: int, device: torch.device) -> AttentionPrompt:
+def _prompt(captured: Capture, layer: int, copies: int, device: torch.device) -> Batch:
     q, k, v = (x.repeat(1, copies, 1) for x in captured.read(layer, device))
     (rows,) = chunk_rows(captured.num_tokens, captured.num_tokens, device)
-    return AttentionPrompt(without_nan(Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])))
+    return Batch(q, PagedCache(paged(k), paged(v)), rows, captured.scales[layer])
 
 
 def _read_tokens(model: Path, text: Path, skip: int, num_tokens: int) -> list[int]:
     tokenizer, most_chars = load_tokenizer(model), (skip + num_tokens) * MOST_CHARS
-    token_ids = tokenizer(read_prompt_text(text, most_chars), add_special_tokens=False, verbose=False).input_ids
+    token_ids = encoder(tokenizer)(read_prompt_text(text, most_chars))
     if len(token_ids) < skip + num_tokens:
         raise ConfigurationError(f"text: {unexpected(f'{len(token_ids)} tokens', f'at least {skip + num_tokens}')}")
     return [*begin_ids(tokenizer), *token_ids[skip:]][:num_tokens]

@@ -14,7 +14,7 @@ data: the output's error relative to FlashAttention on bf16, next to the error o
 of fp8 on a method, relative to the same method on bf16, including its selection.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -24,10 +24,10 @@ import torch
 import typer
 
 from benchmarks.attention_check import check_attention
-from benchmarks.attention_prompts import AttentionPrompt, Heads, planted_prompt
+from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.captured_prompts import capture_model
 from benchmarks.figures import Report
-from benchmarks.method_specs import MethodSpec, methods_named
+from benchmarks.method_specs import figure_name, methods_named
 from benchmarks.options import Chunk, Contexts, Json, Methods, Results, Text, difference, numbers, show
 from vllm_sparse_backend.calibration.capture import default_text
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
@@ -35,15 +35,20 @@ from vllm_sparse_backend.calibration.layer_timing import TimedLayer
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_backend.config.errors import not_one_of
-from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.plan import layer_plans
 from vllm_sparse_backend.config.profile import name_of_profile
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
+from vllm_sparse_kernels.layer import LayerPlan
+from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
 
 PLANTED_LAYERS = 2
 """Layers of planted keys, all different."""
+
+PASSES = 16
+"""Measured passes of a case."""
 
 COLUMNS = {
     "method": "method",
@@ -72,16 +77,16 @@ class Inputs:
     """Prompts on which methods are measured."""
 
     name: str
-    prompts: Sequence[AttentionPrompt]
+    prompts: Sequence[Batch]
     """Prompts by layer."""
-    unrounded: Sequence[AttentionPrompt]
+    unrounded: Sequence[Batch]
     """The prompts before they were rounded to fp8; empty without rounding."""
 
 
 def run_methods(
     card: Card,
     inputs: Inputs,
-    plans: Sequence[tuple[MethodSpec | str, Plan]],
+    plans: Mapping[str, Sequence[LayerPlan | None]],
     contexts: Sequence[int],
     query_len: int,
     report: Report,
@@ -92,9 +97,9 @@ def run_methods(
         dense_outs = dense_outputs(card, chunks)
         unrounded = chunks_of(inputs.unrounded, context_len, query_len)
         truths = dense_outputs(card, unrounded) or dense_outs
-        for method, plan in plans:
+        for method, plan in plans.items():
             layers = layers_of(card, chunks, plan)
-            row: dict[str, Any] = {"data": inputs.name, "method": str(method), "engine": layers[0].engine.name}
+            row: dict[str, Any] = {"data": inputs.name, "method": method, "engine": layers[0].engine.name}
             row["context_len"] = context_len
             _run_layers(layers)
             row["density"] = sum(int(layer.index.kept_pairs()) for layer in layers) / sum(
@@ -117,9 +122,9 @@ def run_methods(
             yield row
 
 
-def chunks_of(prompts: Sequence[AttentionPrompt], context_len: int, query_len: int) -> list[Batch]:
+def chunks_of(prompts: Sequence[Batch], context_len: int, query_len: int) -> list[Batch]:
     """Return the chunk in each layer as one step, in which all layers share rows."""
-    chunks = [prompt.chunk(context_len, query_len) for prompt in prompts]
+    chunks = [chunk_of(prompt, context_len, query_len) for prompt in prompts]
     return [replace(chunk, rows=chunks[0].rows) for chunk in chunks]
 
 
@@ -130,9 +135,9 @@ def dense_outputs(card: Card, chunks: Sequence[Batch]) -> list[torch.Tensor]:
     return outs
 
 
-def layers_of(card: Card, chunks: Sequence[Batch], plan: Plan) -> list[TimedLayer]:
+def layers_of(card: Card, chunks: Sequence[Batch], plan: Sequence[LayerPlan | None]) -> list[TimedLayer]:
     """Return the layers of a plan without dense layers."""
-    layers = zip(chunks, plan.layers, strict=True)
+    layers = zip(chunks, plan, strict=True)
     return [TimedLayer.of(chunk, layer, card.engines) for chunk, layer in layers if layer]
 
 
@@ -155,7 +160,7 @@ def _times(card: Card, layers: Sequence[TimedLayer], chunks: Sequence[Batch]) ->
     for layer in layers:
         ours += [("select", layer.select), ("attend", layer.attend)]
     dense: list[Span] = [("dense", card.dense(chunk, chunk.empty_out())) for chunk in chunks]
-    taken = card.spans_ms([dense, ours], chunks[0].rows.state.clear)
+    taken = card.spans_ms([dense, ours], chunks[0].rows.state.clear, PASSES)
     taken["whole"] = [select + attend for select, attend in zip(taken["select"], taken["attend"])]
     ms = {name: median(passes) / len(layers) for name, passes in taken.items()}
     shares = {f"{name}_share": ms[name] / ms["dense"] for name in ("select", "attend", "whole")}
@@ -208,23 +213,23 @@ class MeasureMethods:
                 raise BenchError("--profile: given without --captured, expected the profile's model")
             is_fp8, lengths = self.kv_cache_dtype == "fp8", numbers(self.contexts)
             card, num_tokens = Card(), max(lengths) + self.chunk
-            specs = methods_named(self.method or ()) if self.method or not self.profile else []
-            plans: list[tuple[MethodSpec | str, Plan]]
+            methods = methods_named(self.method or ()) if self.method or not self.profile else []
+            of_profiles: dict[str, list[list[Method]]] = {}
             if self.captured is None:
                 prompts = [planted_prompt(Heads(), num_tokens, card.device, seed) for seed in range(PLANTED_LAYERS)]
-                name, plans = "planted", [(spec, spec.plan(Heads().model(PLANTED_LAYERS))) for spec in specs]
+                name = "planted"
             else:
                 text = self.text or default_text()
                 captured = capture_model(self.captured, text, self.skip, num_tokens, card.device)
                 prompts, name = list(captured.prompts), self.captured.name
-                plans = [(spec, spec.plan(captured.shape)) for spec in specs]
-                plans += [(f"profile {name_of_profile(x)}", captured.plan_of_profile(x)) for x in self.profile or ()]
+                for profile in self.profile or ():
+                    of_profiles[f"profile {name_of_profile(profile)}"] = captured.methods_of_profile(profile)
+            of_methods = {figure_name(method): [[method] * prompts[0].num_heads] * len(prompts) for method in methods}
+            plans = {label: layer_plans(heads) for label, heads in (of_methods | of_profiles).items()}
             report = Report("methods", card.name, self.json_path, self.results)
             inputs = Inputs(name, prompts, ())
             if is_fp8:
-                inputs = Inputs(
-                    f"{name} in fp8", [AttentionPrompt(in_fp8(prompt.whole)) for prompt in prompts], prompts
-                )
+                inputs = Inputs(f"{name} in fp8", [in_fp8(prompt) for prompt in prompts], prompts)
             rows = run_methods(card, inputs, plans, lengths, self.chunk, report)
             title = f"methods against {card.dense_name}, {card.name}, {inputs.name}, chunk of {self.chunk:,}"
             show(title, rows, FP8_COLUMNS if is_fp8 else COLUMNS)

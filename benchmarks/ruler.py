@@ -22,6 +22,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.figures import Report
+from benchmarks.options import show
+from vllm_sparse_backend.evaluation.answer_tables import with_error
 from vllm_sparse_backend.evaluation.report import BenchError
 
 HARNESS = "lm_eval.tasks.ruler"
@@ -119,8 +121,7 @@ def compare(
     """Print both scores, their difference and their ratio. A ratio needs a score of stock of at least 0.5."""
     report = Report("ruler", device, None, results, command)
     base = {(task, length): values for task, length, values in scores(stock)}
-    columns = ("task", "tokens", "samples", "stock", "ours", "ours - stock", "ours ÷ stock")
-    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    rows = []
     for task, length, values in scores(ours):
         of_stock = base[task, length]
         score, our_score = fmean(of_stock), fmean(values)
@@ -129,14 +130,17 @@ def compare(
         report.add_figure(f"{name}: our score", our_score, "share", "higher")
         change, change_error = difference(values, of_stock)
         report.add_figure(f"{name}: our score - stock's, standard error", change_error, "share", "lower")
-        cell = ""
+        row = {
+            "task": task, "tokens": int(length), "samples": len(values), "stock": f"{score:.3f}",
+            "ours": f"{our_score:.3f}", "ours - stock": with_error(change, change_error, "+.3f"), "ours ÷ stock": "",
+        }  # fmt: skip
         if score >= 0.5:
             value, error = ratio(values, of_stock)
             report.add_figure(f"{name}: our score ÷ stock's", value, "ratio", "higher", round(0.98 - 2 * error, 4))
             report.add_figure(f"{name}: our score ÷ stock's, standard error", error, "ratio", "lower")
-            cell = f"{value:.3f} ± {error:.3f}"
-        shown = f"{score:.3f} | {our_score:.3f} | {change:+.3f} ± {change_error:.3f} | {cell}"
-        print(f"| {task} | {int(length):,} | {len(values)} | {shown} |")
+            row["ours ÷ stock"] = with_error(value, error, ".3f")
+        rows.append(row)
+    show("", rows)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ from scipy.stats import linregress
 
 from benchmarks.options import Json
 from benchmarks.traffic import CacheReads, Settings, endpoint_of, show_rows
+from vllm_sparse_backend.calibration.capture import load_tokenizer
+from vllm_sparse_backend.calibration.prompts import encoder
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
 from vllm_sparse_backend.evaluation.answer_prompts import Statement
@@ -43,17 +45,8 @@ from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, table_of
 from vllm_sparse_backend.evaluation.tasks import fact_thread
-from vllm_sparse_backend.prompts.lookups import NAMES, Encode
+from vllm_sparse_backend.prompts.lookups import NAMES, Encode, begin_ids
 from vllm_sparse_backend.prompts.texts import read_prompt_text
-
-
-def tokenizer_of(model: Path) -> tuple[Encode, list[int]]:
-    """Return a model folder's tokenizer, and the tokens that begin a prompt."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    begin = json.loads((model / "config.json").read_text()).get("bos_token_id")
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids, [] if begin is None else [begin]
 
 
 @dataclass(frozen=True)
@@ -168,21 +161,22 @@ class Turns:
     def draw(self) -> Iterator[Conversation]:
         """Yield conversations, each from another stretch of the text."""
         require_room([self.start, self.growth], self.questions // 2)
-        encode, begin_ids = tokenizer_of(self.model)
+        tokenizer = load_tokenizer(self.model)
+        encode, start_ids = encoder(tokenizer), begin_ids(tokenizer)
         ids = encode(read_prompt_text(self.text))
         whole = self.start + self.turns * self.growth
         if len(ids) < whole:
             raise BenchError(f"{self.text}: given {len(ids):,} tokens, expected at least {whole:,}, a conversation's")
         for i in range(self.conversations):
             at = i * (len(ids) - whole) // max(self.conversations - 1, 1)
-            yield self.draw_conversation(encode, begin_ids, ids[at:], random.Random(f"{self.seed} {i}"))
+            yield self.draw_conversation(encode, start_ids, ids[at:], random.Random(f"{self.seed} {i}"))
 
     def draw_conversation(
-        self, encode: Encode, begin_ids: Sequence[int], text_ids: Sequence[int], rng: random.Random
+        self, encode: Encode, start_ids: Sequence[int], text_ids: Sequence[int], rng: random.Random
     ) -> Conversation:
         num_facts = self.questions // 2
         names = rng.sample(NAMES, (self.turns + 1) * num_facts)
-        token_ids, turns, old = list(begin_ids), [Turn(self.start, [], [])], list[Question]()
+        token_ids, turns, old = list(start_ids), [Turn(self.start, [], [])], list[Question]()
         for end in range(self.start, self.start + self.turns * self.growth + 1, self.growth):
             begin, fresh = len(token_ids), list[Question]()
             for number in range(num_facts):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_sparse_backend.calibration import cuda_device as module
-from vllm_sparse_backend.calibration.cuda_device import AHEAD_CYCLES, CYCLES_A_MS, MIN_PASSES, Card
+from vllm_sparse_backend.calibration.cuda_device import AHEAD_CYCLES, CYCLES_A_MS, PASSES, Card
 from vllm_sparse_backend.config.errors import ConfigurationError
 
 
@@ -65,12 +65,12 @@ def test_device_time_is_that_of_the_spans_alone(card, clock):
     passes = []
     dense = [("dense", clock.takes(40)), ("dense", clock.takes(30))]
     ours = [("select", clock.takes(1)), ("attend", clock.takes(9))]
-    taken = card.spans_ms([dense, ours], lambda: passes.append(clock.takes(50)()), budget_s=0.0)
+    taken = card.spans_ms([dense, ours], lambda: passes.append(clock.takes(50)()))
     times = {"dense": 70, "select": 1, "attend": 9}
-    assert taken == {name: [pytest.approx(ms)] * MIN_PASSES for name, ms in times.items()}
-    assert clock.slept == (MIN_PASSES + 2) * 2  # two warm-up passes; each contestant has a turn
+    assert taken == {name: [pytest.approx(ms)] * PASSES for name, ms in times.items()}
+    assert clock.slept == (PASSES + 2) * 2  # two warm-up passes; each contestant has a turn
     # 70 ms reach the 60 ms of a stable clock at once, 10 ms after six runs; the first pass does not know this yet.
-    assert len(passes) == 2 + (MIN_PASSES + 1) * (2 + 7)
+    assert len(passes) == 2 + (PASSES + 1) * (2 + 7)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.helpers.calibration_cases import HEADS, LinedCapturer, make_job
-from vllm_sparse_backend.calibration.loop import CPU
 from vllm_sparse_backend.calibration.papers import share_prefill as module
 from vllm_sparse_backend.calibration.papers.share_prefill import (
     attention_maps,
@@ -23,6 +22,7 @@ from vllm_sparse_backend.progress import Progress
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
 SIDE = 16
+CPU = torch.device("cpu")
 
 
 def synthetic_maps() -> torch.Tensor:

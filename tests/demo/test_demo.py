@@ -8,6 +8,7 @@ import pytest
 from vllm_sparse_backend.demo import run
 from vllm_sparse_backend.evaluation.answer_scores import PromptScores
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
+from vllm_sparse_backend.evaluation.report import BenchError
 
 SPARSE = MetricsReport(
     Counter(
@@ -38,7 +39,7 @@ def test_it_ends_with_what_was_shown() -> None:
 
 
 def test_a_lost_answer_or_a_dense_prefill_fails() -> None:
-    with pytest.raises(run.DemoError, match="An answer is wrong"):
+    with pytest.raises(BenchError, match="An answer is wrong"):
         run.summary(scores(run.FACTS - 1), SPARSE)
-    with pytest.raises(run.DemoError, match="no sparse prefill: no row ran sparse"):
+    with pytest.raises(BenchError, match="no sparse prefill: density None"):
         run.summary(scores(run.FACTS), MetricsReport())

@@ -117,6 +117,6 @@ def test_a_server_that_is_killed_does_not_delay_its_stop(tmp_path: Path, monkeyp
     while "deaf" not in server.tail():
         assert process.poll() is None
         time.sleep(0.05)
-    os.killpg(server.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)
     server.stop()
     assert process.returncode == -signal.SIGKILL

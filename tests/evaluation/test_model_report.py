@@ -25,7 +25,7 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
 
 
-def test_an_interrupted_report_continues_also_with_more_parts_and_refuses_other_options(
+def test_an_interrupted_report_continues_and_refuses_other_options(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     starts: list[str] = []
@@ -33,7 +33,7 @@ def test_an_interrupted_report_continues_also_with_more_parts_and_refuses_other_
 
     @contextmanager
     def server(model: Path, args: tuple[str, ...]) -> Iterator[SimpleNamespace]:
-        """Stand in for a server. Two starts of our server for answers are interrupted."""
+        """Stand in for a server. Our first server for speed, and the first for answers, are interrupted."""
         is_ours = "sparse-prefill" in args
         starts.append("ours" if is_ours else "stock")
         if len(starts) in (2, 6):
@@ -48,8 +48,8 @@ def test_an_interrupted_report_continues_also_with_more_parts_and_refuses_other_
     text.write_text("The old ship left the harbor in the morning.\n" * 500)
     options = ("--text", text, "--out", tmp_path / "report", "--count")
 
-    for parts, files in ((("--parts", "facts"), ["answers.json"]), ((), ["answers.json", "ttft.json"])):
-        interrupted = run(*options, 1, *parts)
+    for files in ([], ["answers.json", "ttft.json"]):
+        interrupted = run(*options, 1)
         assert interrupted.exit_code == 130, interrupted.output
         assert f"The same command continues from {tmp_path}/report" in interrupted.output
         assert sorted(path.name for path in (tmp_path / "report").iterdir()) == files

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from tests.helpers.folders import model_folder
 from tests.helpers.lined import lined_batch
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.calibration.costs import Cost, Costs
 from vllm_sparse_backend.calibration.judge import Served
 from vllm_sparse_backend.calibration.loop import Job
+from vllm_sparse_backend.progress import Progress
 
 COSTS = Costs(0.0, 4.0, lambda method: Cost(group_ms=0.01, head_ms=0.01, full_ms=1.0))
 """Preset times of a layer of four heads, which the tests' CPU cannot measure."""
@@ -67,5 +70,6 @@ def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **change
     fields = {
         "model": model_folder(folder.parent / "model", CONFIG), "prompts": random_prompts(num_prompts, num_tokens, 1),
         "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,
+        "device": torch.device("cpu"), "seed": None, "sets_min_tokens": False, "progress": Progress(),
     } | changes  # fmt: skip
     return StructuredJob(**fields)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.helpers import scenario
+from tests.helpers.servers import Server
 from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.keys import KEY
@@ -22,7 +23,6 @@ from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.request_levels import FIELD, LevelPolicy
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.vllm_server import Server
 
 ANSWER_TOKENS = 3
 

@@ -11,8 +11,8 @@ from threading import Event
 from typing import NamedTuple
 
 from tests.helpers import scenario
+from tests.helpers.servers import Server
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
-from vllm_sparse_backend.evaluation.vllm_server import Server
 
 SERVER_ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8"}
 """On a CPU, torch caches a compiled product for each of the last 1,024 shapes, which looks like a memory leak."""

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import VOCAB_SIZE
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
-from vllm_sparse_backend.evaluation.vllm_server import Server
 
 DEADLINE_S = 300.0
 """Seconds after which tests no longer wait for a server, on a machine of any load."""

@@ -12,9 +12,10 @@ import pytest
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import make_adapter, make_model
 from vllm_sparse_backend.config.keys import KEY
-from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
+from vllm_sparse_backend.evaluation.vllm_server import has_cuda, sparse_args
 
 WORKER_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """Variable that decides whether an engine on a CPU starts a worker process, as by default, or is its own worker."""

@@ -101,7 +101,7 @@ def test_a_starved_method_falls_below(rows: dict[str, dict[str, Any]]) -> None:
 
 def test_an_interrupted_report_keeps_what_it_measured(tmp_path: Path) -> None:
     """`eval report` on real servers, at sizes of a CPU."""
-    sizes = ("--lengths", "2048", "--answer-lengths", "2048", "--count", "1", "--parts", "ttft,facts")
+    sizes = ("--lengths", "2048", "--answer-lengths", "2048", "--count", "1")
     settings = ("--settings", '{"method": "default", "min_tokens": 1024, "min_query_tokens": 1}')
     command = [sys.executable, "-m", "vllm_sparse_backend", "eval", "report", BUNDLED, *sizes, *settings]
     # If a script started the tests in the background, they and all their processes ignore Ctrl-C.

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import scenario
 from tests.helpers.scenario import Servers
-from vllm_sparse_backend.evaluation.vllm_server import Server
+from tests.helpers.servers import Server
 
 pytestmark = pytest.mark.server
 

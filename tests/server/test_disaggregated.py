@@ -17,7 +17,8 @@ import pytest
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Answer, Servers, assert_same
-from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, reserve_port, sparse_args
+from tests.helpers.servers import Server
+from vllm_sparse_backend.evaluation.vllm_server import has_cuda, reserve_port, sparse_args
 
 pytestmark = [
     pytest.mark.server,

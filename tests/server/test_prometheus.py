@@ -17,7 +17,8 @@ import yaml
 
 from tests.helpers import external_tools, promql, scenario
 from tests.helpers.scenario import Servers
-from vllm_sparse_backend.evaluation.vllm_server import Server, reserve_port
+from tests.helpers.servers import Server
+from vllm_sparse_backend.evaluation.vllm_server import reserve_port
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 

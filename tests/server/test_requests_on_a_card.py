@@ -20,13 +20,14 @@ import torch
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.mixed_load import SERVER_ENV, ask_mixed, resident_bytes_of
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.answer_prompts import build_prompt
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+from vllm_sparse_backend.evaluation.vllm_server import sparse_args
 from vllm_sparse_backend.prompts.texts import prose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.server]
@@ -81,7 +82,7 @@ def check(server: Server) -> None:
     assert report.rows_of("sparse") == NUM_EACH
     assert report.rows_of("dense") == NUM_EACH
     assert set(report.layers) == set(range(CONFIG["num_hidden_layers"]))
-    assert report.problem() is None
+    assert all(0 < pairs.density < 1 for pairs in report.layers.values())
     # An exact request does not read a sparse request's blocks, except for its first positions; its answer differs.
     prompt, *_ = sparse["sparse 0"]
     first, second, default = (scenario.ask(server, prompt, level=level) for level in (0, "exact", None))
@@ -112,7 +113,7 @@ def test_facts_are_found_under_every_option(option: str) -> None:
             assert num_right >= 46, (option, level, num_right)
         page, log = scenario.fresh_page(server), server.log_path.read_text(errors="replace")
     report = parse_metrics(page)
-    assert report.problem() is None
+    assert 0 < report.pairs.density < 1
     assert report.rows_of("sparse") > len(prompts)
     assert report.rows["dense", Fallback.REQUESTED] > len(prompts)
     preempted = sum(float(n) for n in re.findall(r"(?m)^vllm:num_preemptions_total{.*} (\S+)$", page))

@@ -13,10 +13,10 @@ import pytest
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
-from vllm_sparse_backend.evaluation.vllm_server import Server
 
 pytestmark = pytest.mark.server
 
@@ -97,7 +97,7 @@ def test_nothing_is_counted_before_the_first_request(servers: Servers) -> None:
 def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(answered: Answered) -> None:
     """This shows that the tests of exact answers can fail, because of a shared cache or a row that runs sparse."""
     assert set(answered.sparse.report.layers) == set(range(NUM_LAYERS))
-    assert answered.sparse.report.problem() is None
+    assert all(0 < pairs.density < 1 for pairs in answered.sparse.report.layers.values())
     for name in ("chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 901", "concurrent: 1301"):
         expected = answered.stock.answers[name].logprobs
         assert answered.sparse.answers[name].logprobs != pytest.approx(expected, abs=1e-3), name

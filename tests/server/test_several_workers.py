@@ -13,8 +13,9 @@ import pytest
 
 from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Answer, Servers
+from tests.helpers.servers import Server
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport
-from vllm_sparse_backend.evaluation.vllm_server import Server, has_cuda, sparse_args
+from vllm_sparse_backend.evaluation.vllm_server import has_cuda, sparse_args
 
 pytestmark = [
     pytest.mark.server,

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import scenario
-from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+from tests.helpers.servers import Server
+from vllm_sparse_backend.evaluation.vllm_server import sparse_args
 
 pytestmark = [pytest.mark.server, pytest.mark.gpu]
 pytest.importorskip("vllm")

@@ -15,9 +15,10 @@ from tests.helpers import scenario, server_levels
 from tests.helpers.counter_audit import Counts, Served, audit
 from tests.helpers.mixed_load import SERVER_ENV, ask_mixed, resident_bytes_of, wait_until_idle
 from tests.helpers.scenario import Servers
+from tests.helpers.servers import Server
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+from vllm_sparse_backend.evaluation.vllm_server import sparse_args
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 

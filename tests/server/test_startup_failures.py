@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.servers import Server
 from tests.helpers.tiny_models import CONFIG
-from vllm_sparse_backend.evaluation.vllm_server import Server, ServerError, sparse_args
+from vllm_sparse_backend.evaluation.vllm_server import ServerError, sparse_args
 
 pytestmark = [pytest.mark.server, pytest.mark.full]
 pytest.importorskip("vllm")

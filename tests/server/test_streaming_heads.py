@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.helpers import scenario
+from tests.helpers.servers import Server
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+from vllm_sparse_backend.evaluation.vllm_server import sparse_args
 
 pytestmark = [
     pytest.mark.server,

@@ -52,7 +52,8 @@ class Capture:
             torch.save(tensors._asdict(), path)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of several lines
             why = str(error).splitlines()[0]
-            raise ConfigurationError(f"{path}: cannot be written: {why}") from error
+            remedy = "write the profile to a larger disk, or use fewer or shorter prompts"
+            raise ConfigurationError(f"{path}: cannot be written: {why}; {remedy}") from error
         self.scales[layer] = scale
 
     def _path(self, layer: int) -> Path:

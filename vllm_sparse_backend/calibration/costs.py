@@ -99,7 +99,7 @@ def _median_ms(card: Card, batches: Sequence[Batch], contestants: Sequence[Seque
         for batch in batches:
             batch.rows.state.clear()
 
-    return {name: median(ms) for name, ms in card.spans_ms(contestants, new_pass, budget_s=0.0).items()}
+    return {name: median(ms) for name, ms in card.spans_ms(contestants, new_pass).items()}
 
 
 def _layers(card: Card, batches: Sequence[Batch], method: Method) -> list[TimedLayer]:

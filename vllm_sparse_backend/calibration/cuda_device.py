@@ -8,7 +8,7 @@ layer. Contestants alternate with FlashAttention in the same run, over several i
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -38,7 +38,10 @@ milliseconds, and more for work that draws more power: right after a rest, Flash
 takes 26 ms in the long run.
 """
 
-MIN_PASSES, MAX_PASSES = 5, 60
+PASSES = 5
+"""Measured passes by default."""
+WARM_UP_PASSES = 2
+"""Passes that compile and estimate the duration."""
 
 
 class Card:
@@ -88,18 +91,16 @@ class Card:
         return run
 
     def spans_ms(
-        self, contestants: Sequence[Sequence[Span]], new_pass: Run = lambda: None, budget_s: float = 2.0
+        self, contestants: Sequence[Sequence[Span]], new_pass: Run = lambda: None, num_passes: int = PASSES
     ) -> dict[str, list[float]]:
         """Return the device times in ms by name, summed over the spans of each pass. Contestants take turns.
 
         A contestant's spans run in order: first repeatedly for ``STEADY_MS`` without measurement, and then once with
         measurement. The card's clock is then steady under this load. ``new_pass`` is called before each repetition.
-        After two passes that compile and estimate the duration, as many passes run as fit into ``budget_s``.
         """
         taken: dict[str, list[float]] = {name: [] for spans in contestants for name, _ in spans}
         repeats, device_ms = [1] * len(contestants), [math.inf] * len(contestants)
-        for measured in _passes(budget_s):
-            sums = dict.fromkeys(taken, 0.0)
+        for i_pass in range(WARM_UP_PASSES + num_passes):
             for i, spans in enumerate(contestants):
                 torch.cuda._sleep(AHEAD_CYCLES)
                 host_ms = [_launch_ms(spans, new_pass) for _ in range(repeats[i] - 1)][:1]
@@ -108,11 +109,9 @@ class Card:
                 span_ms = self._spans_ms(spans, new_pass)
                 device_ms[i] = min(device_ms[i], sum(span_ms.values()))
                 repeats[i] = 1 + math.ceil(STEADY_MS / max(device_ms[i], 1e-2 * STEADY_MS))
-                for name, ms in span_ms.items():
-                    sums[name] += ms
-            if measured:
-                for name, ms in sums.items():
-                    taken[name].append(ms)
+                if i_pass >= WARM_UP_PASSES:
+                    for name, ms in span_ms.items():
+                        taken[name].append(ms)
         return taken
 
     def _spans_ms(self, spans: Sequence[Span], new_pass: Run) -> dict[str, float]:
@@ -138,17 +137,6 @@ def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:
     for _, run in spans:
         run()
     return (time.thread_time() - began) * 1e3
-
-
-def _passes(budget_s: float) -> Iterable[bool]:
-    """Yield False for the warm-up passes, then True until ``budget_s`` is spent."""
-    yield False
-    yield False
-    began = time.perf_counter()
-    for i in range(MAX_PASSES):
-        if i >= MIN_PASSES and time.perf_counter() - began >= budget_s:
-            return
-        yield True
 
 
 def _flash_version(device: torch.device) -> int:

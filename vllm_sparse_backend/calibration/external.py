@@ -19,7 +19,7 @@ def require_module(module: str, why: str) -> Any:
 
 
 @contextmanager
-def readable(path: Path, what: str, remedy: str = "") -> Iterator[None]:
+def readable(path: Path, what: str) -> Iterator[None]:
     """Turn any failure to read a file or folder into one ConfigurationError.
 
     Readers raise many kinds of exceptions for missing and damaged files.
@@ -30,4 +30,4 @@ def readable(path: Path, what: str, remedy: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         why = next(iter(str(error).splitlines()), "") or repr(error)
-        raise ConfigurationError(f"{path}: its {what} cannot be read: {why}{remedy and '; '}{remedy}") from error
+        raise ConfigurationError(f"{path}: its {what} cannot be read: {why}") from error

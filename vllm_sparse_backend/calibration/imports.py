@@ -42,8 +42,8 @@ class ClusterFile(Section):
 def import_profile(path: Path, model: Path) -> Profile:
     """Convert a file of MInference or SharePrefill to a profile."""
     shape = ModelShape.from_folder(model)
-    with readable(path, "content", "expected JSON of MInference or SharePrefill"):
-        content = json.loads(read_text(path), object_pairs_hook=_unique_keys)
+    with readable(path, "JSON of MInference or SharePrefill"):
+        content = json.loads(read_text(path))
     if isinstance(content, list):
         tool, read = "MInference's", _minference
     elif isinstance(content, dict) and ClusterFile.model_fields.keys() & content.keys():
@@ -52,22 +52,16 @@ def import_profile(path: Path, model: Path) -> Profile:
         expected = f"{PATTERNS_FORM}; or {CLUSTERS_FORM}"
         raise ConfigurationError(f"{path}: {unexpected(content, expected)}")
     try:
-        methods, note = read(content, shape)
+        methods = read(content, shape)
     except (ConfigurationError, ValueError) as error:
         raise ConfigurationError(f"{path}: {error}") from None
-    provenance = {"source": f"imported from {tool} {path.name}{note}"}
+    provenance = {"source": f"imported from {tool} {path.name}"}
     profile = Profile.of_heads(methods, provenance, format=1, model=shape)
     profile.check_model(shape, str(path))
     return profile
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(mapping := dict(pairs)) != len(pairs):
-        raise ValueError("given an object with the same key twice, expected each key only once")
-    return mapping
-
-
-def _minference(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
+def _minference(content: Any, shape: ModelShape) -> list[list[Method]]:
     """Convert a file of MInference's offline search (minference/configs/*.json in its repository in August 2025).
 
     The file is a list with one object for each layer, ``{"HEAD": [pattern, a, b, score]}``, with heads of the whole
@@ -90,7 +84,7 @@ def _minference(content: Any, shape: ModelShape) -> tuple[list[list[Method]], st
             expected = f"an object with a key for each head, 0 to {names[-1]}, as in {shape}"
             raise ValueError(f"layer {layer}: {unexpected(shown, expected)}")
         methods.append([_method(heads[name], f"layer {layer}: head {name}") for name in names])
-    return methods, ""
+    return methods
 
 
 def _method(entry: object, place: str) -> Method:
@@ -104,7 +98,7 @@ def _method(entry: object, place: str) -> Method:
     raise ValueError(f"{place}: {unexpected(entry, expected)}")
 
 
-def _share_prefill(content: Any, shape: ModelShape) -> tuple[list[list[Method]], str]:
+def _share_prefill(content: Any, shape: ModelShape) -> list[list[Method]]:
     """Convert a cluster file of SharePrefill (shareprefill/clusters/sharing_lookup/*.json in its repository).
 
     The file is ``{"clusters": {"ID": [[layer, head], ...]}, "shared_clusters": ["ID", ...]}``. In the authors' code,
@@ -126,4 +120,4 @@ def _share_prefill(content: Any, shape: ModelShape) -> tuple[list[list[Method]],
     for name in file.shared_clusters:
         for layer, head in file.clusters[name]:
             methods[layer][head] = make_method("share_prefill", {"cluster": int(name)})
-    return methods, f": {len(set(file.shared_clusters))} of its {len(file.clusters)} clusters share"
+    return methods

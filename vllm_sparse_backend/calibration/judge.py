@@ -133,8 +133,8 @@ class Outcome(NamedTuple):
 class Served:
     """How a server prefills the prompts: chunk size, and the length of the dense start, both in tokens."""
 
-    chunk_tokens: int = 8192
-    min_tokens: int = 0
+    chunk_tokens: int
+    min_tokens: int
     """First position that runs sparse. Earlier positions are dense and not judged."""
     finds_streaming_heads: bool = False
     """Whether the server's default finds streaming heads (``streaming_heads.py``)."""
@@ -168,7 +168,6 @@ class LayerPrompt:
         whole = dense_attention(tensors, scale)
         spans = [slice(chunk.context_lens[0], chunk.seq_lens[0]) for chunk in rows]
         batches = [Batch(tensors.q[span], cache, chunk, scale) for span, chunk in zip(spans, rows, strict=True)]
-        without_nan(batches[0])  # replaces NaN in the cache that all chunks share
         windows = None
         if served.finds_streaming_heads and captured.num_tokens >= PROMPT_TOKENS:
             # By the rule of a server, on the prompt's first tokens.
@@ -289,13 +288,6 @@ def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
     return 2 * ordered[-1] - ordered[max(0, len(ordered) - 2)]
 
 
-def without_nan(batch: Batch) -> Batch:
-    """Replace NaN in unused places of the batch's cache by 0, because FlashAttention multiplies these places by 0."""
-    for side in (batch.cache.keys, batch.cache.values):
-        side.nan_to_num_()
-    return batch
-
-
 def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
     """Return the steps in which a server prefills a prompt, starting at position ``min_tokens``."""
     table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
@@ -313,6 +305,6 @@ def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
 
 
 def paged(x: torch.Tensor) -> torch.Tensor:
-    """Split keys or values into pages of 128 tokens."""
+    """Split keys or values into pages of 128 tokens. Unused places are 0: FlashAttention multiplies them by 0."""
     padding = -len(x) % PAGE_TOKENS
-    return pad(x, (0, 0, 0, 0, 0, padding), value=float("nan")).unflatten(0, (-1, PAGE_TOKENS))
+    return pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, PAGE_TOKENS))

@@ -9,7 +9,6 @@ A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each to
 32,768 tokens of Llama-3.1-8B.
 """
 
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,8 +51,6 @@ MARGIN = 0.1
 MOST_ROUNDS = 8
 """Number of choices for a layer after which heads that still miss the bound become dense."""
 
-CPU = torch.device("cpu")
-
 SHARE_PREFILL = "share_prefill"
 """The method whose paper has no search within a bound (``papers/share_prefill.py``)."""
 
@@ -77,12 +74,12 @@ class Job:
     served: Served
     folder: Path
     """Folder for the captures, which the caller deletes."""
-    device: torch.device = CPU
-    seed: int | None = None
+    device: torch.device
+    seed: int | None
     """Seed of generated prompts; None for the operator's own prompts."""
-    sets_min_tokens: bool = False
+    sets_min_tokens: bool
     """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress
 
     def __post_init__(self) -> None:
         shortest = min(len(ids) for ids in (*self.prompts, *self.held_out))
@@ -129,19 +126,8 @@ class Job:
 
     def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
         """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
-        self._check_disk(prompts)
         self.progress.print(f"capturing {len(prompts)} prompts")
         return capture_prompts(self.model, prompts, self.folder, self.device, self.dtype)
-
-    def _check_disk(self, prompts: Sequence[Sequence[int]]) -> None:
-        shape = self.shape
-        token_bytes = (
-            shape.num_layers * (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim * self.dtype.itemsize
-        )
-        wanted, free = token_bytes * sum(map(len, prompts)), shutil.disk_usage(self.folder).free
-        if wanted > free:
-            problem = f"{self.folder}: captures take {wanted / 1e9:.1f} GB, but the disk has {free / 1e9:.1f} GB left"
-            raise ConfigurationError(f"{problem}; write the profile to a larger disk, or use fewer or shorter prompts")
 
     @cached_property
     def layers(self) -> list[int]:

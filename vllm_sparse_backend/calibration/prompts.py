@@ -25,13 +25,15 @@ def sha256_of(prompts: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(" ".join(map(str, numbers)).encode()).hexdigest()
 
 
+def encoder(tokenizer: Any) -> Encode:
+    """Return the function that tokenizes texts of any length."""
+    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
 def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> list[list[int]]:
     """Make prompts from a text. Equal arguments give equal prompts."""
     tokenizer = load_tokenizer(model)
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
+    encode = encoder(tokenizer)
     text_ids = _text_ids(text, encode, (count + 1) * num_tokens, part)
     start = begin_ids(tokenizer)
     rng = random.Random(f"{seed}/{part}")
@@ -61,10 +63,10 @@ def read_prompts(model: Path, files: Sequence[Path], num_tokens: int) -> list[li
     text, or with ``text`` or ``prompt``. Any other file is one prompt.
     """
     tokenizer = load_tokenizer(model)
-    start = begin_ids(tokenizer)
+    encode, start = encoder(tokenizer), begin_ids(tokenizer)
     prompts = []
     for where, text in _texts(files, tokenizer):
-        ids = list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        ids = encode(text)
         ids = ids if ids[: len(start)] == start else start + ids
         if len(ids) < 2:
             raise ConfigurationError(f"{where}: given a prompt of {len(ids)} tokens, expected at least 2")

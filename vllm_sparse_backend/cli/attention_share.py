@@ -10,9 +10,9 @@ floating-point operations: N (N + 1) / 2 pairs, or the pairs within the layer's 
 rates measured on an H100 in bf16 (docs/research/performance.md): ``LINEAR_FLOPS`` in linear layers of an 8B model's
 width, and ``ATTENTION_FLOPS`` in FlashAttention-3. Norms, rotary positions, the output head (applied to one token) and
 communication are left out. Layers of linear attention and Mamba also update a state of
-(key, value) elements per head for each token, at ``RECURRENCE_ELEMENTS`` elements per second. Experts of a MoE model
-count as dense layers, but run slower, which overstates the speed-up. Another device changes the result only if the
-ratios of the rates differ.
+(key, value) elements per head for each token, at ``RECURRENCE_ELEMENTS`` elements per second; a recurrence that the
+config describes in other fields is left out. Experts of a MoE model count as dense layers, but run slower. Both
+overstate the speed-up. Another device changes the result only if the ratios of the rates differ.
 """
 
 from collections.abc import Mapping
@@ -66,8 +66,7 @@ class PrefillShare:
     linear_s: float
     sparse_s: float
     dense_s: float
-    recurrence_s: float = 0.0
-    num_unknown: int = 0
+    recurrence_s: float
 
     @property
     def attention(self) -> float:
@@ -107,5 +106,5 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
             seconds["dense" if reason else "sparse"] += pair_s * pairs
     weights, states = zip(*layer_sizes(config, shape, source), strict=True)
     linear_s = 2 * sum(weights) * num_tokens / LINEAR_FLOPS
-    recurrence_s = sum(filter(None, states)) * num_tokens / RECURRENCE_ELEMENTS
-    return PrefillShare(linear_s, seconds["sparse"], seconds["dense"], recurrence_s, states.count(None))
+    recurrence_s = sum(states) * num_tokens / RECURRENCE_ELEMENTS
+    return PrefillShare(linear_s, seconds["sparse"], seconds["dense"], recurrence_s)

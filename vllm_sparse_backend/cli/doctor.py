@@ -24,7 +24,7 @@ from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.layer_weights import layer_weights_if_known
-from vllm_sparse_backend.config.model_shape import ModelShape, config_file, layer_kinds
+from vllm_sparse_backend.config.model_shape import ModelShape, config_file
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
@@ -39,14 +39,6 @@ STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "bad": "red"}
 
 USUAL_SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
 """Llama-3.1-8B's."""
-
-KINDS = {
-    "linear_attention": "linear attention or Mamba",
-    "mamba": "linear attention or Mamba",
-    "mlp": "feed-forward only",
-    "moe": "experts only",
-}
-"""Names of layers without softmax attention, by their kind in a config."""
 
 INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (deploy/install.py does all of this)"
 
@@ -289,16 +281,13 @@ def layer_findings(model: CheckedModel) -> Iterator[Finding]:
     if model.has_mla:
         yield from mla_findings(model.config, len(reasons))
         return
-    kinds = layer_kinds(model.config) or [""] * len(reasons)
-    layers: dict[tuple[Fallback | None, str], list[int]] = defaultdict(list)
-    for layer, (reason, kind) in enumerate(zip(reasons, kinds)):
-        layers[reason, KINDS.get(kind, "") if reason is Fallback.NOT_DECODER else ""].append(layer)
-    for (reason, name), numbers in layers.items():
+    layers: dict[Fallback | None, list[int]] = defaultdict(list)
+    for layer, reason in enumerate(reasons):
+        layers[reason].append(layer)
+    for reason, numbers in layers.items():
         where = f"{len(numbers)} of {len(reasons)} layers ({format_ranges(numbers)})"
         if reason is None:
             yield ok("can run sparse", where)
-        elif name:
-            yield note(name, f"{where}: no softmax attention; no action, the model's other layers can run sparse")
         else:
             yield note(f"always dense ({reason})", f"{where}: {reason.explain}")
     if all(reasons):
@@ -361,11 +350,4 @@ def best_speedups(model: CheckedModel) -> Iterator[Finding]:
     if (most := max(share.best_speedup for share in shares.values())) < attention_share.HARDLY_PAYS:
         yield note(
             "speed-up of TTFT", f"at most {most:.2f} at the model's {longest:,} tokens: sparse prefill hardly pays"
-        )
-    num_unknown = next(iter(shares.values())).num_unknown
-    if num_unknown:
-        yield note(
-            "recurrences",
-            f"{num_unknown} layers have a recurrence that the config describes in unknown fields; it is left out, so "
-            "the speed-ups above are too large",
         )

@@ -89,14 +89,6 @@ class EvalReport:
     folder: Annotated[
         Path, typer.Option("--out", metavar="FOLDER", help="Folder of the report.", callback=common.output_folder)
     ] = Path("report")
-    parts: Annotated[
-        str,
-        typer.Option(
-            metavar="PART,...",
-            help="Parts to measure: ttft, facts, multi_key, multi_value, variables, common_words, frequent_words. "
-            "Default: all.",
-        ),
-    ] = ""
     lengths: Annotated[
         str | None, typer.Option(metavar="N,...", help="Prompt tokens for TTFT. Default: 8K to 131K.")
     ] = None
@@ -108,14 +100,13 @@ class EvalReport:
     server_args: common.ServerArgs = ""
 
     def run(self) -> None:
-        """Measure the parts that are not finished, and print the page."""
+        """Measure what is not finished, and print the page."""
         common.exit_on_sigterm()
         with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
             from vllm_sparse_backend.evaluation.vllm_server import device_name
             from vllm_sparse_backend.prompts.texts import project_text, read_prompt_text
 
-            parts = common.names_among("--parts", self.parts, model_report.PARTS) or model_report.PARTS
             report = model_report.ModelReport(
                 folder=self.folder,
                 model=self.model,
@@ -126,7 +117,6 @@ class EvalReport:
                 text=read_prompt_text(self.text) if self.text else project_text(),
                 server_args=self.server_args,
                 device=device_name(),
-                parts=parts,
             )
             with bar("report") as progress:
                 report.measure(progress)

@@ -48,7 +48,7 @@ def layer_weights_if_known(config: Mapping[str, Any], shape: ModelShape) -> int 
         return None
 
 
-def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int | None]]:
+def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int]]:
     """Yield for each layer the weights that apply to each token, and the elements of its recurrence's state."""
     widths = _widths(config, source)
     hidden = _hidden_size(widths, shape)
@@ -62,8 +62,7 @@ def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> It
     # Nemotron-H lists feed-forward layers as separate layers.
     is_split = any(kind in FEED_FORWARD_KINDS for kind in kinds)
     for layer, kind in enumerate(kinds):
-        weights = 0
-        state_elements: int | None = 0
+        weights = state_elements = 0
         if kind == "hybrid":
             weights, state_elements = attention + recurrence, _state_elements(widths)
         elif "linear" in kind or "mamba" in kind:
@@ -104,10 +103,10 @@ def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:
     return hidden * (3 * inner + states + widths["mamba_num_heads"]) if inner else 0
 
 
-def _state_elements(widths: Mapping[str, int]) -> int | None:
-    """Return the elements of the state of a gated delta rule or Mamba 2 layer; None if the config describes none."""
+def _state_elements(widths: Mapping[str, int]) -> int:
+    """Return the elements of the state of a gated delta rule or Mamba 2 layer; 0 if the config describes none."""
     gated = widths["linear_num_value_heads"] * widths["linear_key_head_dim"] * widths["linear_value_head_dim"]
-    return gated or widths["mamba_num_heads"] * widths["mamba_head_dim"] * widths["ssm_state_size"] or None
+    return gated or widths["mamba_num_heads"] * widths["mamba_head_dim"] * widths["ssm_state_size"]
 
 
 def _inner_width(widths: Mapping[str, int], hidden: int, has_experts: bool) -> int:

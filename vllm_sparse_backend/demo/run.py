@@ -31,12 +31,8 @@ CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSIN
 process for each engine, which takes a third of the start time."""
 
 
-class DemoError(BenchError):
-    """The demo could not show sparse prefill."""
-
-
 def run_demo(console: Console) -> None:
-    """Run the demo. Raises ``DemoError`` or ``ServerError`` with the reason if it fails."""
+    """Run the demo. Raises ``BenchError`` or ``ServerError`` with the reason if it fails."""
     env = {} if has_cuda() else CPU_ENV
     servers = {
         "stock vLLM": Server(BUNDLED, ARGS, env=env),
@@ -63,25 +59,27 @@ def ask_all(endpoints: dict[str, Endpoint]) -> dict[str, PromptScores]:
         try:
             scores[name] = ask(endpoint, prompt)
         except RequestError as error:
-            raise DemoError(f"{name} did not answer: {error}") from None
+            raise BenchError(f"{name} did not answer: {error}") from None
     return scores
 
 
 def summary(scores: dict[str, PromptScores], report: MetricsReport) -> str:
-    """Return a table of right answers, and a sentence. Raises DemoError if they show no sparse prefill, or errors."""
+    """Return a table of right answers, and a sentence. Raises BenchError if they show no sparse prefill, or errors."""
     rows = [
         {"server": name, "right": f"{of_server.num_right} of {FACTS}", "seconds": of_server.seconds}
         for name, of_server in scores.items()
     ]
     title = f"{FACTS} facts in a prompt of {PROMPT_TOKENS:,} tokens, each asked for and answered later in the prompt"
     table = table_of(title, {column: column for column in rows[0]}, rows)
-    if problem := report.problem():
-        raise DemoError(f"{table}\nThe server answered, but its /metrics shows no sparse prefill: {problem}.")
+    density = report.pairs.density
+    if density is None or not 0 < density < 1:
+        counts = f"density {density}, rows by path and reason {dict(report.rows)}"
+        raise BenchError(f"{table}\nThe server answered, but its /metrics shows no sparse prefill: {counts}.")
     if any(of_server.num_right != FACTS for of_server in scores.values()):
-        raise DemoError(
+        raise BenchError(
             f"{table}\nAn answer is wrong; this model should find all facts. Please report this with the output above."
         )
     return (
         f"{table}\nBoth servers answer all questions right. Past the first {SETTINGS['min_tokens']:,} tokens, "
-        f"sparse-prefill computed {report.pairs.density:.0%} of the (query, key) pairs. {NOT_FASTER_ON_CPU}"
+        f"sparse-prefill computed {density:.0%} of the (query, key) pairs. {NOT_FASTER_ON_CPU}"
     )

@@ -35,7 +35,7 @@ class AnswerWorkload:
     """Prompts of each length."""
     facts: int
     text: str
-    tasks: tuple[str, ...] = ("facts",)
+    tasks: tuple[str, ...]
 
     @staticmethod
     def from_text(

@@ -74,18 +74,6 @@ class MetricsReport:
         """Pairs of all layers together."""
         return sum(self.layers.values(), Pairs())
 
-    def problem(self) -> str | None:
-        """Return why these counts do not show a sparse prefill, or None if they do."""
-        if not self.rows_of("sparse"):
-            why = ", ".join(f"{reason}: {count}" for (path, reason), count in self.rows.items() if path == "dense")
-            return f"no row ran sparse ({f'dense rows: {why}' if why else 'the server counted no rows'})"
-        if not self.layers:
-            return "rows ran sparse, but no layer counted its pairs"
-        for layer, pairs in sorted(self.layers.items()):
-            if not 0 < (pairs.density or 0) < 1:
-                return f"layer {layer} has density {pairs.density}, expected more than 0 and less than 1"
-        return None
-
 
 def parse_metrics(text: str) -> MetricsReport:
     """Parse a /metrics page in Prometheus's text format."""

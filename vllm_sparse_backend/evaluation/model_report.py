@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`eval report`: speed and accuracy of a model against stock vLLM, in parts, as a page to share.
+"""`eval report`: speed and accuracy of a model against stock vLLM, as a page to share.
 
 Stock vLLM and then this backend start once for speed and once for the answers to all tasks. The folder keeps the speed
 of all lengths together and each prompt's answers, so an interrupted run continues.
@@ -24,8 +24,6 @@ from vllm_sparse_backend.progress import Progress
 
 TTFT, ANSWERS = "ttft", "answers"
 """Names of the two files of results."""
-PARTS = (TTFT, *TASKS)
-"""TTFT, and the tasks. The answers to all tasks are in one file."""
 
 LENGTHS, ANSWER_LENGTHS = (8192, 32_768, 65_536, 131_000), (16_384, 65_536)
 REPEATS, OUTPUT_TOKENS = 5, 64
@@ -50,7 +48,6 @@ class ModelReport:
     text: str
     server_args: str
     device: str
-    parts: Sequence[str]
 
     @property
     def ttft_workload(self) -> ServeWorkload:
@@ -58,23 +55,20 @@ class ModelReport:
 
     @property
     def answer_workload(self) -> AnswerWorkload:
-        """The prompts of the tasks among the parts."""
+        """The prompts of all tasks."""
         shortest = min(self.answer_lengths)
         if shortest < FACT_TOKENS:
             raise BenchError(
                 f"--answer-lengths: given {shortest}, expected at least {FACT_TOKENS}, the room for a fact"
             )
         facts = min(MOST_FACTS, shortest // FACT_TOKENS)
-        tasks = tuple(part for part in self.parts if part != TTFT)
-        return AnswerWorkload(self.answer_lengths, self.count, facts, self.text, tasks)
+        return AnswerWorkload(self.answer_lengths, self.count, facts, self.text, tuple(TASKS))
 
     @cached_property
     def servers(self) -> list[Contestant]:
-        """Stock vLLM, and this backend with each of the settings, with room for the longest prompt of the parts."""
-        longest = [self.ttft_workload.longest] if TTFT in self.parts else []
-        if self.answer_workload.tasks:
-            longest.append(self.answer_workload.longest)
-        return servers_to_start(self.model, self.settings, max(longest), self.all_args)
+        """Stock vLLM, and this backend with each of the settings, with room for the longest prompt."""
+        longest = max(self.ttft_workload.longest, self.answer_workload.longest)
+        return servers_to_start(self.model, self.settings, longest, self.all_args)
 
     @property
     def all_args(self) -> str:
@@ -87,21 +81,20 @@ class ModelReport:
 
     @cached_property
     def answers(self) -> Report:
-        """Answers so far, including those to tasks that are not among the parts."""
+        """Answers so far."""
         return self._read(ANSWERS, self.answer_workload)
 
     def _read(self, name: str, workload: ServeWorkload | AnswerWorkload) -> Report:
         """Return the results in a file of the folder. Raises BenchError if they were measured with other options."""
         options = options_of(workload, server_args=self.all_args, seed=SEED)
-        options.pop("tasks", None)  # prompts of a task do not depend on the other tasks
         report = Report(name, self.device, self.folder / f"{name}.json")
         resume(report, options | versions(), self.servers)
         return report
 
     def measure(self, progress: Progress) -> None:
-        """Measure the parts that are not in the folder. Raises BenchError if a request failed or nothing ran sparse."""
+        """Measure what is not in the folder. Raises BenchError if a request failed or nothing ran sparse."""
         ttft, answers = self.ttft, self.answers  # a file of other options is refused before a server starts
-        if TTFT in self.parts and not ttft.cases:
+        if not ttft.cases:
             # Only a whole measurement is kept, so its cases are collected in a report without a file.
             measured = Report(TTFT, self.device)
             serve_bench.compare_servers(self.servers, self.ttft_workload, measured, progress)
@@ -121,18 +114,17 @@ class ModelReport:
         write_json(self.folder / "report.json", {"options": options, TTFT: medians, ANSWERS: rows})
         settings = [server.what for server in self.servers[1:]]
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
-        paragraphs = [
-            f"# {self.servers[0].model} on {self.device}\n",
-            f"* Versions: {packages}.\n"
-            f"* Settings: `{'`, `'.join(settings)}`.\n"
-            f"* Arguments of both servers: `{self.all_args}`.\n"
-            f"* Prompts: seed {SEED}, text {answers.options['text']} (SHA-256).\n",
-        ]
-        if ttft.cases:
-            paragraphs.append(serve_bench.tables(ttft.cases))
-        if rows:
-            paragraphs.append(answer_tables.tables(rows))
-        page = "\n".join(paragraphs)
+        page = "\n".join(
+            [
+                f"# {self.servers[0].model} on {self.device}\n",
+                f"* Versions: {packages}.\n"
+                f"* Settings: `{'`, `'.join(settings)}`.\n"
+                f"* Arguments of both servers: `{self.all_args}`.\n"
+                f"* Prompts: seed {SEED}, text {answers.options['text']} (SHA-256).\n",
+                serve_bench.tables(ttft.cases),
+                answer_tables.tables(rows),
+            ]
+        )
         write_text(self.folder / "report.md", page)
         return page
 

@@ -76,21 +76,10 @@ def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return results
 
 
-OUTPUTS = ("--json", "--results")
-
-
 def command_of(arguments: Sequence[str]) -> str:
-    """Return the command that repeats the measurement elsewhere, without output files and paths of folders."""
-    kept: list[str] = []
-    left = iter(arguments)
-    for argument in left:
-        name, equals, _ = argument.partition("=")
-        if name in OUTPUTS:
-            if not equals:
-                next(left, None)
-        else:
-            kept.append(Path(argument).name if Path(argument).is_absolute() else argument)
-    return shlex.join(["sparse-prefill", *kept])
+    """Return the command that repeats the measurement elsewhere, without paths of folders."""
+    names = [Path(argument).name if Path(argument).is_absolute() else argument for argument in arguments]
+    return shlex.join(["sparse-prefill", *names])
 
 
 def write_json(path: Path, data: object) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +27,8 @@ CPU_ENV = {CPU_CACHE: "1"}
 CPU_ARGS = ("--gpu-memory-utilization", "0.3", "--dtype", "float32", "--enforce-eager")
 READY_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
+VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
+"""The `vllm` command of this Python."""
 FILES = ("profile", "crossover")
 """Settings that may be paths."""
 
@@ -81,7 +82,7 @@ class Server:
     """Context manager that runs one `vllm serve MODEL` on loopback.
 
     ``args`` follow the model on the command line, before the arguments that a CPU needs. ``env`` overrides this
-    process's environment. The server's files are deleted when it stops, except a log at ``log_path``.
+    process's environment. The server's files are deleted when it stops.
 
     Raises ``ServerError`` on entry if the server exits, or does not answer /health within ``READY_TIMEOUT_S``.
     """
@@ -92,7 +93,6 @@ class Server:
         args: Sequence[str] = (),
         *,
         env: Mapping[str, str] | None = None,
-        log_path: Path | None = None,
     ) -> None:
         self.model = str(Path(model).resolve()) if Path(model).exists() else str(model)
         self._port = reserve_port()
@@ -100,9 +100,9 @@ class Server:
         on_cpu = not has_cuda()
         device_args = CPU_ARGS if on_cpu else ()
         address = ("--host", "127.0.0.1", "--port", str(self.port))
-        self.command = [*vllm_command(), "serve", self.model, *address, *args, *device_args]
+        self.command = [*VLLM, "serve", self.model, *address, *args, *device_args]
         self._folder = tempfile.TemporaryDirectory(prefix="sparse-prefill-")
-        self.log_path = log_path or Path(self._folder.name) / "server.log"
+        self.log_path = Path(self._folder.name) / "server.log"
         self._env = {**(CPU_ENV if on_cpu else {}), **environment(), **(env or {})}
         if any(arg.partition("=")[0] == "--kv-cache-memory-bytes" for arg in args):
             self._env.pop(CPU_CACHE, None)
@@ -152,11 +152,6 @@ class Server:
                 time.sleep(0.25)
         raise ServerError(f"{self}\nwas not ready after {READY_TIMEOUT_S:.0f} s. {self._end_of_log()}")
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
     def exit_code(self) -> int | None:
         return self._process.poll() if self._process else None
 
@@ -171,20 +166,6 @@ class Server:
     def get(self, path: str, *, timeout_s: float = 60) -> str:
         with connected(self.url, timeout_s) as send:
             return send(path).read().decode()
-
-    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
-        """POST ``body`` as JSON. An answer other than 2xx raises ``ServerError`` with the server's message."""
-        answer: dict[str, Any] = json.loads(self.post_text(path, body, timeout_s=timeout_s))
-        return answer
-
-    def post_text(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> str:
-        """POST ``body`` as JSON, and return the raw answer, which may be a stream."""
-        try:
-            with connected(self.url, timeout_s) as send:
-                return send(path, body).read().decode()
-        except RequestError as error:
-            log = "" if error.status and error.status < 500 else f"\n{self._end_of_log()}"
-            raise ServerError(f"POST {path}: {error}{log}") from error
 
     def stop(self) -> None:
         """Ask the server to end, then kill the rest of its process group."""
@@ -220,9 +201,3 @@ def environment() -> dict[str, str]:
     """Return this process's environment for vLLM's commands."""
     # Tests switch Triton's interpreter on, but servers must not inherit it.
     return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | OFFLINE
-
-
-def vllm_command() -> list[str]:
-    """Return the `vllm` command of this Python, or its module if the script is missing."""
-    script = shutil.which("vllm", path=str(Path(sys.executable).parent))
-    return [script] if script else [sys.executable, "-m", "vllm.entrypoints.cli.main"]

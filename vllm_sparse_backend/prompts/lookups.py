@@ -9,7 +9,7 @@ largest errors includes lookups. With any tokenizer, they take at most half.
 """
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -61,38 +61,31 @@ def insert_threads(
     """
     num_tokens = len(stretch)
     threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
-    _drop_threads(threads, num_tokens // 2 - len(start))
-    _require_room(threads, num_tokens, len(start))
+    _drop_threads(threads, num_tokens, len(start))
     every = list(chain.from_iterable(threads.values()))
     room = num_tokens - len(start) - _tokens(every)
     cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in every]
     return weave(start, stretch[:room], every, cuts)[0]
 
 
-def _drop_threads(threads: dict[str, list[Thread]], most_tokens: int) -> None:
-    """Drop threads, the longest kind first, until they fit into ``most_tokens``, or one of each kind is left.
+def _drop_threads(threads: dict[str, list[Thread]], num_tokens: int, num_start: int) -> None:
+    """Drop threads, the longest kind first, until they take at most half of a prompt.
 
-    One tokenizer may need several times as many tokens for a line as another.
+    One tokenizer may need several times as many tokens for a line as another. Raises ConfigurationError if one thread
+    of each kind takes more than half.
     """
-    while sum(map(_tokens, threads.values())) > most_tokens:
+    while (needed := 2 * (num_start + sum(map(_tokens, threads.values())))) > num_tokens:
         kinds = [kind for kind in KINDS if len(threads[kind]) > 1]
         if not kinds:
-            return
+            raise ConfigurationError(
+                f"generated prompt: given {num_tokens:,} tokens, expected at least {needed:,} with this tokenizer: "
+                "lines with facts and questions may fill half of a prompt; use longer prompts"
+            )
         threads[max(kinds, key=lambda kind: _tokens(threads[kind]))].pop()
 
 
 def _tokens(threads: Sequence[Thread]) -> int:
     return sum(len(line) for thread in threads for line in thread)
-
-
-def _require_room(threads: Mapping[str, list[Thread]], num_tokens: int, num_start: int) -> None:
-    """Raise ConfigurationError if threads of all kinds, one of each, take more than half of a prompt."""
-    needed = 2 * (num_start + sum(map(_tokens, threads.values())))
-    if needed > num_tokens:
-        raise ConfigurationError(
-            f"generated prompt: given {num_tokens:,} tokens, expected at least {needed:,} with this tokenizer: lines "
-            "with facts and questions may fill half of a prompt; use longer prompts"
-        )
 
 
 def _threads(

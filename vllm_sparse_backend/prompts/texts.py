@@ -23,12 +23,8 @@ def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
 
     Raises ConfigurationError.
     """
-    parts: list[str] = []
     try:
-        for file in _files(path):
-            parts.append(read_text(file, errors="replace"))
-            if most_chars is not None and sum(map(len, parts)) >= most_chars:
-                break
+        parts = [read_text(file, errors="replace") for file in _files(path)]
     except ConfigurationError as error:
         raise ConfigurationError(f"--text: given {str(path)!r}, expected a text file or a folder: {error}") from None
     if not parts:
