@@ -23,6 +23,7 @@ from tests.helpers.engine_cases import (
     FULL,
     READS_PAST_THE_END,
     check,
+    flash_attention,
     independent,
     run,
     same,
@@ -41,6 +42,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.sale import scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.top_p import method as top_p
+from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -287,6 +289,28 @@ def test_long_rows_on_gpu(lengths, dtype, head_dim, block_tokens):
     for engine in sorted(ENGINES.values(), key=lambda engine: engine.name in READS_PAST_THE_END):
         if engine is PORTABLE or engine.refusal(spec) is None:
             assert_close(expected, run(engine, batch, index))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
+    """The index keeps everything. Only version 3 accepts sinks."""
+    flash = flash_attention()
+    if flash is None or FP8 not in flash.dtypes:
+        pytest.skip("no FlashAttention-3 here")
+    batch = random_batch([(300, 700)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
+    sinks = torch.linspace(-5, 12, 8, dtype=torch.bfloat16, device="cuda")
+    batch, index = dataclasses.replace(batch, sinks=sinks), random_index(batch, 64, 1.0)
+    out = run(engine, batch, index)
+    keys, values = (side.nan_to_num(nan=1e3) for side in (batch.cache.keys, batch.cache.values))
+    ends, lengths = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 700], [1000]))
+    stock = flash.varlen(
+        q=batch.q, k=keys, v=values, cu_seqlens_q=ends, max_seqlen_q=700, seqused_k=lengths, max_seqlen_k=1000,
+        softmax_scale=batch.scale, causal=True, block_table=batch.rows.block_table[:, :8].contiguous(), s_aux=sinks,
+    )  # fmt: skip
+    expected = expected_attention(batch, index)
+    for result in (out, stock):
+        assert_close(expected, result)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.batches import in_fp8, random_batch, random_index, widened
-from tests.helpers.engine_cases import ENGINES, check, run, same
+from tests.helpers.engine_cases import ENGINES, check, flash_attention, run, same
 from tests.helpers.lined import lined_batch
 from tests.helpers.masks import density_of, mask_of
 from tests.helpers.method_cases import select
@@ -124,3 +124,31 @@ def test_engines_on_gpu(engine, block_tokens, head_dim, dtype):
     for stripes, sinks in ((0, None), (300, torch.linspace(-5, 9, 8, device="cuda"))):
         batch = replace(batch, sinks=sinks)
         check(ENGINES[engine], batch, random_index(batch, block_tokens, 0.2, stripes))
+
+
+@pytest.mark.gpu
+def test_flash_is_as_far_from_exact_as_flash_attention_itself():
+    """The index keeps everything, and scales that are not powers of two also go to vLLM's function."""
+    if flash_attention() is None:
+        pytest.skip("no FlashAttention here")
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    exact = lined_batch([(7168, 1024)], 8, 2, 128, 128, torch.bfloat16)
+    for side in (exact.cache.keys, exact.cache.values):
+        side.nan_to_num_()
+    batch = in_fp8(exact, *SCALES)
+    ours = run(ENGINES["flash"], batch, random_index(batch, 128, 1.0))
+    truth = torch.full_like(exact.q, float("nan"), dtype=torch.float32)
+    reference(exact.call(random_index(exact, 128, 1.0)), truth)
+    descales = [torch.full((1, 2), scale, device="cuda") for scale in SCALES]
+    rows, stock = batch.rows, torch.empty_like(exact.q)
+    flash_attn_varlen_func(
+        q=batch.q, k=batch.cache.keys, v=batch.cache.values, out=stock,
+        cu_seqlens_q=torch.tensor([0, 1024], dtype=torch.int32, device="cuda"), max_seqlen_q=1024,
+        seqused_k=torch.tensor([8192], dtype=torch.int32, device="cuda"), max_seqlen_k=8192,
+        softmax_scale=exact.scale, causal=True, block_table=rows.block_table[:, :64].contiguous(), fa_version=3,
+        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
+    )  # fmt: skip
+    our_error, stock_error = (float((out.float() - truth).norm() / truth.norm()) for out in (ours, stock))
+    assert our_error <= 1.05 * stock_error
+    assert float((ours.float() - stock.float()).norm() / truth.norm()) <= 0.5 * stock_error
