@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WHERE = {"promtool": "Debian's package prometheus"}
+WHERE = dict.fromkeys(("prometheus", "promtool"), "Debian's package prometheus")
 WHERE |= dict.fromkeys(("hadolint", "docker-compose", "kubernetes-validate"), "the extra dev")
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers import promql, scenario, server_levels
+from tests.helpers import scenario, server_levels
 from tests.helpers.scenario import Servers
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.config.fallback import Fallback
@@ -118,13 +118,6 @@ def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(answered: Answe
 def test_rows_of_exact_requests_are_counted_as_such(answered: Answered) -> None:
     assert answered.exact.report.rows["dense", Fallback.REQUESTED] > 0
     assert answered.exact.report.rows_of("sparse") > 0  # the requests next to them
-
-
-def test_the_page_has_every_metric_of_the_dashboard(servers: Servers, answered: Answered) -> None:
-    """Also vLLM's own, once requests were answered."""
-    page = servers.ours.get("/metrics")
-    for name, query in promql.dashboard_queries().items():
-        assert [metric for metric in promql.METRIC.findall(query) if metric not in page] == [], name
 
 
 def test_counts_of_known_requests(servers: Servers) -> None:
