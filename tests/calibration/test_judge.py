@@ -12,7 +12,6 @@ from tests.helpers.calibration_cases import HEAD_DIM, HEADS, KV_HEADS, LinedCapt
 from tests.helpers.masks import mask_of
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
 from vllm_sparse_backend.calibration.judge import (
-    LEAST_ERROR,
     Bound,
     CapturedLayer,
     HeadErrors,
@@ -142,22 +141,14 @@ def test_what_a_head_loses_beside_the_default():
     assert math.isnan(summarize_errors(errors * math.nan, default)[2, 0])
 
 
-def test_figures_say_what_is_lost_beside_the_default(layer):
-    captures, judged = layer
+def test_methods_are_compared_with_the_default(layer):
+    _, judged = layer
     default, method = make_method("default", {}), AShape(sink_tokens=64, local_tokens=64)
-    assert {result.seen.of_default for result in judged.judge([default] * HEADS)} == {1.0}
-    # Dense attention's errors are rounding only.
-    assert all(result.seen.of_default <= 1 + 1e-6 for result in judged.judge([Dense()] * HEADS))
-    factors = []
-    for captured, prompt in zip(captures, judged.prompts, strict=True):
-        errors, of_default = (by_hand(captured, prompt, [other] * HEADS)[0] for other in (method, default))
-        of_means = errors.mean(1) / of_default.mean(1).clamp(min=LEAST_ERROR)
-        most_beyond = (errors - of_default).amax(1)  # a thousandth of 300 queries is none
-        factors.append(of_means.maximum(1 + most_beyond))
-    expected = torch.stack(factors).amax(0)
-    assert [result.seen.of_default for result in judged.judge([method] * HEADS)] == pytest.approx(
-        expected.tolist(), rel=1e-3
+    lost, by_default, by_dense = (
+        [result.seen.of_default for result in judged.judge([other] * HEADS)] for other in (method, default, Dense())
     )
+    assert by_default == [1.0] * HEADS
+    assert max(by_dense) <= 1 + 1e-6 < min(lost)  # dense attention's errors are rounding only
 
 
 def test_what_unseen_prompts_may_have_is_told_by_leaving_one_out():

@@ -67,22 +67,6 @@ def test_profile_list_names_the_bundled_profiles() -> None:
     assert any("meta-llama/Llama-3.1-8B-Instruct" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("doctor", "/nonexistent"),
-        ("doctor", "--no-such"),
-        ("bench", "serve", "--url", "http://127.0.0.1:9", "--url", "http://127.0.0.1:9", "--lengths", "x"),
-        ("bench", "serve"),
-        ("eval", "answers", BUNDLED, "--lengths", 1024, "--facts", 900),
-        ("profile", "calibrate", BUNDLED, "--method", "sale", "--out", "x.yaml", "--level", "low=1"),
-    ],
-    ids=lambda words: " ".join(map(str, words)),
-)
-def test_errors_of_the_command_line_exit_with_2(words: tuple[object, ...]) -> None:
-    assert run(*words).exit_code == 2
-
-
 def test_an_option_takes_the_same_wherever_it_is() -> None:
     """Except --level and --method, which some commands accept several times. All commands together have at most 80
     options."""

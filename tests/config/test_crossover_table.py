@@ -108,19 +108,6 @@ def test_the_closest_measurement_counts(entries: list[dict[str, Any]], expected:
 EXPERTS = Lengths(2048, 500, 30_000_000)
 
 
-@pytest.mark.parametrize(
-    ("size", "on_h200", "on_h100"),
-    [
-        (LayerSize(32 * 128, WEIGHTS_8B), Lengths(3072, 1000, 36_000_000, 4000), Lengths(3072, 1000, 14_157_312)),
-        (LayerSize(32 * 128, 56_623_104), EXPERTS, EXPERTS),  # Qwen3-30B-A3B: 32 heads, 4 kv heads
-        (LayerSize(8 * 128, 3_080_192), Lengths(32768, 1024, 142_608_384), Lengths(32768, 1024, 142_608_384)),
-        (LayerSize(9 * 64, 3_538_944), Lengths(65536, 2048, 276_826_112), Lengths(65536, 2048, 276_826_112)),
-    ],
-)  # fmt: skip
-def test_measured_models(size: LayerSize, on_h200: Lengths, on_h100: Lengths) -> None:
-    assert [bundled(device, size) for device in ("NVIDIA H200", CARD)] == [on_h200, on_h100]
-
-
 @pytest.mark.parametrize("device", ["NVIDIA H200", CARD])
 @pytest.mark.parametrize(
     ("size", "like"),

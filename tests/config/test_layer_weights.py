@@ -6,15 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.folders import LLAMA_8B
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.layer_weights import layer_weights_if_known, mean_layer_weights
 from vllm_sparse_backend.config.model_check import read_config
 from vllm_sparse_backend.config.model_shape import ModelShape
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "num_hidden_layers": 32,
-}  # fmt: skip
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
     "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48, "num_experts_per_tok": 8,

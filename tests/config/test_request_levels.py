@@ -3,7 +3,6 @@
 
 import json
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -105,12 +104,6 @@ class TestCanonicalForm:
 
 
 class TestCacheSalts:
-    def test_each_level_and_client_has_blocks_of_its_own(self) -> None:
-        levels = [*ALL_LEVELS[:2], RequestLevel("fast"), *(RequestLevel("p", p) for p in (0.5, 0.97, 0.975))]
-        salts = [WITH_SHARES.cache_salt(given, client) for given, client in product(levels, (None, "a", "b"))]
-        assert len({*salts}) == len(salts)
-        assert salts[:4] == [None, "a", "b", "sparse_prefill:exact"]
-
     @pytest.mark.parametrize("given", ALL_LEVELS[1:], ids=str)
     def test_stores_take_the_longest(self, given: RequestLevel) -> None:
         """LMCache refuses salts over 128 characters and some characters. The core adds 13 for streaming heads."""
@@ -120,14 +113,6 @@ class TestCacheSalts:
             assert salt is not None
             assert len(salt) + 13 <= 128
             assert not {*salt} & {*"@/\\\0"}
-
-    @pytest.mark.parametrize("salt", ["sparse_prefill:", "sparse_prefill:exact", "sparse_prefill:fast:" + "0" * 32])
-    def test_a_client_cannot_send_one(self, salt: str) -> None:
-        """Otherwise it could write sparse keys under the hashes of exact blocks."""
-        for given in ALL_LEVELS:
-            with pytest.raises(ValueError, match="expected a salt that does not begin with 'sparse_prefill:'"):
-                POLICY.cache_salt(given, salt)
-        assert POLICY.cache_salt(SERVER_LEVEL, "sparse_prefill") == "sparse_prefill"
 
 
 class TestPolicy:

@@ -30,11 +30,11 @@ def test_without_settings_the_defaults_hold(additional_config: dict[str, Any] | 
 
 def test_fields_are_taken() -> None:
     params = {"kept_mass": 1, "local_tokens": 256}
-    settings = {"params": params, "min_tokens": 0, "dense_layers": [3, 1]}
+    settings = {"params": params, "min_tokens": 0, "dense_layers": "3,0-1"}
     config = load_config({"sparse_prefill": settings})
     assert config.uniform_method() == make_method("top_p", {"kept_mass": 1.0, "local_tokens": 256})
     assert make_method("default", {}) == make_method("top_p", {})
-    assert (config.min_tokens, config.dense_layers) == (0, (1, 3))
+    assert (config.min_tokens, config.dense_layers) == (0, (0, 1, 3))
 
 
 def test_all_wrong_fields_are_named_at_once() -> None:
@@ -107,10 +107,3 @@ def test_every_registered_method_can_be_named_and_written_down(name: str) -> Non
     assert written.pop("method") == name
     assert make_method(name, written) == method
     assert SparsePrefillConfig(method=name).uniform_method() == method
-
-
-@pytest.mark.parametrize(
-    ("value", "layers"), [("0-4", (0, 1, 2, 3, 4)), ("7,0-1", (0, 1, 7)), (3, (3,)), ([2, 1], (1, 2))]
-)
-def test_dense_layers_are_written_as_in_profiles(value: object, layers: tuple[int, ...]) -> None:
-    assert load_config({"sparse_prefill": {"dense_layers": value}}).dense_layers == layers

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from vllm_sparse_backend.evaluation.agreement import NextTokens, kl_divergence
-from vllm_sparse_backend.evaluation.answer_tables import mean_and_error
 
 VOCABULARY = 50
 
@@ -44,9 +43,3 @@ def test_positions_average_and_ties_agree() -> None:
     assert top1 == 0.5  # token 1 ties for the first place; 3 and 4 differ
     # The second position shares no token, so all of its probability is one event.
     assert kl == pytest.approx((0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)) / 2, abs=1e-3)
-
-
-def test_the_error_is_over_prompts() -> None:
-    assert mean_and_error([0.1, 0.3]) == pytest.approx((0.2, 0.1))
-    assert mean_and_error([0.1]) == (0.1, None)
-    assert mean_and_error([]) == (None, None)

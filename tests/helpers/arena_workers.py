@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of many shapes with the arena that serving gives them, and random steps."""
+"""Workers of many shapes with the arena that serving gives them."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +8,6 @@ import torch
 
 from benchmarks.arena import UNLIMITED, layer_memory, step_limits
 from benchmarks.attention_prompts import Heads
-from vllm_sparse_backend.config.crossover_table import UNMEASURED
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Room, SparseRow
 
 WORKERS: tuple[tuple[int, int, int], ...] = (
@@ -19,26 +17,7 @@ WORKERS: tuple[tuple[int, int, int], ...] = (
 )  # fmt: skip
 """(heads, kv heads, head_dim) of a worker, for models from 1B to 405B at tensor parallelism of 1, 2, 4 and 8."""
 
-CHUNKS = (2_048, 4_096, 8_192, 16_384, 32_768)
-"""max_num_batched_tokens."""
-
 MAX_LEN = 131_072
-
-
-def random_step(generator: random.Random, max_tokens: int, max_len: int = MAX_LEN) -> list[SparseRow]:
-    """Return random sparse rows of a step, each long enough to run sparse. Half of the steps have a single row."""
-    num_rows = generator.choice((1, 1, 1, 2, 3, 4, 8))
-    left, rows = max_tokens, list[SparseRow]()
-    for number in range(num_rows):
-        most = min(left, max_len - UNMEASURED.min_tokens)
-        if most < 1:
-            break
-        query_len = most if number == num_rows - 1 and generator.random() < 0.5 else generator.randint(1, most)
-        longest = max_len - query_len
-        context_len = generator.choice((longest, generator.randint(UNMEASURED.min_tokens, longest)))
-        rows.append(SparseRow(number, max_tokens - left, query_len, context_len))
-        left -= query_len
-    return rows
 
 
 def slabs_of(room: Room, rows: Sequence[SparseRow]) -> list[list[SparseRow]]:
@@ -69,15 +48,3 @@ class ArenaSize:
     def count_misses(self, rows: Sequence[SparseRow]) -> int:
         """Return the number of slabs that need more than the arena."""
         return sum(self.memory.needed(slab) > self.num_bytes for slab in slabs_of(self.room, rows))
-
-
-def count_misses(number: int) -> int:
-    """Return the number of slabs that need more than the arena, over random steps of all workers."""
-    generator = random.Random(1)
-    misses = 0
-    for i, heads in enumerate(WORKERS):
-        max_tokens = CHUNKS[i % len(CHUNKS)]
-        arena = ArenaSize.of(heads, max_tokens)
-        for _ in range(number * i // len(WORKERS), number * (i + 1) // len(WORKERS)):
-            misses += arena.count_misses(random_step(generator, max_tokens))
-    return misses

@@ -113,13 +113,13 @@ def widened(batch: Batch, dtype: torch.dtype = torch.float16) -> Batch:
     return replace(batch, q=batch.q.to(dtype), cache=replace(cache, keys=keys, values=values))
 
 
-def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) -> Batch:
+def repaged(batch: Batch, page_size: int, layout: str) -> Batch:
     """Return the same queries, keys and values on other pages."""
     rows, cache = batch.rows, batch.cache
     lengths = list(zip(rows.context_lens, rows.query_lens, strict=True))
     other = random_batch(
         lengths, batch.num_heads, cache.num_kv_heads, cache.head_dim, page_size, batch.q.dtype, str(batch.q.device),
-        seed, layout=layout,
+        1, layout=layout,
     )  # fmt: skip
     for row, seq_len in enumerate(rows.seq_lens):
         write_row(other.cache, other.rows.block_table[row], *cache.gather(rows.block_table[row], seq_len))
@@ -127,27 +127,19 @@ def repaged(batch: Batch, page_size: int, layout: str = "NHD", seed: int = 1) ->
     return Batch(batch.q, other.cache, moved, batch.scale)
 
 
-def random_index(
-    batch: Batch, block_tokens: int, density: float, stripes: int = 0, seed: int = 0, share_group: bool = False
-) -> SparseIndex:
+def random_index(batch: Batch, block_tokens: int, density: float, stripes: int = 0, seed: int = 0) -> SparseIndex:
     """Return an index that keeps each block with probability ``density``, and up to ``stripes`` random positions per
     tile.
-
-    With ``share_group``, the query heads of a kv head keep the same blocks.
     """
     rows, num_heads = batch.rows, batch.num_heads
     generator = torch.Generator(rows.device).manual_seed(seed)
     layouts = {h: StripeLayout.per_tile(rows, stripes) for h in range(num_heads)} if stripes else None
     index = SparseIndex.allocate(rows, num_heads, block_tokens, layouts)
     index.block_ids.fill_(-1)
-    group = num_heads // batch.cache.num_kv_heads
-    kept = torch.empty(0)
     for i_tile, tile in enumerate(rows.tile_list):
         for head in range(num_heads):
-            if not share_group or head % group == 0:
-                draw = torch.rand(index.num_causal_blocks(tile), generator=generator, device=rows.device)
-                kept = draw < density
-            index.set_blocks(head, i_tile, kept)
+            draw = torch.rand(index.num_causal_blocks(tile), generator=generator, device=rows.device)
+            index.set_blocks(head, i_tile, draw < density)
             if stripes and tile.position:
                 chosen = torch.randint(
                     0, tile.position, (min(stripes, tile.position),), generator=generator, device=rows.device

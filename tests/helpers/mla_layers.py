@@ -25,15 +25,13 @@ SCALE = (NOPE + ROPE) ** -0.5
 DIMS = {"kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE}
 
 
-def make_mla_config(
-    model: ModelConfig, settings: Any = None, flag: str | None = "sparse-prefill", **options: Any
-) -> VllmConfig:
+def make_mla_config(model: ModelConfig, settings: Any) -> VllmConfig:
     register()
     config = VllmConfig(
         model_config=model,
         cache_config=CacheConfig(block_size=PAGE_TOKENS),
-        attention_config=AttentionConfig(mla_prefill_backend=flag, **options),
-        additional_config={} if settings is None else {"sparse_prefill": settings},
+        attention_config=AttentionConfig(mla_prefill_backend="sparse-prefill"),
+        additional_config={"sparse_prefill": settings},
     )
     # On a CPU without AMX, vLLM's chunks of MLA are as long as the longest prompt. On a GPU they are not.
     config.scheduler_config.max_num_batched_tokens = CHUNK_TOKENS
@@ -87,8 +85,8 @@ class MlaLayers:
             self.builder = MLACommonMetadataBuilder(spec, self.names, config, CPU)
         self.layers = [context[name] for name in self.names]
 
-    def make_step(self, lengths: Sequence[tuple[int, int]], seed: int = 0) -> MlaStep:
-        generator = torch.Generator().manual_seed(seed)
+    def make_step(self, lengths: Sequence[tuple[int, int]]) -> MlaStep:
+        generator = torch.Generator().manual_seed(0)
         q = 2 * torch.randn(sum(length for _, length in lengths), HEADS, NOPE + ROPE, generator=generator)
         return MlaStep(lengths, q, [torch.randn(c + n, LATENT + ROPE, generator=generator) for c, n in lengths])
 

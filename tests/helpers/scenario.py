@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.server_levels import MIN_TOKENS
 from tests.helpers.servers import Server
-from tests.helpers.tiny_models import VOCAB_SIZE
+from tests.helpers.tiny_models import CONFIG, VOCAB_SIZE
+from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 
@@ -108,6 +110,25 @@ def assert_same(answer: Answer, expected: Answer, tolerance: float = 2e-5) -> No
     """Stock vLLM differs from itself by up to 2.4e-6 if the same prompts are batched differently."""
     assert answer.token_ids == expected.token_ids
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=tolerance)
+
+
+def assert_counts(server: Server, seed: int) -> None:
+    """Send known requests one at a time. Their counts must be those that follow from chunks and the causal mask."""
+    short, long = prompt(90, seed), prompt(1301, seed)
+    for token_ids, level, kind, num_rows, first_sparse in (
+        (short, "high", ("dense", Fallback.TOO_SHORT.value), 1, 90),
+        (long, "exact", ("dense", Fallback.REQUESTED.value), 3, 1301),
+        (long, "high", ("sparse", ""), 3, MIN_TOKENS),
+        (long, "high", ("sparse", ""), 1, 1280),  # all full blocks are cached
+    ):
+        before = counted(server)
+        ask(server, token_ids, level=level)
+        report = counted(server, before)
+        assert report.rows == {kind: num_rows, ("decode", ""): 7}
+        queries = range(first_sparse, len(token_ids))
+        causal = CONFIG["num_attention_heads"] * sum(position + 1 for position in queries)
+        expected = dict.fromkeys(range(CONFIG["num_hidden_layers"]), causal)
+        assert {layer: pairs.causal for layer, pairs in report.layers.items()} == (expected if queries else {})
 
 
 def ask_together(server: Server, requests: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:

@@ -32,15 +32,6 @@ def ask(server: Server, token_ids: list[int], level: object = None, **more: Any)
     return scenario.ask(server, token_ids, level=level, **more)
 
 
-@pytest.mark.full
-def test_the_other_backends_log_says_that_settings_are_not_read(servers: Servers, bystander: Server) -> None:
-    """This also shows that the plugin was loaded."""
-    log = bystander.log_path.read_text(errors="replace")
-    assert log.count("sparse_prefill in --additional-config is ignored: this server runs another") == 1
-    assert "sparse_prefill_" not in bystander.get("/metrics")
-    assert "is ignored: this server runs another" not in servers.stock.log_path.read_text(errors="replace")
-
-
 @pytest.mark.parametrize(("first", "seed"), [(None, 7000), ("fast", 7001), (0, 7002)])
 def test_each_level_has_its_own_blocks_of_a_prompt(servers: Servers, first: object, seed: int) -> None:
     """Each level twice, in any order: the second time, all full blocks come from the cache."""
@@ -56,16 +47,6 @@ def test_each_level_has_its_own_blocks_of_a_prompt(servers: Servers, first: obje
     for level in None, "fast":
         assert cold[level].logprobs != pytest.approx(stock[0].logprobs, abs=1e-3)
     assert ask(servers.ours, token_ids, 1).cached_tokens == 1280  # the name of the default level
-
-
-def test_clients_salts_keep_their_blocks_apart_at_every_level(servers: Servers) -> None:
-    token_ids = scenario.prompt(901, seed=7100)
-    for level, salt in product((None, "fast", 0), ("a", "b", None)):
-        more = {} if salt is None else {"cache_salt": salt}
-        assert [ask(servers.ours, token_ids, level, **more).cached_tokens for _ in range(2)] == [0, 896]
-    for level, salt in product((None, 0), ("sparse_prefill:exact", "sparse_prefill:")):
-        with pytest.raises(ServerError, match=r"answered 400: .*cache_salt: given 'sparse_prefill:"):
-            ask(servers.ours, token_ids, level, cache_salt=salt)
 
 
 X = {"vllm_xargs": {"sparse_prefill": 0}}

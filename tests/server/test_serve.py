@@ -118,3 +118,7 @@ def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(answered: Answe
 def test_rows_of_exact_requests_are_counted_as_such(answered: Answered) -> None:
     assert answered.exact.report.rows["dense", Fallback.REQUESTED] > 0
     assert answered.exact.report.rows_of("sparse") > 0  # the requests next to them
+
+
+def test_counts_of_known_requests(servers: Servers) -> None:
+    scenario.assert_counts(servers.ours, seed=8000)

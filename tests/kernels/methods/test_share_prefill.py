@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.helpers.masks import mask_of
-from tests.helpers.method_cases import DEVICE, DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
+from tests.helpers.method_cases import DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
@@ -118,21 +118,6 @@ def test_averages_are_those_of_all_pairs(block_tokens):
             estimated = estimate(batch, row, head, block_tokens)
             distance = js_distance(estimated, torch.full_like(estimated, 1 / len(estimated)))
             assert float(sparsity[place, row]) == pytest.approx(distance, abs=1e-4)
-
-
-def test_heads_of_no_cluster_cost_no_estimate():
-    """If no head of a kv head is in a cluster, its keys are not read."""
-    batch = lined_batch([(70, 60)], 4, 2, 64, 16)
-    batch.cache.keys[:, :, 1] = float("nan")
-    index = SparseIndex.allocate(batch.rows, 4, 64)
-    index.workspace.buffer = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=DEVICE)  # NaN
-    call = batch.call(index, HeadGroup((2, 0, 1, 3), tuple(layer_of((NOISE, NOISE, 0, NOISE)))))
-    averages = BlockAverages(call, Spans.of(index), int32([NOISE, NOISE, 0, NOISE]))
-    estimates, sparsity = averages.estimates, averages.sparsity
-    assert averages.scores[2:].isnan().all()
-    assert estimates[[0, 1, 3]].isnan().all()
-    torch.testing.assert_close(estimates[2].double(), estimate(batch, 0, 1, 64), rtol=1e-5, atol=1e-9)
-    assert sparsity.isnan().flatten().tolist() == [True, True, False, True]
 
 
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])

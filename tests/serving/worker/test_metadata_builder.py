@@ -54,20 +54,6 @@ class TestClassification:
         }  # fmt: skip
         assert kinds(builder, list(expected)) == list(expected.values())
 
-    def test_few_tokens_after_a_measured_crossover_are_dense(self, built: Callable[..., Any], tmp_path: Path) -> None:
-        """The pairs of 100 tokens after 100 pay. A number set by an operator counts as it is."""
-        table = tmp_path / "table.json"
-        shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
-        table.write_text(
-            written(entry(100, 20, device="cpu", engine="portable", method="dense", min_pairs=15_050, **shape))
-        )
-        rows = [(0, 199), (0, 200), (150, 79), (150, 80), (4000, 20)]
-        expected = [dense(Fallback.FEW_PAIRS), SPARSES] * 2 + [SPARSES]
-        _, builder = built(*range(4), crossover=str(table), min_tokens="auto", min_query_tokens="auto")
-        assert kinds(builder, rows) == expected
-        _, builder = built(*range(4), crossover=str(table), min_tokens=100, min_query_tokens="auto")
-        assert kinds(builder, rows) == [SPARSES] * 5
-
     def test_where_sparse_never_pays_every_row_says_so(self, built: Callable[..., Any], tmp_path: Path) -> None:
         """There is not even an arena then. A number set by the operator takes precedence."""
         table = tmp_path / "table.json"

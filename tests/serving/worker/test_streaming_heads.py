@@ -5,7 +5,6 @@ import logging
 import pwd
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoTokenizer
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.masks import mask_of
-from tests.helpers.mixed_batches import CLOSE
+from tests.helpers.mixed_batches import CLOSE, reference
 from tests.helpers.streaming_model import PROMPT, SETTINGS, Model
 from tests.helpers.vllm_objects import make_builder, make_layers, make_step
 from vllm_sparse_backend.config.carried import finds_streaming_heads
@@ -36,12 +35,9 @@ from vllm_sparse_backend.streaming_heads import (
     FarAttention,
     streaming_method,
 )
-from vllm_sparse_kernels import Rows, SparseIndex
-from vllm_sparse_kernels.attention.reference import attend
-from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.layer import Layer, layer_plan
 from vllm_sparse_kernels.memory import META
-from vllm_sparse_kernels.methods import METHODS, name_of
+from vllm_sparse_kernels.methods import METHODS
 
 make_prompt = streaming._prompt
 """``single_process`` replaces it."""
@@ -286,15 +282,6 @@ class TestRunning:
         find(config, Model(layers, {0: {0, 3}}))
         return layers, make_builder(config, layers)
 
-    def test_streaming_heads_keep_their_window_unless_a_request_sets_p(self, adopted: Any) -> None:
-        (with_heads, without), _ = adopted
-        level, share = (with_heads.impl.levels[name].layer for name in (ON, SHARE))
-        assert [name_of(method) for method in level.plan.methods] == ["a_shape", "top_p", "top_p", "a_shape"]
-        assert level.plan.methods[0] == streaming_method(256)
-        assert level.block_tokens == share.block_tokens == 32
-        for scoring in (share, without.impl.levels[ON].layer):
-            assert [name_of(method) for method in scoring.plan.methods] == ["top_p"] * 4
-
     def test_rows_run_the_layer_of_their_level(self, adopted: Any, at_step: Callable[..., None]) -> None:
         """Streaming heads attend to the first and the nearest keys; everything else is as without them."""
         (layer, _), builder = adopted
@@ -303,7 +290,8 @@ class TestRunning:
         step = make_step(layer, [(2400, 90), (2700, 90)])
         out = step.forward(layer, builder.build(0, step.common))
         for row, level in enumerate((SHARE, ON)):
-            expected, index = reference(step, row, layer.impl.levels[level].layer, layer.impl.scale)
+            methods = layer.impl.levels[level].layer.plan.methods
+            expected, index = reference(step, row, methods, layer.impl.scale)
             torch.testing.assert_close(out[step.tokens(row)], expected, **CLOSE)
             kept = mask_of(index, 0)
             far = kept[:, -1, SINK_TOKENS : -256 - 128]
@@ -320,21 +308,6 @@ class TestRunning:
                 for methods in ([widest] * number + [scored] * (8 - number) for number in range(9))
             ]
             assert max(needed) == needed[0]
-
-
-def reference(step: Any, row: int, layer: Layer, scale: float) -> tuple[torch.Tensor, SparseIndex]:
-    """Run a row alone through the references of the methods of a layer, over blocks of the layer's width."""
-    query, cache = step.alone(row)
-    context_len, query_len = step.lengths[row]
-    rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
-    layouts = {head: method.stripe_layout(rows) for head, method in enumerate(layer.plan.methods)}
-    index = SparseIndex.allocate(rows, query.shape[1], layer.block_tokens, layouts)
-    call = Call(query, cache, index, scale)
-    for group in layer.plan.groups:
-        METHODS[name_of(group.method)].reference(replace(call, heads=group))
-    out = torch.full_like(query, float("nan"))
-    attend(call, out)
-    return out, index
 
 
 def test_no_head_streams_if_either_number_is_large_or_within_noise_of_its_threshold() -> None:
