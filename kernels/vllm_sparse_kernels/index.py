@@ -11,7 +11,7 @@ is present; no stripe lies inside a kept block; counts are within capacity.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -159,24 +159,6 @@ class SparseIndex(IndexLayout):
     stripe_counts: torch.Tensor
     stripe_positions: torch.Tensor
     workspace: Workspace
-
-    @staticmethod
-    def allocate(
-        rows: Rows,
-        num_heads: int,
-        block_tokens: int,
-        stripes: Mapping[int, StripeLayout] | None = None,
-        workspace: Workspace | None = None,
-    ) -> "SparseIndex":
-        """Allocate an index with room for every causal block of every tile.
-
-        Args:
-            stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
-            workspace: Memory of the index; None for a separate workspace without a buffer.
-        """
-        none = StripeLayout.none(rows)
-        layouts = [(stripes or {}).get(head, none) for head in range(num_heads)]
-        return IndexLayout.build(rows, block_tokens, layouts).new_index(workspace or Workspace(rows.device))
 
     @cached_property
     def args(self) -> IndexArgs:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.helpers.batches import new_index
 from tests.helpers.lined import DEVICE
 from tests.helpers.masks import tile_keys
 from vllm_sparse_kernels.call import HeadGroup
@@ -56,7 +57,7 @@ def select(
     heads = tuple(range(batch.num_heads) if heads is None else heads)
     group = HeadGroup(heads, tuple(methods) if isinstance(methods, Sequence) else (methods,) * len(heads))
     layouts = {head: method.stripe_layout(rows) for head, method in zip(heads, group.methods, strict=True)}
-    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, layouts)
+    index = new_index(rows, batch.num_heads, block_tokens, layouts)
     poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
     for tensor in [*poisoned, index.stripe_counts] if index.has_stripes else poisoned:
         tensor.fill_(POISON)

@@ -4,7 +4,7 @@ keep."""
 
 import torch
 
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.method_cases import DEVICE, kept_blocks, row_parts
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
@@ -125,7 +125,7 @@ def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
 
 def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
     """Round all rows, whose keys fit a single slab."""
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
+    index = new_index(batch.rows, batch.num_heads, 32)
     call = batch.call(index, every_head(method, batch.num_heads))
     means = sale_means.row_means(call)
     dtype = module.integer_dtype(batch.q.device)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.batches import assert_close, every_head, random_batch, random_index, repaged
+from tests.helpers.batches import assert_close, every_head, new_index, random_batch, random_index, repaged
 from tests.helpers.engine_cases import (
     DTYPES,
     ENGINES,
@@ -115,7 +115,7 @@ def made(shape: dict[str, Any], device: str, seed: int = 0) -> tuple[Batch, Spar
 def test_stripes_of_some_heads_and_tiles(engine, device):
     """Only one of four heads has room for stripes, and some of its tiles keep none: empty lists next to full lists."""
     batch = random_batch([(300, 300), (0, 40)], 4, 2, 64, 16, DTYPES[0], device)
-    index = SparseIndex.allocate(batch.rows, 4, 64, {2: StripeLayout.per_tile(batch.rows, 50)})
+    index = new_index(batch.rows, 4, 64, {2: StripeLayout.per_tile(batch.rows, 50)})
     for i_tile, tile in enumerate(batch.rows.tile_list):
         for head in range(4):
             index.set_blocks(head, i_tile, torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=device))
@@ -128,7 +128,7 @@ def test_stripes_that_tiles_share(engine, device):
     """In AnchorAttention, the tiles of a group share a list."""
     batch = random_batch([(700, 300)], 2, 1, 64, 16, torch.float16, device)
     method = AnchorAttention(theta=2.7, step_tiles=2)
-    index = SparseIndex.allocate(batch.rows, 2, 64, dict.fromkeys((0, 1), method.stripe_layout(batch.rows)))
+    index = new_index(batch.rows, 2, 64, dict.fromkeys((0, 1), method.stripe_layout(batch.rows)))
     method.select(batch.call(index, every_head(method, 2)))
     assert bool((index.stripe_counts > 0).any())
     assert int(index.stripe_counts.max()) <= index.longest_stripes < len(index.stripe_positions)
@@ -162,7 +162,7 @@ def test_full_index_is_dense_attention(engine, device, dtype, sinks):
     batch = random_batch([(37, 200), (0, 90)], 4, 2, 64, 16, dtype, device, gap_tokens=1)
     if sinks is not None:
         batch = dataclasses.replace(batch, sinks=torch.tensor(sinks, device=device))
-    index = SparseIndex.allocate(batch.rows, 4, 64)
+    index = new_index(batch.rows, 4, 64)
     Dense().select(batch.call(index, every_head(Dense(), 4)))
     out, expected = run(engine, batch, index), expected_attention(batch, index)
     assert_close(expected, out)
@@ -206,7 +206,7 @@ def test_temporary_tensors_come_from_the_workspace(engine, device):
     workspace = Workspace(torch.device(device), torch.full((1 << 22,), 255, dtype=torch.uint8, device=device))
     results = []
     for room in (None, workspace):
-        index = SparseIndex.allocate(batch.rows, 2, 64, workspace=room)
+        index = new_index(batch.rows, 2, 64, workspace=room)
         Dense().select(batch.call(index, every_head(Dense(), 2)))
         index.workspace.peak_bytes = before = index.workspace.used_bytes
         results.append(run(engine, batch, index))

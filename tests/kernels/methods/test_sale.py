@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, select
 from tests.helpers.sale_cases import (
     assert_agrees,
@@ -18,7 +18,6 @@ from tests.helpers.sale_cases import (
     rounded_by_kernels,
 )
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
@@ -61,7 +60,7 @@ def test_reference_agrees_with_the_paper(case):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, layout=layout)
     assert_agrees(batch, method, select(method, batch, block_tokens, by_reference=True))
-    call = batch.call(SparseIndex.allocate(batch.rows, num_heads, 32), every_head(method, num_heads))
+    call = batch.call(new_index(batch.rows, num_heads, 32), every_head(method, num_heads))
     ours = {(head, i): x for head, i, x in paper_blocks(call)}
     for row, head in product(range(len(lengths)), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
@@ -104,7 +103,7 @@ def flags_twice(
     method: Sale, queries, keys, batch: Batch, block_tokens: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the kernel's flags for row 0 and those of its arithmetic recomputed: uint8 in the layout of block_ids."""
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
+    index = new_index(batch.rows, batch.num_heads, block_tokens)
     group = batch.num_heads // batch.cache.num_kv_heads
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()

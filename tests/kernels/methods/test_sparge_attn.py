@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.method_cases import DEVICE, kept_blocks, row_parts, select
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
@@ -91,7 +91,7 @@ def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, simil
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     wide = ceil_div(num_blocks * KEY_BLOCK.value, block_tokens) * block_tokens
     rows = Rows((0,), (1,), (wide,), table)
-    index = SparseIndex.allocate(rows, num_heads, block_tokens)
+    index = new_index(rows, num_heads, block_tokens)
     similar = torch.ones(num_heads, 1, device=DEVICE) if similar is None else similar
     padded = torch.full((num_heads, 1, ceil_div(wide // KEY_BLOCK.value + 1, 64) * 64), float("nan"), device=DEVICE)
     padded[:, 0, :num_blocks] = scores

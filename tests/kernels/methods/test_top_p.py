@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, scored_queries, tile_shares
@@ -49,7 +48,7 @@ def make_batch(
 
 def call_of(method: TopP, batch: Batch) -> Call:
     """Return the arguments of the selection of all heads with one method."""
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
+    index = new_index(batch.rows, batch.num_heads, 32)
     return batch.call(index, every_head(method, batch.num_heads))
 
 

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.batches import new_index
 from tests.helpers.masks import mask_of
 from tests.helpers.mixed_batches import CLOSE
 from tests.helpers.streaming_model import PROMPT, SETTINGS, Model
@@ -328,7 +329,7 @@ def reference(step: Any, row: int, layer: Layer, scale: float) -> tuple[torch.Te
     context_len, query_len = step.lengths[row]
     rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
     layouts = {head: method.stripe_layout(rows) for head, method in enumerate(layer.plan.methods)}
-    index = SparseIndex.allocate(rows, query.shape[1], layer.block_tokens, layouts)
+    index = new_index(rows, query.shape[1], layer.block_tokens, layouts)
     call = Call(query, cache, index, scale)
     for group in layer.plan.groups:
         METHODS[name_of(group.method)].reference(replace(call, heads=group))
