@@ -11,9 +11,9 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
-from vllm_sparse_kernels.methods.sale.scores import half_refusal, marks_bytes
+from vllm_sparse_kernels.methods.sale.scores import marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.engine import SelectSpec
+from vllm_sparse_kernels.selection.engine import SelectSpec, hopper_refusal
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
 ROUNDING = 1e-4
@@ -59,7 +59,7 @@ def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def compared_as(fits: bool = True) -> torch.dtype:
     """Return the dtype in which the kernel compares scores that fit (or do not fit) half precision."""
-    in_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
+    in_half = hopper_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
     return torch.float16 if fits and in_half else torch.float32
 
 

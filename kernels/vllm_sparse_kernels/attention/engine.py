@@ -13,7 +13,6 @@ import torch
 
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 
@@ -69,11 +68,6 @@ class AttendSpec:
             int8=options is not None and options.int8_heads is not None,
             sinks=sinks is not None,
         )
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability of the device; (0, 0) if it is not a CUDA device."""
-        return capability_of(self.device)
 
 
 class Attend(Protocol):

@@ -34,14 +34,12 @@ from vllm_sparse_kernels import engine_choice
 from vllm_sparse_kernels.attention import HOPPER, PORTABLE, AttendEngine, AttendSpec, FlashAttention
 from vllm_sparse_kernels.attention.flash import engine as flash_module
 from vllm_sparse_kernels.attention.flash.engine import PART_SEQUENCES, flash_engine
-from vllm_sparse_kernels.attention.hopper import engine as hopper_module
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 from vllm_sparse_kernels.methods.dense.method import Dense
-from vllm_sparse_kernels.methods.sale import scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
-from vllm_sparse_kernels.methods.top_p import method as top_p
+from vllm_sparse_kernels.methods.top_p import TopP
 from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.workspace import Workspace
@@ -400,7 +398,7 @@ SPEC = AttendSpec(
     ],
 )
 def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
-    monkeypatch.setattr(AttendSpec, "capability", (9, 0))
+    monkeypatch.setattr(engine_choice, "capability_of", lambda device: (9, 0))
     for page_size in (128, 640, 7808):  # the longer ones as in hybrids
         strides = (page_size * 4 * head_dim, 4 * head_dim, 2 * head_dim)
         changes = {"head_dim": head_dim, "block_tokens": block_tokens, "page_size": page_size, "strides": strides}
@@ -410,11 +408,10 @@ def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
 
 def test_all_kernels_in_gluon_name_what_gluon_lacks(monkeypatch):
     monkeypatch.setattr(engine_choice, "HOPPER_CAPABILITY", (0, 0))  # that of a CPU
-    for module in (hopper_module, sale_scores, top_p):
-        monkeypatch.setattr(module, "MISSING_GLUON", "cannot import name 'tma'")
-    refusals = [hopper_module.refusal(SPEC)]
-    for refusal, method in ((sale_scores.half_refusal, Sale()), (top_p.hopper_refusal, top_p.TopP())):
-        refusals.append(refusal(SelectSpec(method, SPEC.device, SPEC.head_dim)))
+    monkeypatch.setattr(engine_choice, "MISSING_GLUON", "cannot import name 'tma'")
+    refusals = [HOPPER.refusal(SPEC)]
+    for method in (Sale(), TopP()):
+        refusals.append(method.select_engines[0].refusal(SelectSpec(method, SPEC.device, SPEC.head_dim)))
     assert set(refusals) == {"it needs Triton 3.6 to 3.9, whose Gluon has all names (cannot import name 'tma')"}
 
 

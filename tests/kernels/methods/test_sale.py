@@ -26,7 +26,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     RoundedQueries,
 )
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.engine import SelectSpec
+from vllm_sparse_kernels.selection.engine import SelectSpec, hopper_refusal
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
 # lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
@@ -110,7 +110,7 @@ def flags_twice(
     (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
     call = batch.call(index, every_head(method, batch.num_heads))
     sale_scores.first_flags(call, ours)
-    in_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
+    in_half = hopper_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
     sale_scores.flag_blocks(call, queries, keys, ours, run, in_half)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):

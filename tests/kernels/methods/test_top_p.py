@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
+from vllm_sparse_kernels import engine_choice
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
@@ -216,11 +217,11 @@ def test_what_an_engine_raises_in_a_step_surfaces_and_changes_no_later_step(erro
 def test_why_hopper_kernels_are_refused(monkeypatch) -> None:
     spec = SelectSpec(METHOD, torch.device("cpu"), 128)
     assert module.hopper_refusal(spec) == "it is for GPUs of compute capability 9.0 (H100, H200)"
-    monkeypatch.setattr(SelectSpec, "capability", (9, 0))
+    monkeypatch.setattr(engine_choice, "capability_of", lambda device: (9, 0))
     assert module.hopper_refusal(spec) is None
     assert choose_select_engine(spec).engine.name == "hopper"
     monkeypatch.setattr(module, "hopper", None)
-    monkeypatch.setattr(module, "MISSING_GLUON", "cannot import name 'tma'")
+    monkeypatch.setattr(engine_choice, "MISSING_GLUON", "cannot import name 'tma'")
     assert "cannot import name 'tma'" in str(module.hopper_refusal(spec))
     engine, passed_over = choose_select_engine(spec)
     assert engine.name == "portable"

@@ -74,7 +74,6 @@ from vllm_sparse_kernels.methods.sale.rounding import (
 from vllm_sparse_kernels.methods.sale.scores import (
     first_flags,
     flag_blocks,
-    half_refusal,
     marks_bytes,
 )
 from vllm_sparse_kernels.paged import padded_dim
@@ -83,6 +82,7 @@ from vllm_sparse_kernels.selection.engine import (
     SelectEngine,
     SelectSpec,
     choose_select_engine,
+    hopper_refusal,
     portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
@@ -129,7 +129,7 @@ class Sale(Method):
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper in half precision, then the portable engine in float32."""
         return (
-            SelectEngine("hopper", half_refusal, partial(_select, in_half=True)),
+            SelectEngine("hopper", hopper_refusal, partial(_select, in_half=True)),
             SelectEngine(PORTABLE, portable_refusal, partial(_select, in_half=False)),
         )
 

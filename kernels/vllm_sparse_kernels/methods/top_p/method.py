@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_kernels.call import MOST, Call
-from vllm_sparse_kernels.engine_choice import capability_of, gluon_refusal
+from vllm_sparse_kernels.engine_choice import MISSING_GLUON, capability_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import (
@@ -68,20 +68,16 @@ from vllm_sparse_kernels.selection.engine import (
     SelectEngine,
     SelectSpec,
     choose_select_engine,
+    hopper_refusal,
     portable_refusal,
 )
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require, require_blocks
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
-hopper: Any
-try:
+hopper: Any = None
+if MISSING_GLUON is None:
     from vllm_sparse_kernels.methods.top_p import hopper
-except (ImportError, AttributeError) as error:  # this release of Triton lacks a name of Gluon
-    hopper = None
-    MISSING_GLUON: str | None = str(error)
-else:
-    MISSING_GLUON = None
 
 
 @dataclass(frozen=True)
@@ -148,11 +144,6 @@ class TopP(Method):
     def select(self, call: Call) -> None:
         """Fill the lists of the call's heads on the first engine that does not refuse; see ``Method.select``."""
         choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
-
-
-def hopper_refusal(spec: SelectSpec) -> str | None:
-    """Check whether the Hopper kernels can select for a layer."""
-    return gluon_refusal(spec.capability, MISSING_GLUON)
 
 
 def _select(kernels: Any, call: Call) -> None:
