@@ -119,8 +119,8 @@ class Method(ABC):
     def select_engines(self) -> Sequence[SelectEngine]:
         """Engines that can run the selection, fastest first.
 
-        The last engine runs on every device that Triton supports and that has ``least_shared_bytes``. A method with
-        kernels for certain GPUs overrides this together with ``select`` (``selection/engine.py``).
+        The last engine is ``select``. A method with kernels for certain GPUs puts their engines before it
+        (``selection/engine.py``).
         """
         return (SelectEngine(PORTABLE, portable_refusal, select_by_method),)
 
@@ -135,7 +135,8 @@ class Method(ABC):
     def select(self, call: Call) -> None:
         """Fill the lists of the call's heads, for all tiles, without synchronising with the device.
 
-        This method is ``call.method``. Parameters that differ between heads are in ``call.heads``.
+        It runs on every device that Triton supports and that has ``least_shared_bytes``. This method is
+        ``call.method``. Parameters that differ between heads are in ``call.heads``.
         """
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SelectEngine``: the interface of the kernels that select keys.
 
-Most methods have one engine, their ``select``. A method with faster kernels for certain GPUs lists several
-(``Method.select_engines``), which differ only in speed and in rounding. Each layer's engine is chosen at start-up, by
+Most methods have one engine, their ``select``. A method with faster kernels for certain GPUs lists them before it
+(``Method.select_engines``). Engines differ only in speed and in rounding. Each layer's engine is chosen at start-up, by
 ``refusal`` and by a trial against the last engine of the list (``engine_trial.selection_failure``). It is never
 replaced: an exception in a step, including out-of-memory, reaches the caller.
 """

@@ -19,6 +19,7 @@ import torch
 
 from tests.helpers.batches import every_head, new_index, random_batch, random_index
 from tests.helpers.lined import lined_batch
+from tests.helpers.method_cases import select_on_fastest
 from vllm_sparse_kernels.attention.hopper import engine as hopper
 from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.methods.sale.method import Sale
@@ -87,7 +88,7 @@ def selection(context_len: int, query_len: int) -> Launches:
 
     def launch() -> torch.Tensor:
         with index.workspace.frame():
-            method.select(call)
+            select_on_fastest(call)
         return index.block_counts
 
     return Launches(launch)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.masks import density_of
-from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
+from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select, select_on_fastest
 from vllm_sparse_kernels import engine_choice
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
@@ -66,7 +66,7 @@ def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> to
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_block_lists", keep)
-        method.select(call_of(method, batch))
+        select_on_fastest(call_of(method, batch))
     return measured
 
 

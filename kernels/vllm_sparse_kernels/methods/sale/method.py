@@ -77,14 +77,7 @@ from vllm_sparse_kernels.methods.sale.scores import (
     marks_bytes,
 )
 from vllm_sparse_kernels.paged import padded_dim
-from vllm_sparse_kernels.selection.engine import (
-    PORTABLE,
-    SelectEngine,
-    SelectSpec,
-    choose_select_engine,
-    hopper_refusal,
-    portable_refusal,
-)
+from vllm_sparse_kernels.selection.engine import SelectEngine, hopper_refusal
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require, require_blocks
 from vllm_sparse_kernels.selection.slabs import slabs_of
@@ -128,18 +121,14 @@ class Sale(Method):
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper in half precision, then the portable engine in float32."""
-        return (
-            SelectEngine("hopper", hopper_refusal, partial(_select, in_half=True)),
-            SelectEngine(PORTABLE, portable_refusal, partial(_select, in_half=False)),
-        )
+        return (SelectEngine("hopper", hopper_refusal, partial(_select, in_half=True)), *super().select_engines)
 
     def least_shared_bytes(self, head_dim: int) -> int:
         block_d = padded_dim(head_dim)
         return 640 * block_d if block_d > 256 else 0
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads on the first engine that does not refuse: see ``Method.select``."""
-        choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
+        _select(call, in_half=False)
 
 
 def _select(call: Call, in_half: bool) -> None:

@@ -63,14 +63,7 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
 )
 from vllm_sparse_kernels.methods.top_p.scored import SET_TILES
 from vllm_sparse_kernels.paged import padded_dim
-from vllm_sparse_kernels.selection.engine import (
-    PORTABLE,
-    SelectEngine,
-    SelectSpec,
-    choose_select_engine,
-    hopper_refusal,
-    portable_refusal,
-)
+from vllm_sparse_kernels.selection.engine import SelectEngine, hopper_refusal
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require, require_blocks
 from vllm_sparse_kernels.selection.slabs import slabs_of
@@ -133,17 +126,13 @@ class TopP(Method):
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper, then the portable engine."""
-        return (
-            SelectEngine("hopper", hopper_refusal, partial(_select, hopper)),
-            SelectEngine(PORTABLE, portable_refusal, partial(_select, portable)),
-        )
+        return (SelectEngine("hopper", hopper_refusal, partial(_select, hopper)), *super().select_engines)
 
     def least_shared_bytes(self, head_dim: int) -> int:
         return rounding_bytes(padded_dim(head_dim), estimate_channels(head_dim))
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads on the first engine that does not refuse; see ``Method.select``."""
-        choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
+        _select(portable, call)
 
 
 def _select(kernels: Any, call: Call) -> None:
