@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, to_device
+from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, split_blocks, to_device
 from vllm_sparse_kernels.workspace import Workspace
 
 
@@ -222,7 +222,7 @@ class SparseIndex(IndexLayout):
         """
         tile = self.rows.tile_list[i_tile]
         parts = self.block_tokens // (tokens or self.block_tokens)
-        kept = torch.nn.functional.pad(kept, (0, -len(kept) % parts)).view(-1, parts).any(1)
+        kept = split_blocks(kept, parts).any(1)
         kept[self.first_diagonal_block(tile) :] = True
         ids = kept.nonzero().flatten().int()
         start = int(self.block_offsets[i_tile])

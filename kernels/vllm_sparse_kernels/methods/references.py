@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import ceil_div, split_blocks
 
 
 def rows_of(call: Call) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -37,3 +37,9 @@ def diagonal_sums(weights: torch.Tensor, positions: torch.Tensor, band: int) -> 
     distances = positions[:, None] // band - keys // band
     sums = weights.new_zeros(ceil_div(weights.shape[1], band))
     return sums.index_add_(0, distances.clamp(min=0).flatten(), weights.flatten())
+
+
+def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Average blocks of ``size`` vectors along the first axis; the last block may have fewer."""
+    counts = split_blocks(torch.ones_like(x[..., :1]), size).sum(1)
+    return split_blocks(x, size).sum(1) / counts

@@ -8,7 +8,7 @@ import torch
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, softmax_of
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import split_blocks
 
 if TYPE_CHECKING:  # the methods' package imports this module
     from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
@@ -51,15 +51,9 @@ def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
     return values >= (largest[num_short].float().view(torch.int32) >> 13 << 13).view(torch.float32)
 
 
-def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Sum consecutive values."""
-    padding = ceil_div(len(values), tokens) * tokens - len(values)
-    return torch.nn.functional.pad(values, (0, padding)).view(-1, tokens).sum(1)
-
-
 def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> torch.Tensor:
     """Flag the first block and the blocks to keep whole, so that at most ``capacity`` columns remain outside."""
-    counts = pool(columns.int(), block_tokens)
+    counts = split_blocks(columns, block_tokens).sum(1)
     left = [int(counts[counts < fewest].sum()) for fewest in range(block_tokens + 2)]
     whole = counts >= max(fewest for fewest in range(1, block_tokens + 2) if left[fewest] <= capacity)
     whole[0] = True

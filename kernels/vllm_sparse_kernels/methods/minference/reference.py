@@ -8,8 +8,8 @@ import torch
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, softmax_of
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.methods.references import block_means, diagonal_sums, heads_of_rows, softmax_of
+from vllm_sparse_kernels.rows import split_blocks
 
 POOL_TOKENS = 64
 
@@ -83,27 +83,13 @@ def select_block_sparse(call: Call) -> None:
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """Compute Q̂ K̂ᵀ / √d + m_causal of Algorithm 3."""
-    scores = (mean_pool(q) @ mean_pool(keys).T) * scale
+    scores = (block_means(q, POOL_TOKENS) @ block_means(keys, POOL_TOKENS).T) * scale
     ends = POOL_TOKENS * torch.arange(1, len(scores) + 1, device=q.device)
     last_queries = len(keys) - len(q) + ends.clamp(max=len(q)) - 1
     first_keys = POOL_TOKENS * torch.arange(scores.shape[1], device=q.device)
     return scores.masked_fill_(first_keys > last_queries[:, None], -torch.inf)
 
 
-def mean_pool(x: torch.Tensor) -> torch.Tensor:
-    """Compute means of 64 consecutive rows; the last mean may be of fewer rows."""
-    num_blocks = ceil_div(len(x), POOL_TOKENS)
-    counts = x.new_full((num_blocks, 1), POOL_TOKENS)
-    counts[-1] = len(x) - (num_blocks - 1) * POOL_TOKENS
-    padded = torch.nn.functional.pad(x, (0, 0, 0, num_blocks * POOL_TOKENS - len(x)))
-    return padded.view(num_blocks, POOL_TOKENS, -1).sum(1) / counts
-
-
 def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Flag the kept blocks of tiles of two query blocks, [tiles, key blocks] bool; k is k_b."""
-    return by_tile(top(scores, k) & (scores > -torch.inf))
-
-
-def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
-    """Combine the flags of each tile's two query blocks; the last tile may have only one."""
-    return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2)).unflatten(0, (-1, 2)).any(1)
+    return split_blocks(top(scores, k) & (scores > -torch.inf), 2).any(1)

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import pad
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.rows import Tile
+from vllm_sparse_kernels.rows import Tile, split_blocks
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.sale.method import Sale
@@ -108,9 +107,8 @@ def round_queries(x: torch.Tensor) -> torch.Tensor:
 
 def round_keys(x: torch.Tensor) -> torch.Tensor:
     """Round keys to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale."""
-    n, num_kv_heads, head_dim = x.shape
-    groups = pad(x, (0, 0, 0, 0, 0, -n % KEY_BLOCK)).view(-1, 4, 4, 2, num_kv_heads, head_dim)
-    return _round(groups, groups.abs().amax((1, 3, 5), keepdim=True)).reshape(-1, num_kv_heads, head_dim)[:n]
+    groups = split_blocks(x, KEY_BLOCK).unflatten(1, (4, 4, 2))
+    return _round(groups, groups.abs().amax((1, 3, 5), keepdim=True)).flatten(0, 3)[: len(x)]
 
 
 def _round(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, split_blocks
 
 KEY_BLOCK = 32
 LARGEST = 15
@@ -106,6 +106,6 @@ def kept_channels(sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
     """Round to e4m3 with a scale for each head and ``count`` vectors."""
-    groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
+    groups = split_blocks(x, count)
     scale = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
     return ((groups * (1 / scale)).to(torch.float8_e4m3fn).float() * scale).flatten(0, 1)[: len(x)]
