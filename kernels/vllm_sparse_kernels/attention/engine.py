@@ -116,17 +116,3 @@ class AttendArgs(NamedTuple):
     def of(q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None) -> "AttendArgs":
         """Build the arguments with the strides of the tensors."""
         return AttendArgs(q, out, sinks, q.stride(0), q.stride(1), out.stride(0), out.stride(1))
-
-
-def check_shapes(call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-    """Check that the tensors fit the index and each other."""
-    q, cache, index, num_heads = call.q, call.cache, call.index, call.index.num_heads
-    if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
-        raise ValueError(
-            f"attend: given q {tuple(q.shape)} and out {tuple(out.shape)}, expected both as [num_tokens, {num_heads}, "
-            f"{cache.head_dim}], with a multiple of the cache's {cache.num_kv_heads} kv heads"
-        )
-    index.rows.check_tokens("attend: q", q)
-    index.rows.check_tokens("attend: out", out)
-    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
-        raise ValueError(f"attend: given sinks {tuple(sinks.shape)}, expected [{num_heads}], contiguous")

@@ -247,30 +247,6 @@ def test_a_row_does_not_depend_on_pages(engine, device, page_size, layout):
     assert same(run(engine, batch, index), run(engine, other, moved))
 
 
-@pytest.mark.parametrize(
-    ("q_shape", "out_shape"), [((5, 3, 64), (5, 3, 64)), ((5, 2, 32), (5, 2, 32)), ((5, 2, 64), (5, 2, 32))]
-)
-def test_shapes_that_do_not_fit(engine, device, q_shape, out_shape):
-    batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
-    index = random_index(batch, 64, 1.0)
-    q, out = torch.zeros(q_shape, device=device), torch.zeros(out_shape, device=device)
-    with pytest.raises(ValueError, match=r"expected both as \[num_tokens, 2, 64\], with a multiple of the cache's 1"):
-        engine.attend(replace(batch.call(index), q=q), out)
-
-
-def test_tensors_without_the_rows_tokens(engine, device):
-    batch = random_batch([(0, 5)], 2, 1, 64, 16, DTYPES[0], device)
-    index, out = random_index(batch, 64, 1.0), torch.zeros_like(batch.q)
-    for q, result, name in (
-        (batch.q[:4], out, "q"),
-        (batch.q, out[:4], "out"),
-        (batch.q, out.mT.contiguous().mT, "out"),
-    ):
-        expected = "with at least 5 tokens, where the last row ends, and stride 1 along head_dim"
-        with pytest.raises(ValueError, match=f"attend: {name}: given shape .* with strides .* {expected}"):
-            engine.attend(replace(batch.call(index), q=q), result)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lengths", [[(0, 2049)], [(1000, 8192)], [(4000, 2049), (0, 63), (130, 1000)]], ids=str)

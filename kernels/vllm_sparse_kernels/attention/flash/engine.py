@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.flash.kernels import (
     SLICE_TOKENS,
     SliceShape,
@@ -98,7 +98,6 @@ def attend(
 ) -> None:
     """Compute attention of a layer without ``refusal``; see ``engine.Attend``."""
     assert flash is not None
-    check_shapes(call, out, sinks)
     queries = AttendArgs.of(call.q, out, sinks)
     for part in _parts(call.index, call.cache):
         with call.index.workspace.frame():

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, matrix_args
 from vllm_sparse_kernels.call import Call
@@ -75,7 +75,6 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Run attention over the index's keys, for a layer without ``refusal``; see ``engine.Attend``."""
-    check_shapes(call, out, sinks)
     q, cache, index = call.q, call.cache, call.index
     matrix = matrix_args(cache)
     assert matrix is not None

@@ -22,7 +22,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
@@ -72,7 +72,6 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute attention, exact to rounding without ``options``, in fp16, bf16 or fp8; fp32 in the interpreter."""
-    check_shapes(call, out, sinks)
     q, cache, index, rows = call.q, call.cache, call.index, call.rows
     num_heads, head_dim = index.num_heads, cache.head_dim
     matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
