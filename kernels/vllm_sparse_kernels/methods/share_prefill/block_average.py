@@ -17,7 +17,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import key_args, load_block, load_queries, widen
+from vllm_sparse_kernels.paged import key_args, load_block, load_queries, padded_dim, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
@@ -75,7 +75,7 @@ class TileShape(NamedTuple):
 
 def _map_stages(head_dim: int, limit_bytes: int) -> int:
     """Return the pipeline stages of the loop over mean keys."""
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = padded_dim(head_dim)
     one_buffer = MEANS_AT_ONCE.value * block_d * 4
     if one_buffer + 1024 > limit_bytes:
         return 1
@@ -103,7 +103,7 @@ class BlockAverages:
         self.shape = compile_time(
             TileShape(
                 HEAD_DIM=head_dim,
-                BLOCK_D=triton.next_power_of_2(head_dim),
+                BLOCK_D=padded_dim(head_dim),
                 BLOCK_N=index.block_tokens,
                 PAGE=cache.page_size,
                 GROUP=group,
