@@ -86,7 +86,7 @@ class IndexLayout:
             rows=rows,
             num_heads=len(stripes),
             block_tokens=block_tokens,
-            block_capacity=padded_capacity(num_blocks),
+            block_capacity=ceil_div(num_blocks, 16) * 16,  # for which kernels are specialised
             stripe_capacity=stripe_capacity,
             longest_stripes=max(layout.longest for layout in stripes),
             block_offsets=to_device(block_offsets, torch.int64, rows.device),
@@ -129,11 +129,6 @@ class IndexArgs(NamedTuple):
     stripe_counts: Any
     stripe_positions: Any
     stripe_offsets: Any
-
-
-def padded_capacity(num_blocks: int) -> int:
-    """Round the length of a head's block lists up to a multiple of 16, for which kernels are specialised."""
-    return ceil_div(num_blocks, 16) * 16
 
 
 @dataclass(frozen=True)

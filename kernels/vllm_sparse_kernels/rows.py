@@ -155,10 +155,7 @@ class Rows:
     @cached_property
     def tile_starts(self) -> tuple[int, ...]:
         """[num_rows + 1] number of each row's first tile. The last entry is the number of all tiles."""
-        starts = [0]
-        for query_len in self.query_lens:
-            starts.append(starts[-1] + ceil_div(query_len, TILE_TOKENS))
-        return tuple(starts)
+        return (0, *accumulate(ceil_div(query_len, TILE_TOKENS) for query_len in self.query_lens))
 
     def tiles_of(self, row: int) -> range:
         """Return the numbers of a row's tiles."""

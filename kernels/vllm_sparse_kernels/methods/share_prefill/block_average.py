@@ -7,6 +7,7 @@ pair, over the pairs that the mask allows. Keys are read once, by the programs t
 also score the last queries of a key head's query heads. kernels.py makes maps once their heads are known.
 """
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +39,13 @@ class Spans(NamedTuple):
         """Return the spans of an index's rows, copied to the device."""
         rows, block_tokens = index.rows, index.block_tokens
         blocks = [ceil_div(seq_len, block_tokens) for seq_len in rows.seq_lens]
-        lasts, block_starts = [], [0]
+        block_starts = [0, *accumulate(blocks)]
+        lasts: list[int] = []
         for row, query_len in enumerate(rows.query_lens):
             length = min(query_len, TILE_TOKENS)
             lasts += [row, rows.query_starts[row] + query_len - length, length, rows.seq_lens[row] - length]
-            block_starts.append(block_starts[-1] + blocks[row])
         return Spans(
-            sum(blocks),
+            block_starts[-1],
             max(blocks),
             to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS.value),
             to_device(block_starts, torch.int64, rows.device),
