@@ -56,7 +56,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 
@@ -67,7 +66,6 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.sale.means import row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
-    SEGMENT,
     round_keys,
     round_queries,
 )
@@ -104,9 +102,6 @@ class Sale(Method):
 
     int8_scores: bool = False
     """Multiply queries and keys of the kept blocks in 8 bits."""
-
-    SEGMENT_TOKENS: ClassVar[int] = SEGMENT.value
-    """Four 32-key blocks: the number of keys between sink and local region is a multiple of this."""
 
     def __post_init__(self) -> None:
         require(0 <= self.tau < 1, "tau", self.tau, "a number in [0, 1)")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 QUERY_BLOCK = 64  # b_q
 KEY_BLOCK = 32  # b_k
+SEGMENT = 4 * KEY_BLOCK
 LEVELS = 7
 TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
 
@@ -83,7 +84,7 @@ def local_start(method: "Sale", last_position: int) -> int:
     """
     end = (last_position // KEY_BLOCK + 1) * KEY_BLOCK
     between = end - method.sink_tokens - method.local_tokens
-    return method.sink_tokens + between // method.SEGMENT_TOKENS * method.SEGMENT_TOKENS if between >= 0 else 0
+    return method.sink_tokens + between // SEGMENT * SEGMENT if between >= 0 else 0
 
 
 def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
