@@ -164,7 +164,7 @@ class Layer:
                 select(replace(call, heads=group))
 
     def attend(self, call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-        """Compute attention over the index, which ``select`` has filled; see ``attention.engine.Attend``.
+        """Compute attention over the index, which ``select`` has filled; see ``AttendEngine``.
 
         ``out`` is like the queries. ``sinks`` has the learnt sinks [num_heads], if the layer has them.
 
@@ -189,7 +189,7 @@ def run(layer: Layer, call: Call, out: torch.Tensor, sinks: torch.Tensor | None 
     Args:
         call: The result of ``layer.new_call``.
         out: Like the queries; written.
-        sinks: [num_heads] learnt sinks (``attention.engine.Attend``). They do not affect selection: a sink scales a
+        sinks: [num_heads] learnt sinks (``AttendEngine``). They do not affect selection: a sink scales a
             query's output and leaves the order of its blocks unchanged. Shares and thresholds of methods refer to
             the attention that remains for keys.
         check: Whether to synchronise with the device and check the index, for debugging.

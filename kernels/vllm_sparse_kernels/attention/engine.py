@@ -7,12 +7,11 @@ chosen once, before the first step (``engine_choice.py``). Engines differ only i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 
@@ -70,26 +69,13 @@ class AttendSpec:
         )
 
 
-class Attend(Protocol):
-    """A function that computes attention over the keys of an index.
-
-    It writes softmax(scale · q kᵀ) v into ``out`` for the tokens of the index's rows and leaves other tokens untouched.
-    Temporary tensors come from the index's workspace. It does not synchronise with the device.
-    """
-
-    def __call__(
-        self,
-        call: Call,
-        out: torch.Tensor,
-        options: AttendOptions | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Compute attention."""
-
-
 @dataclass(frozen=True)
 class AttendEngine:
     """One way to compute attention.
+
+    ``attend(call, out, options=None, sinks=None)`` writes softmax(scale · q kᵀ) v into ``out`` for the tokens of the
+    index's rows and leaves other tokens untouched. Temporary tensors come from the index's workspace. It does not
+    synchronise with the device.
 
     Attributes:
         name: Name by which an operator selects the engine.
@@ -98,7 +84,7 @@ class AttendEngine:
 
     name: str
     refusal: Callable[[AttendSpec], str | None]
-    attend: Attend
+    attend: Callable[..., None]
 
 
 class AttendArgs(NamedTuple):

@@ -38,7 +38,7 @@ def attend(
     dtype: torch.dtype = torch.float32,
     round_weights: Callable[[torch.Tensor], torch.Tensor] = exact_weights,
 ) -> None:
-    """Compute attention in plain torch, on any device; see ``engine.Attend``.
+    """Compute attention in plain torch, on any device; see ``AttendEngine``.
 
     Args:
         dtype: Type of all intermediate values.

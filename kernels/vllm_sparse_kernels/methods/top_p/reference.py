@@ -26,7 +26,8 @@ def select_top_p(call: Call) -> None:
     index, methods = call.index, dict(zip(call.heads.heads, call.heads.methods, strict=True))
     for head, i_tile, shares in tile_shares(call):
         tile = index.rows.tile_list[i_tile]
-        kept = fewest(methods[head], shares.mean(0), tile.position) | peaks(methods[head], shares)
+        kept = fewest(methods[head], shares.mean(0), tile.position)
+        kept |= (shares >= methods[head].least_peak).any(0)
         index.set_blocks(head, i_tile, kept, KEY_BLOCK)
 
 
@@ -34,23 +35,16 @@ def fewest(method: TopP, masses: torch.Tensor, position: int) -> torch.Tensor:
     """Flag sink, local region and diagonal, and the fewest blocks between them that hold the share p of all mass."""
     if method.kept_mass == 1:
         return torch.ones_like(masses, dtype=torch.bool)
-    num_blocks = masses.shape[-1]
-    first = min(ceil_div(method.sink_tokens, KEY_BLOCK), num_blocks)
+    first = min(ceil_div(method.sink_tokens, KEY_BLOCK), len(masses))
     end = max(first, max(position - method.local_tokens, 0) // KEY_BLOCK)
-    between = masses[..., first:end]
-    always = torch.cat([masses[..., :first], masses[..., end:]], -1).sum(-1, keepdim=True)
-    sizes, order = between.sort(dim=-1, descending=True, stable=True)
-    before = torch.cat([always, always + sizes.cumsum(-1)], -1)[..., :-1]
-    added = before < method.kept_mass * masses.sum(-1, keepdim=True)
-    added[..., method.most_blocks :] = False
+    always = masses[:first].sum() + masses[end:].sum()
+    sizes, order = masses[first:end].sort(descending=True, stable=True)
+    before = always + pad(sizes.cumsum(0), (1, 0))[:-1]
+    added = before < method.kept_mass * masses.sum()
+    added[method.most_blocks :] = False
     kept = torch.ones_like(masses, dtype=torch.bool)
-    kept[..., first:end] = torch.zeros_like(added).scatter_(-1, order, added)
+    kept[first + order] = added
     return kept
-
-
-def peaks(method: TopP, shares: torch.Tensor) -> torch.Tensor:
-    """Flag blocks in which some query has a share of at least ``peak_share``."""
-    return (shares >= method.least_peak).any(-2)
 
 
 def tile_shares(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
