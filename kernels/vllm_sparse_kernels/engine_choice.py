@@ -71,15 +71,15 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     The meta device, on which memory is counted, stands for this process's GPU, or for a Hopper GPU without one.
     """
     if device.type == "cuda":
-        return _capability(torch.cuda.current_device() if device.index is None else device.index)
+        return _capability(device.index)
     if device.type == "meta":
-        return _capability(torch.cuda.current_device()) if torch.cuda.is_available() else HOPPER_CAPABILITY
+        return _capability(None) if torch.cuda.is_available() else HOPPER_CAPABILITY
     return 0, 0
 
 
 @lru_cache(maxsize=64)
-def _capability(index: int) -> tuple[int, int]:
-    """Return the compute capability of a GPU. Every layer of a step calls this."""
+def _capability(index: int | None) -> tuple[int, int]:
+    """Return the compute capability of a GPU, by default of this process's. Every layer of a step calls this."""
     return torch.cuda.get_device_capability(index)
 
 
