@@ -21,6 +21,7 @@ from vllm_sparse_kernels.methods.minference import block_sparse as minference, r
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.references import set_lines
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection import last_queries
@@ -128,21 +129,26 @@ def test_reference_sums_by_their_definition():
 @given(
     context_len=st.integers(0, 300),
     query_len=st.integers(1, 300),
-    block_tokens=st.sampled_from([64, 128]),
+    block_tokens=st.sampled_from([32, 64, 128]),
     density=st.sampled_from([0.0, 0.003, 0.03, 0.3]),
+    band=st.sampled_from([1, 64]),
     seed=st.integers(0, 1000),
 )
-def test_reference_lists_are_what_algorithm_4_merges(context_len, query_len, block_tokens, density, seed):
-    """Blocks on a slash or on the diagonal, and verticals before the diagonal's blocks that are in no other block."""
+def test_reference_lists_are_what_algorithm_4_merges(context_len, query_len, block_tokens, density, band, seed):
+    """Blocks on a slash or on the diagonal, and verticals before the diagonal's blocks that are in no other block.
+
+    FlexPrefill's slashes are those of blocks of 64 tokens.
+    """
     rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
     generator = torch.Generator().manual_seed(seed)
     verticals, slashes = torch.rand(2, rows.seq_lens[0], generator=generator) < density
     index = new_index(rows, 1, block_tokens, {0: VerticalSlash(10**9).stripe_layout(rows)})
     for i_tile, tile in enumerate(rows.tile_list):
-        reference.set_vertical_slash(verticals, slashes, index, 0, i_tile)
+        set_lines(index, 0, i_tile, verticals, slashes, band)
         positions, keys = torch.arange(tile.position, tile.last_position + 1), torch.arange(tile.last_position + 1)
         apart = positions[:, None] - keys
-        crossed = (slashes[apart.clamp(min=0)] | (apart == 0)) & (apart >= 0)
+        bands_apart = positions[:, None] // band - keys // band
+        crossed = (slashes[bands_apart.clamp(min=0)] | (apart == 0)) & (apart >= 0)
         blocks = crossed.any(0).nonzero().flatten().div(block_tokens, rounding_mode="floor").unique()
         assert index.blocks_of(0, i_tile).tolist() == blocks.tolist()
         points = verticals.nonzero().flatten()
@@ -206,7 +212,7 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
     for head, key in enumerate(keys):
         for i_tile in range(rows.num_tiles):
             vertical = torch.arange(351, device=DEVICE) == key
-            reference.set_vertical_slash(vertical, slashes[head, :351] != 0, expected, head, i_tile)
+            set_lines(expected, head, i_tile, vertical, slashes[head, :351] != 0, band=1)
     assert all_lists(index) == all_lists(expected)
 
 
@@ -226,7 +232,7 @@ def test_lists_beyond_one_chunk(block_tokens):
     index.check()
     every = torch.zeros(200_070, dtype=torch.bool, device=DEVICE)
     every[verticals] = True
-    reference.set_vertical_slash(every, slashes[:200_070], expected, 0, 0)
+    set_lines(expected, 0, 0, every, slashes[:200_070], band=1)
     assert all_lists(index) == all_lists(expected)
 
     scores = 1000 * torch.randn(1, 2, 3136, generator=generator, device=DEVICE)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, softmax_of
+from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, set_lines, softmax_of
 from vllm_sparse_kernels.rows import split_blocks
 
 if TYPE_CHECKING:  # the methods' package imports this module
@@ -27,7 +26,7 @@ def select_flex_vertical_slash(call: Call) -> None:
         diagonals = fewest_with_mass(diagonal_sums(weights, positions, BAND_TOKENS), method.gamma)
         whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
         for i_tile in rows.tiles_of(row):
-            set_lines(columns, diagonals, whole, index, head, i_tile)
+            set_lines(index, head, i_tile, columns, diagonals, BAND_TOKENS, whole)
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
@@ -58,17 +57,3 @@ def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> tor
     whole = counts >= max(fewest for fewest in range(1, block_tokens + 2) if left[fewest] <= capacity)
     whole[0] = True
     return whole
-
-
-def set_lines(
-    columns: torch.Tensor, diagonals: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
-) -> None:
-    """Keep whole blocks and blocks crossed by a kept diagonal as blocks, and the other kept columns as stripes."""
-    tile = index.rows.tile_list[i_tile]
-    crossed = torch.zeros(index.num_causal_blocks(tile) * index.block_tokens, dtype=torch.bool, device=columns.device)
-    for query_block in range(tile.position // BAND_TOKENS, tile.last_position // BAND_TOKENS + 1):
-        on_diagonal = diagonals[: query_block + 1].flip(0).repeat_interleave(BAND_TOKENS)
-        crossed[: len(on_diagonal)] |= on_diagonal[: len(crossed)]
-    crossed = crossed.view(-1, index.block_tokens).any(1)
-    index.set_blocks(head, i_tile, crossed | whole[: len(crossed)])
-    index.set_stripes(head, i_tile, columns[: tile.position].nonzero().flatten())

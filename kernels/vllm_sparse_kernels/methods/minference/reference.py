@@ -7,8 +7,7 @@ The patterns' files list the deviations. The arithmetic is the paper's.
 import torch
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.references import block_means, diagonal_sums, heads_of_rows, softmax_of
+from vllm_sparse_kernels.methods.references import block_means, diagonal_sums, heads_of_rows, set_lines, softmax_of
 from vllm_sparse_kernels.rows import split_blocks
 
 POOL_TOKENS = 64
@@ -37,7 +36,7 @@ def select_vertical_slash(call: Call) -> None:
         verticals = keep(vertical, method.vertical_tokens, method.forced_verticals)
         slashes = keep(slash, method.slash_tokens, method.forced_slashes)
         for i_tile in call.rows.tiles_of(row):
-            set_vertical_slash(verticals, slashes, call.index, head, i_tile)
+            set_lines(call.index, head, i_tile, verticals, slashes, band=1)
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,19 +56,6 @@ def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
 def ten_bits(sums: torch.Tensor) -> torch.Tensor:
     """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are < 2⁻⁵⁷."""
     return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
-
-
-def set_vertical_slash(
-    verticals: torch.Tensor, slashes: torch.Tensor, index: SparseIndex, head: int, i_tile: int
-) -> None:
-    """Write the merged lists of Algorithm 4 for one tile: blocks crossed by a slash, and verticals outside of them."""
-    tile = index.rows.tile_list[i_tile]
-    starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
-    upto = torch.nn.functional.pad(slashes.cumsum(0), (1, 0))
-    nearest = (tile.position - starts - index.block_tokens + 1).clamp(min=0)
-    index.set_blocks(head, i_tile, upto[tile.last_position - starts + 1] > upto[nearest])
-    before = verticals[: index.first_diagonal_block(tile) * index.block_tokens]
-    index.set_stripes(head, i_tile, before.nonzero().flatten())
 
 
 def select_block_sparse(call: Call) -> None:
