@@ -64,3 +64,8 @@ def set_lines(
         kept |= whole[: len(kept)]
     index.set_blocks(head, i_tile, kept)
     index.set_stripes(head, i_tile, columns[: tile.position].nonzero().flatten())
+
+
+def ten_bits(sums: torch.Tensor) -> torch.Tensor:
+    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are < 2⁻⁵⁷."""
+    return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)

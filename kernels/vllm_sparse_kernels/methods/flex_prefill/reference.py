@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, set_lines, softmax_of
+from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, set_lines, softmax_of, ten_bits
 from vllm_sparse_kernels.rows import split_blocks
 
 if TYPE_CHECKING:  # the methods' package imports this module
@@ -38,16 +38,13 @@ def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Ten
 
 
 def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Flag the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and all ties with the last.
-
-    Floats are tied if they have the same sign, exponent and first 10 bits of the mantissa.
-    """
+    """Flag the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and all ties with the last."""
     if gamma == 1:
         return torch.ones_like(values, dtype=torch.bool)
     largest = values.sort(descending=True).values
     mass = largest.double().cumsum(0)
     num_short = int((mass < gamma * mass[-1]).sum())
-    return values >= (largest[num_short].float().view(torch.int32) >> 13 << 13).view(torch.float32)
+    return ten_bits(values) >= ten_bits(largest[num_short])
 
 
 def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> torch.Tensor:

@@ -7,7 +7,14 @@ The patterns' files list the deviations. The arithmetic is the paper's.
 import torch
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.methods.references import block_means, diagonal_sums, heads_of_rows, set_lines, softmax_of
+from vllm_sparse_kernels.methods.references import (
+    block_means,
+    diagonal_sums,
+    heads_of_rows,
+    set_lines,
+    softmax_of,
+    ten_bits,
+)
 from vllm_sparse_kernels.rows import split_blocks
 
 POOL_TOKENS = 64
@@ -51,11 +58,6 @@ def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
     sums = sums.clone()
     sums[:forced] = torch.inf
     return top(ten_bits(sums), k)
-
-
-def ten_bits(sums: torch.Tensor) -> torch.Tensor:
-    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are < 2⁻⁵⁷."""
-    return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
 
 
 def select_block_sparse(call: Call) -> None:

@@ -5,7 +5,6 @@ Quantisation is SageAttention-2's: queries and keys minus their means become sig
 the mean query with the smoothed keys is added in full precision.
 """
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -46,9 +45,10 @@ def paper_blocks(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
-                # Subtracting k̄ shifts all scores of a query and the threshold by the same amount.
-                threshold = exact_threshold(head_method, b_q, keys[:, kv], tile, call.scale) - b_q @ key_mean[kv]
                 starts = [local_start(method, last) for last in last_positions(tile)]
+                threshold = exact_threshold(head_method, b_q, keys[:, kv], tile, starts, call.scale)
+                # Subtracting k̄ shifts all scores of a query and the threshold by the same amount.
+                threshold -= b_q @ key_mean[kv]
                 scores = torch.addmm(
                     bias[: max(starts)], round_queries(b_q - query_mean[head]), rounded_keys[: max(starts), kv].T
                 )
@@ -87,9 +87,10 @@ def local_start(method: "Sale", last_position: int) -> int:
     return method.sink_tokens + between // SEGMENT * SEGMENT if between >= 0 else 0
 
 
-def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
+def exact_threshold(
+    method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, starts: list[int], scale: float
+) -> torch.Tensor:
     """Compute (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, corrected)."""
-    starts = [local_start(method, last) for last in last_positions(tile)]
     b_start = torch.tensor(starts, device=b_q.device).repeat_interleave(QUERY_BLOCK)[: len(b_q)]
     o_m = torch.arange(tile.position, tile.last_position + 1, device=b_q.device)
     # Only sink and local keys are multiplied: skipping the keys between them is the purpose.
@@ -98,7 +99,7 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
     seen = (o_n < method.sink_tokens) | (o_n >= b_start[:, None])
     scores = (b_q @ keys[o_n].T) * scale
     scores.masked_fill_(~seen | (o_n > o_m[:, None]), -torch.inf)
-    return (math.log(method.tau) if method.tau else -math.inf) / scale + scores.logsumexp(-1) / scale
+    return (method.log_tau + scores.logsumexp(-1)) / scale
 
 
 def round_queries(x: torch.Tensor) -> torch.Tensor:
