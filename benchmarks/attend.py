@@ -25,7 +25,7 @@ from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbe
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
-from vllm_sparse_kernels import SparseIndex, StripeLayout
+from vllm_sparse_kernels import IndexLayout, SparseIndex, StripeLayout, Workspace
 from vllm_sparse_kernels.attention import AttendSpec, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
@@ -92,13 +92,13 @@ def random_index(batch: Batch, case: Case) -> SparseIndex:
     rows, device = batch.rows, batch.rows.device
     generator = torch.Generator(device).manual_seed(0)
     heads = range(batch.num_heads)
-    stripes = dict.fromkeys(heads, StripeLayout.per_tile(rows, case.stripes)) if case.stripes else None
-    index = SparseIndex.allocate(rows, batch.num_heads, case.block_tokens, stripes)
+    stripes = [StripeLayout.per_tile(rows, case.stripes)] * batch.num_heads
+    index = IndexLayout.build(rows, case.block_tokens, stripes).new_index(Workspace(device))
     for i_tile, tile in enumerate(rows.tile_list):
         for head in heads:
             draw = torch.rand(index.num_causal_blocks(tile), generator=generator, device=device)
             index.set_blocks(head, i_tile, draw < case.density)
-            if stripes and tile.position:
+            if case.stripes and tile.position:
                 count = min(case.stripes, tile.position)
                 index.set_stripes(
                     head, i_tile, torch.randint(0, tile.position, (count,), generator=generator, device=device)

@@ -5,8 +5,6 @@ The data flow of ``layer.run``: ``Rows`` (the queries and cached keys) → ``met
 in plain float32 torch) → ``SparseIndex`` → ``attend`` (one contract, several engines).
 """
 
-from vllm_sparse_kernels.attention import shared_bytes, widest_block
-from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows
@@ -14,13 +12,10 @@ from vllm_sparse_kernels.workspace import Workspace
 
 __all__ = [
     "TILE_TOKENS",
-    "AttendOptions",
     "IndexLayout",
     "PagedCache",
     "Rows",
     "SparseIndex",
     "StripeLayout",
     "Workspace",
-    "shared_bytes",
-    "widest_block",
 ]

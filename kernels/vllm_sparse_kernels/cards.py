@@ -22,11 +22,6 @@ class Card(NamedTuple):
     shared_bytes: int
 
     @property
-    def target(self) -> int:
-        """Capability as Triton's targets have it, such as 89."""
-        return 10 * self.capability[0] + self.capability[1]
-
-    @property
     def is_measured(self) -> bool:
         """Whether the kernels ran on such a GPU. Tests only compile them for the others."""
         return self.capability == HOPPER_CAPABILITY

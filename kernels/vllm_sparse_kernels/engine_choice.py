@@ -7,11 +7,20 @@ that passes both is used from the first step on. It is never replaced: an except
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
+
+try:
+    import_module("vllm_sparse_kernels.gluon_compat")
+except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
+    MISSING_GLUON: str | None = str(error)
+else:
+    MISSING_GLUON = None
+"""Why this Triton cannot run the Gluon kernels for Hopper, or None. Their modules are then not imported."""
 
 EngineT = TypeVar("EngineT", bound=Any)
 """``AttendEngine`` or ``SelectEngine``."""
@@ -62,22 +71,22 @@ def capability_of(device: torch.device) -> tuple[int, int]:
     The meta device, on which memory is counted, stands for this process's GPU, or for a Hopper GPU without one.
     """
     if device.type == "cuda":
-        return _capability(torch.cuda.current_device() if device.index is None else device.index)
+        return _capability(device.index)
     if device.type == "meta":
-        return _capability(torch.cuda.current_device()) if torch.cuda.is_available() else HOPPER_CAPABILITY
+        return _capability(None) if torch.cuda.is_available() else HOPPER_CAPABILITY
     return 0, 0
 
 
 @lru_cache(maxsize=64)
-def _capability(index: int) -> tuple[int, int]:
-    """Return the compute capability of a GPU. Every layer of a step calls this."""
+def _capability(index: int | None) -> tuple[int, int]:
+    """Return the compute capability of a GPU, by default of this process's. Every layer of a step calls this."""
     return torch.cuda.get_device_capability(index)
 
 
-def gluon_refusal(capability: tuple[int, int], missing_gluon: str | None) -> str | None:
+def gluon_refusal(device: torch.device) -> str | None:
     """Check whether the Gluon kernels for Hopper can run."""
-    if capability != HOPPER_CAPABILITY:
+    if capability_of(device) != HOPPER_CAPABILITY:
         return "it is for GPUs of compute capability 9.0 (H100, H200)"
-    if missing_gluon is not None:
-        return f"it needs Triton 3.6 to 3.9, whose Gluon has all names ({missing_gluon})"
+    if MISSING_GLUON is not None:
+        return f"it needs Triton 3.6 to 3.9, whose Gluon has all names ({MISSING_GLUON})"
     return None

@@ -30,6 +30,8 @@ bulk_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glo
 gather_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 bulk_descriptor = tma.tensor_descriptor
+NEEDED_TOO = (gl.tuple, gl.NVMMADistributedLayout, gluon.constexpr_function)
+"""Names that modules of kernels read as they are imported."""
 
 T = TypeVar("T")
 

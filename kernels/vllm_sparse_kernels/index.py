@@ -11,7 +11,7 @@ is present; no stripe lies inside a kept block; counts are within capacity.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, to_device
+from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, split_blocks, to_device
 from vllm_sparse_kernels.workspace import Workspace
 
 
@@ -86,7 +86,7 @@ class IndexLayout:
             rows=rows,
             num_heads=len(stripes),
             block_tokens=block_tokens,
-            block_capacity=padded_capacity(num_blocks),
+            block_capacity=ceil_div(num_blocks, 16) * 16,  # for which kernels are specialised
             stripe_capacity=stripe_capacity,
             longest_stripes=max(layout.longest for layout in stripes),
             block_offsets=to_device(block_offsets, torch.int64, rows.device),
@@ -131,11 +131,6 @@ class IndexArgs(NamedTuple):
     stripe_offsets: Any
 
 
-def padded_capacity(num_blocks: int) -> int:
-    """Round the length of a head's block lists up to a multiple of 16, for which kernels are specialised."""
-    return ceil_div(num_blocks, 16) * 16
-
-
 @dataclass(frozen=True)
 class SparseIndex(IndexLayout):
     """Selected keys of every (query head, tile). The module's docstring has the invariants.
@@ -159,24 +154,6 @@ class SparseIndex(IndexLayout):
     stripe_counts: torch.Tensor
     stripe_positions: torch.Tensor
     workspace: Workspace
-
-    @staticmethod
-    def allocate(
-        rows: Rows,
-        num_heads: int,
-        block_tokens: int,
-        stripes: Mapping[int, StripeLayout] | None = None,
-        workspace: Workspace | None = None,
-    ) -> "SparseIndex":
-        """Allocate an index with room for every causal block of every tile.
-
-        Args:
-            stripes: Layouts of stripes by query head. Heads without an entry keep no stripes.
-            workspace: Memory of the index; None for a separate workspace without a buffer.
-        """
-        none = StripeLayout.none(rows)
-        layouts = [(stripes or {}).get(head, none) for head in range(num_heads)]
-        return IndexLayout.build(rows, block_tokens, layouts).new_index(workspace or Workspace(rows.device))
 
     @cached_property
     def args(self) -> IndexArgs:
@@ -240,7 +217,7 @@ class SparseIndex(IndexLayout):
         """
         tile = self.rows.tile_list[i_tile]
         parts = self.block_tokens // (tokens or self.block_tokens)
-        kept = torch.nn.functional.pad(kept, (0, -len(kept) % parts)).view(-1, parts).any(1)
+        kept = split_blocks(kept, parts).any(1)
         kept[self.first_diagonal_block(tile) :] = True
         ids = kept.nonzero().flatten().int()
         start = int(self.block_offsets[i_tile])

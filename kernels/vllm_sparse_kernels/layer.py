@@ -154,13 +154,9 @@ class Layer:
     def select(self, call: Call) -> None:
         """Fill the index of all heads, without synchronising with a GPU.
 
-        Raises:
-            ValueError: The index and the queries have different numbers of heads, or tokens of the index's rows are
-                missing in the queries.
+        Raises ValueError if tokens of the index's rows are missing in the queries.
         """
         index = call.index
-        if index.num_heads != call.q.shape[1]:
-            raise ValueError(f"index: given room for {index.num_heads} heads, expected the query's {call.q.shape[1]}")
         index.rows.check_tokens("query", call.q)
         for group, engine in zip(self.plan.groups, self.select_engines, strict=True):
             select = engine.select if self.by_kernels else METHODS[name_of(group.method)].reference
@@ -168,10 +164,13 @@ class Layer:
                 select(replace(call, heads=group))
 
     def attend(self, call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-        """Compute attention over the index, which ``select`` has filled; see ``attention.engine.Attend``.
+        """Compute attention over the index, which ``select`` has filled; see ``AttendEngine``.
 
         ``out`` is like the queries. ``sinks`` has the learnt sinks [num_heads], if the layer has them.
+
+        Raises ValueError if tokens of the index's rows are missing in ``out``.
         """
+        call.rows.check_tokens("output", out)
         attend = self.engine.attend if self.by_kernels else reference_attend
         with call.index.workspace.frame():
             attend(call, out, options=self.options, sinks=sinks)
@@ -190,7 +189,7 @@ def run(layer: Layer, call: Call, out: torch.Tensor, sinks: torch.Tensor | None 
     Args:
         call: The result of ``layer.new_call``.
         out: Like the queries; written.
-        sinks: [num_heads] learnt sinks (``attention.engine.Attend``). They do not affect selection: a sink scales a
+        sinks: [num_heads] learnt sinks (``AttendEngine``). They do not affect selection: a sink scales a
             query's output and leaves the order of its blocks unchanged. Shares and thresholds of methods refer to
             the attention that remains for keys.
         check: Whether to synchronise with the device and check the index, for debugging.

@@ -51,13 +51,6 @@ class PagedCache:
     score_scale: float = 1.0
     value_scale: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.keys.dim() != 4 or self.keys.shape != self.values.shape:
-            raise ValueError(
-                f"PagedCache: given keys {tuple(self.keys.shape)} and values {tuple(self.values.shape)}, expected both "
-                "as [num_pages, page_size, num_kv_heads, head_dim]"
-            )
-
     @property
     def page_size(self) -> int:
         """Keys of a page."""

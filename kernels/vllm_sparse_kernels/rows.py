@@ -36,6 +36,12 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def split_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Split the first axis into blocks, of which the last is filled up with zeros: [blocks, size, ...]."""
+    padding = x.new_zeros(-len(x) % size, *x.shape[1:])
+    return torch.cat((x, padding)).unflatten(0, (-1, size))
+
+
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Copy numbers to a tensor [len(values)] on the device, without synchronising with it."""
     return host_to_device(torch.tensor(values, dtype=dtype), device)
@@ -149,10 +155,7 @@ class Rows:
     @cached_property
     def tile_starts(self) -> tuple[int, ...]:
         """[num_rows + 1] number of each row's first tile. The last entry is the number of all tiles."""
-        starts = [0]
-        for query_len in self.query_lens:
-            starts.append(starts[-1] + ceil_div(query_len, TILE_TOKENS))
-        return tuple(starts)
+        return (0, *accumulate(ceil_div(query_len, TILE_TOKENS) for query_len in self.query_lens))
 
     def tiles_of(self, row: int) -> range:
         """Return the numbers of a row's tiles."""

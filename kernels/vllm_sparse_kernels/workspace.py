@@ -49,7 +49,8 @@ class Workspace:
         return tensor
 
     def _create(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
-        num_bytes = ceil_div(torch.Size(shape).numel() * dtype.itemsize, ALIGN_BYTES) * ALIGN_BYTES
+        count = torch.Size(shape).numel()
+        num_bytes = ceil_div(count * dtype.itemsize, ALIGN_BYTES) * ALIGN_BYTES
         if self.buffer is None:
             return begin + num_bytes, torch.empty(shape, dtype=dtype, device=self.device)
         if begin + num_bytes > len(self.buffer):
@@ -59,7 +60,6 @@ class Workspace:
             )
         if len(self._views) >= MAX_VIEWS:
             self._views.clear()
-        count = torch.Size(shape).numel()
         with torch.inference_mode(False):  # a cached inference tensor could not be written outside of inference mode
             view = self.buffer[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
         self._views[begin, dtype, shape] = begin + num_bytes, view

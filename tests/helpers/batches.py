@@ -4,7 +4,7 @@
 Caches have vLLM's layout, with shuffled pages. Unused places are poisoned with NaN.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -12,9 +12,10 @@ import torch
 
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch, Expected
-from vllm_sparse_kernels.index import SparseIndex, StripeLayout
+from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import FP8, PagedCache
 from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.workspace import Workspace
 
 
 def shuffled_cache(
@@ -127,6 +128,19 @@ def repaged(batch: Batch, page_size: int, layout: str) -> Batch:
     return Batch(batch.q, other.cache, moved, batch.scale)
 
 
+def new_index(
+    rows: Rows,
+    num_heads: int,
+    block_tokens: int,
+    stripes: Mapping[int, StripeLayout] | None = None,
+    workspace: Workspace | None = None,
+) -> SparseIndex:
+    """Return an empty index, with room for the stripes of the heads in ``stripes``."""
+    none = StripeLayout.none(rows)
+    layouts = [(stripes or {}).get(head, none) for head in range(num_heads)]
+    return IndexLayout.build(rows, block_tokens, layouts).new_index(workspace or Workspace(rows.device))
+
+
 def random_index(batch: Batch, block_tokens: int, density: float, stripes: int = 0, seed: int = 0) -> SparseIndex:
     """Return an index that keeps each block with probability ``density``, and up to ``stripes`` random positions per
     tile.
@@ -134,7 +148,7 @@ def random_index(batch: Batch, block_tokens: int, density: float, stripes: int =
     rows, num_heads = batch.rows, batch.num_heads
     generator = torch.Generator(rows.device).manual_seed(seed)
     layouts = {h: StripeLayout.per_tile(rows, stripes) for h in range(num_heads)} if stripes else None
-    index = SparseIndex.allocate(rows, num_heads, block_tokens, layouts)
+    index = new_index(rows, num_heads, block_tokens, layouts)
     index.block_ids.fill_(-1)
     for i_tile, tile in enumerate(rows.tile_list):
         for head in range(num_heads):

@@ -7,6 +7,7 @@ A case is a head dim, a block size in tokens, the lists and sinks, and a dtype.
 import re
 from collections.abc import Sequence
 
+from tests.helpers.batches import new_index
 from tests.helpers.offline_compiler import Code, Recorder, compiling_for
 
 STEPS = [[(300, 200)], [(0, 1), (77, 333), (1000, 129)], [(128, 1024)]]
@@ -39,7 +40,7 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
     """Call hopper once on CPU tensors, with rows of (context_len, query_len)."""
     import torch
 
-    from vllm_sparse_kernels import PagedCache, Rows, SparseIndex, StripeLayout
+    from vllm_sparse_kernels import PagedCache, Rows, StripeLayout
     from vllm_sparse_kernels.attention.hopper import engine as hopper
     from vllm_sparse_kernels.call import Call
 
@@ -49,7 +50,7 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
     starts = tuple(sum(queries[:i]) for i in range(len(queries)))
     rows = Rows(starts, queries, contexts, torch.zeros(len(lengths), 16, dtype=torch.int32))
     stripes = StripeLayout.per_tile(rows, 64)
-    index = SparseIndex.allocate(
+    index = new_index(
         rows, num_heads, int(block), dict.fromkeys(range(num_heads), stripes) if "stripes" in lists else None
     )
     cache = PagedCache(*torch.zeros(4, 128, 2, 2 * int(head_dim), dtype=dtype).split(int(head_dim), -1))

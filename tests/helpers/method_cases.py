@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
+from tests.helpers.batches import new_index
 from tests.helpers.lined import DEVICE
 from tests.helpers.masks import tile_keys
-from vllm_sparse_kernels.call import HeadGroup
+from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import Rows
+from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 
 # Triton's interpreter multiplies bf16 tiles wrongly, without an error.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
@@ -44,6 +46,11 @@ def int32(values: Sequence[Any]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
+def select_on_fastest(call: Call) -> None:
+    """Select the call's heads on the engine that a server would choose before trials."""
+    choose_select_engine(SelectSpec(call.method, call.q.device, call.cache.head_dim)).engine.select(call)
+
+
 def select(
     methods: Method | Sequence[Method], batch: Batch, block_tokens: int = 64, heads: Sequence[int] | None = None,
     by_reference: bool = False, rows: Rows | None = None,
@@ -56,11 +63,11 @@ def select(
     heads = tuple(range(batch.num_heads) if heads is None else heads)
     group = HeadGroup(heads, tuple(methods) if isinstance(methods, Sequence) else (methods,) * len(heads))
     layouts = {head: method.stripe_layout(rows) for head, method in zip(heads, group.methods, strict=True)}
-    index = SparseIndex.allocate(rows, batch.num_heads, block_tokens, layouts)
+    index = new_index(rows, batch.num_heads, block_tokens, layouts)
     poisoned = [index.block_counts, index.block_ids, index.stripe_positions]
     for tensor in [*poisoned, index.stripe_counts] if index.has_stripes else poisoned:
         tensor.fill_(POISON)
-    select_heads = METHODS[name_of(group.method)].reference if by_reference else group.method.select
+    select_heads = METHODS[name_of(group.method)].reference if by_reference else select_on_fastest
     select_heads(batch.call(index, group))
     if len(heads) == batch.num_heads:
         index.check()

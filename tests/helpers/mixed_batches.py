@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
+from tests.helpers.batches import new_index
 from tests.helpers.vllm_objects import CPU, Step
 from vllm_sparse_kernels import Rows, SparseIndex
 from vllm_sparse_kernels.attention.reference import attend
@@ -47,7 +48,7 @@ def reference(
     query, rows = query[dense_tokens(step, row) :], rows or sparse_part(step, row)
     layouts = {head: method.stripe_layout(rows) for head, method in enumerate(methods)}
     block_tokens = index_block_tokens(methods, cache.head_dim, CPU)
-    index = SparseIndex.allocate(rows, query.shape[1], block_tokens, layouts)
+    index = new_index(rows, query.shape[1], block_tokens, layouts)
     call = Call(query, cache, index, scale)
     for head, method in enumerate(methods):
         METHODS[name_of(method)].reference(replace(call, heads=HeadGroup((head,), (method,))))

@@ -32,7 +32,10 @@ Result = TypeVar("Result")
 
 HOPPER_TARGET = GPUTarget("cuda", 90, 32)
 
-SHARED_KIB = {entry.target: entry.shared_bytes >> 10 for entry in CARDS}
+BY_TARGET = {10 * card.capability[0] + card.capability[1]: card for card in CARDS}
+"""GPUs by their target in Triton, such as 89."""
+
+SHARED_KIB = {target: card.shared_bytes >> 10 for target, card in BY_TARGET.items()}
 """Shared memory of a program, by compute capability."""
 
 

@@ -4,16 +4,16 @@ keep."""
 
 import torch
 
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.method_cases import DEVICE, kept_blocks, row_parts
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import means as sale_means, method as module, rounding as sale_rounding
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.rounding import RoundedKeys, RoundedQueries
-from vllm_sparse_kernels.methods.sale.scores import half_refusal, marks_bytes
+from vllm_sparse_kernels.methods.sale.scores import marks_bytes
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.engine import SelectSpec
+from vllm_sparse_kernels.selection.engine import SelectSpec, hopper_refusal
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
 ROUNDING = 1e-4
@@ -59,7 +59,7 @@ def rounded(x: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def compared_as(fits: bool = True) -> torch.dtype:
     """Return the dtype in which the kernel compares scores that fit (or do not fit) half precision."""
-    in_half = half_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
+    in_half = hopper_refusal(SelectSpec(Sale(), torch.device(DEVICE), 128)) is None
     return torch.float16 if fits and in_half else torch.float32
 
 
@@ -125,7 +125,7 @@ def assert_agrees(batch: Batch, method: Sale, index: SparseIndex) -> None:
 
 def rounded_by_kernels(method: Sale, batch: Batch) -> tuple[RoundedQueries, RoundedKeys]:
     """Round all rows, whose keys fit a single slab."""
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
+    index = new_index(batch.rows, batch.num_heads, 32)
     call = batch.call(index, every_head(method, batch.num_heads))
     means = sale_means.row_means(call)
     dtype = module.integer_dtype(batch.q.device)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.compiled_methods import HEAD_DIMS, compiled, problems
+from tests.helpers.offline_compiler import BY_TARGET
 from vllm_sparse_kernels import layer
 from vllm_sparse_kernels.attention import AttendSpec, widest_block
 from vllm_sparse_kernels.attention.portable import engine as portable
@@ -16,7 +17,6 @@ from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.selection import engine as selection
 
-BY_TARGET = {card.target: card for card in CARDS}
 WHOLE = bool(os.environ.get("ALL_CARDS"))
 """Whether every method is compiled for every card and head dim."""
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.helpers.batches import random_batch, random_index
+from tests.helpers.batches import new_index, random_batch, random_index
 from tests.helpers.masks import mask_of
 from vllm_sparse_kernels.index import SparseIndex, StripeLayout
 from vllm_sparse_kernels.paged import PagedCache
@@ -26,7 +26,7 @@ def index() -> SparseIndex:
     """Return an index for a row of 100 cached and 200 new tokens: tiles at 100 and 228; every block of head 0, few of
     head 1."""
     rows = make_rows([(100, 200)])
-    index = SparseIndex.allocate(rows, 2, 64, {h: StripeLayout.per_tile(rows, 10) for h in range(2)})
+    index = new_index(rows, 2, 64, {h: StripeLayout.per_tile(rows, 10) for h in range(2)})
     for i_tile, tile in enumerate(rows.tile_list):
         num_blocks = index.num_causal_blocks(tile)
         index.set_blocks(0, i_tile, torch.ones(num_blocks, dtype=torch.bool))
@@ -67,21 +67,15 @@ class TestRows:
 
 class TestPagedCache:
     @pytest.mark.parametrize(
-        ("keys", "values", "says"),
+        ("keys", "values"),
         [
-            (torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 32), "expected both as"),
-            (torch.zeros(2, 16, 64), torch.zeros(2, 16, 64), "expected both as"),
-            (*[torch.zeros(2, 16, 64, 2).transpose(2, 3)] * 2, "expected equal strides, and 1 for head_dim"),
-            (
-                torch.zeros(2, 16, 1, 64),
-                torch.zeros(2, 16, 1, 128)[..., :64],
-                "expected equal strides, and 1 for head_dim",
-            ),
+            [torch.zeros(2, 16, 64, 2).transpose(2, 3)] * 2,
+            (torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 128)[..., :64]),
         ],
-        ids=["unlike shapes", "no pages", "heads that are not contiguous", "strides that differ"],
+        ids=["heads that are not contiguous", "strides that differ"],
     )
-    def test_what_kernels_cannot_read_is_refused(self, keys, values, says):
-        with pytest.raises(ValueError, match=says):
+    def test_what_kernels_cannot_read_is_refused(self, keys, values):
+        with pytest.raises(ValueError, match="expected equal strides, and 1 for head_dim"):
             _ = PagedCache(keys, values).strides
 
 
@@ -93,8 +87,8 @@ class TestLayouts:
         assert layout.offsets == (0, 100, 250, 400, 400)
         assert layout.capacity == 400 + 128
         assert StripeLayout.none(rows) == StripeLayout((0,) * 5, 0)
-        assert not SparseIndex.allocate(rows, 2, 64).has_stripes
-        some = SparseIndex.allocate(rows, 2, 64, {1: layout})
+        assert not new_index(rows, 2, 64).has_stripes
+        some = new_index(rows, 2, 64, {1: layout})
         assert (some.has_stripes, some.stripe_counts[0].any().item()) == (True, False)
 
     @pytest.mark.parametrize("block_tokens", [64, 128])
@@ -102,7 +96,7 @@ class TestLayouts:
         """Full lists neither overlap nor exceed the buffers, so overflow is impossible."""
         rows = make_rows([(100, 300), (0, 1), (7, 200)])
         stripes = {0: StripeLayout.per_tile(rows, 40), 2: StripeLayout.per_tile(rows, 5)}
-        index = SparseIndex.allocate(rows, 3, block_tokens, stripes)
+        index = new_index(rows, 3, block_tokens, stripes)
         places: dict[str, list[int]] = {"blocks": [], "stripes": []}
         for i_tile, tile in enumerate(rows.tile_list):
             start = int(index.block_offsets[i_tile])

@@ -86,6 +86,19 @@ def test_an_index_is_looked_at_on_request(monkeypatch: pytest.MonkeyPatch, check
     assert looks.call_count == check
 
 
+def test_tensors_without_the_rows_tokens() -> None:
+    sample = batch([(0, 5)])
+    layer, out = layer_of(DENSE), sample.empty_out()
+    for q, result, name in (
+        (sample.q[:4], out, "query"),
+        (sample.q, out[:4], "output"),
+        (sample.q, out.mT.contiguous().mT, "output"),
+    ):
+        expected = "with at least 5 tokens, where the last row ends, and stride 1 along head_dim"
+        with pytest.raises(ValueError, match=f"{name}: given shape .* with strides .* {expected}"):
+            run(layer, layer.new_call(q, sample.cache, sample.rows, sample.scale), result)
+
+
 @pytest.mark.parametrize("method", [make_method("default", {}), make_method("sale", {"tau": 0.03})], ids=str)
 @pytest.mark.parametrize(
     ("lengths", "head_dim"),

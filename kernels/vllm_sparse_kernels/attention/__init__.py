@@ -4,8 +4,7 @@
 from vllm_sparse_kernels.attention.engine import AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.flash.engine import FlashAttention, flash_engine
 from vllm_sparse_kernels.attention.hopper.engine import HOPPER
-from vllm_sparse_kernels.attention.portable.engine import PORTABLE, supports_bulk, widest_block
-from vllm_sparse_kernels.cards import shared_bytes
+from vllm_sparse_kernels.attention.portable.engine import PORTABLE, widest_block
 from vllm_sparse_kernels.engine_choice import EngineChoice, choose_engine
 
 __all__ = [
@@ -18,8 +17,6 @@ __all__ = [
     "choose_engine",
     "engines",
     "flash_engine",
-    "shared_bytes",
-    "supports_bulk",
     "widest_block",
 ]
 

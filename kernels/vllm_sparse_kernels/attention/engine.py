@@ -7,13 +7,11 @@ chosen once, before the first step (``engine_choice.py``). Engines differ only i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache
 
@@ -70,32 +68,14 @@ class AttendSpec:
             sinks=sinks is not None,
         )
 
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability of the device; (0, 0) if it is not a CUDA device."""
-        return capability_of(self.device)
-
-
-class Attend(Protocol):
-    """A function that computes attention over the keys of an index.
-
-    It writes softmax(scale · q kᵀ) v into ``out`` for the tokens of the index's rows and leaves other tokens untouched.
-    Temporary tensors come from the index's workspace. It does not synchronise with the device.
-    """
-
-    def __call__(
-        self,
-        call: Call,
-        out: torch.Tensor,
-        options: AttendOptions | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> None:
-        """Compute attention."""
-
 
 @dataclass(frozen=True)
 class AttendEngine:
     """One way to compute attention.
+
+    ``attend(call, out, options=None, sinks=None)`` writes softmax(scale · q kᵀ) v into ``out`` for the tokens of the
+    index's rows and leaves other tokens untouched. Temporary tensors come from the index's workspace. It does not
+    synchronise with the device.
 
     Attributes:
         name: Name by which an operator selects the engine.
@@ -104,7 +84,7 @@ class AttendEngine:
 
     name: str
     refusal: Callable[[AttendSpec], str | None]
-    attend: Attend
+    attend: Callable[..., None]
 
 
 class AttendArgs(NamedTuple):
@@ -122,17 +102,3 @@ class AttendArgs(NamedTuple):
     def of(q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None) -> "AttendArgs":
         """Build the arguments with the strides of the tensors."""
         return AttendArgs(q, out, sinks, q.stride(0), q.stride(1), out.stride(0), out.stride(1))
-
-
-def check_shapes(call: Call, out: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-    """Check that the tensors fit the index and each other."""
-    q, cache, index, num_heads = call.q, call.cache, call.index, call.index.num_heads
-    if q.shape[1:] != (num_heads, cache.head_dim) or out.shape[1:] != q.shape[1:] or num_heads % cache.num_kv_heads:
-        raise ValueError(
-            f"attend: given q {tuple(q.shape)} and out {tuple(out.shape)}, expected both as [num_tokens, {num_heads}, "
-            f"{cache.head_dim}], with a multiple of the cache's {cache.num_kv_heads} kv heads"
-        )
-    index.rows.check_tokens("attend: q", q)
-    index.rows.check_tokens("attend: out", out)
-    if sinks is not None and (sinks.shape != (num_heads,) or not sinks.is_contiguous()):
-        raise ValueError(f"attend: given sinks {tuple(sinks.shape)}, expected [{num_heads}], contiguous")

@@ -22,6 +22,7 @@ from vllm_sparse_kernels.attention.smooth_keys import SCALE_TOKENS
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import FP8
+from vllm_sparse_kernels.rows import split_blocks
 
 INT8_MAX = 127
 
@@ -38,7 +39,7 @@ def attend(
     dtype: torch.dtype = torch.float32,
     round_weights: Callable[[torch.Tensor], torch.Tensor] = exact_weights,
 ) -> None:
-    """Compute attention in plain torch, on any device; see ``engine.Attend``.
+    """Compute attention in plain torch, on any device; see ``AttendEngine``.
 
     Args:
         dtype: Type of all intermediate values.
@@ -115,8 +116,10 @@ def step_margins(scores: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 def smooth_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round the keys of one row as SageAttention does. The result has heads first."""
     means = keys.mean(0)
-    parts = [quantize(part, (0, 2)) for part in (keys - means).split(SCALE_TOKENS.value)]
-    integers, scales = (torch.cat(x) for x in zip(*((i, scale.expand(len(i), -1, -1)) for i, scale in parts)))
+    blocks = split_blocks(keys - means, SCALE_TOKENS.value)
+    integers, scales = (
+        x.expand(-1, SCALE_TOKENS.value, -1, -1).flatten(0, 1)[: len(keys)] for x in quantize(blocks, (1, 3))
+    )
     return integers.transpose(0, 1), scales[..., 0].T, means
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.workspace import Workspace
@@ -42,7 +42,7 @@ class SmoothKeys(NamedTuple):
 def smooth_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> SmoothKeys:
     """Quantise the keys of all rows to 8 bits."""
     num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = padded_dim(head_dim)
     num_keys = rows.key_starts[-1] + SCALE_TOKENS.value  # a block of 128 keys may reach past the last row's keys
     smooth = SmoothKeys(
         workspace.empty(num_kv_heads, num_keys, block_d, dtype=torch.int8),

@@ -52,12 +52,12 @@ class Method(ABC):
     @property
     def shown_fields(self) -> dict[str, object]:
         """The method's parameters by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @property
     def group_key(self) -> Self:
         """Key of the heads that are selected together: the method with the defaults of the ``differing`` fields."""
-        names = (item.name for item in fields(self) if item.init and item.name not in self.differing)
+        names = (item.name for item in fields(self) if item.name not in self.differing)
         return type(self)(**{name: getattr(self, name) for name in names})
 
     @property
@@ -119,8 +119,8 @@ class Method(ABC):
     def select_engines(self) -> Sequence[SelectEngine]:
         """Engines that can run the selection, fastest first.
 
-        The last engine runs on every device that Triton supports and that has ``least_shared_bytes``. A method with
-        kernels for certain GPUs overrides this together with ``select`` (``selection/engine.py``).
+        The last engine is ``select``. A method with kernels for certain GPUs puts their engines before it
+        (``selection/engine.py``).
         """
         return (SelectEngine(PORTABLE, portable_refusal, select_by_method),)
 
@@ -135,7 +135,8 @@ class Method(ABC):
     def select(self, call: Call) -> None:
         """Fill the lists of the call's heads, for all tiles, without synchronising with the device.
 
-        This method is ``call.method``. Parameters that differ between heads are in ``call.heads``.
+        It runs on every device that Triton supports and that has ``least_shared_bytes``. This method is
+        ``call.method``. Parameters that differ between heads are in ``call.heads``.
         """
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iteration over a step for reference implementations, row by row or head by head, in float32."""
+"""Common parts of reference implementations: iteration over a step in float32, means of blocks, lists of lines."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.rows import ceil_div, split_blocks
 
 
 def rows_of(call: Call) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -37,3 +38,34 @@ def diagonal_sums(weights: torch.Tensor, positions: torch.Tensor, band: int) -> 
     distances = positions[:, None] // band - keys // band
     sums = weights.new_zeros(ceil_div(weights.shape[1], band))
     return sums.index_add_(0, distances.clamp(min=0).flatten(), weights.flatten())
+
+
+def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Average blocks of ``size`` vectors along the first axis; the last block may have fewer."""
+    counts = split_blocks(torch.ones_like(x[..., :1]), size).sum(1)
+    return split_blocks(x, size).sum(1) / counts
+
+
+def set_lines(
+    index: SparseIndex, head: int, i_tile: int, columns: torch.Tensor, diagonals: torch.Tensor, band: int,
+    whole: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write one tile's lists: ``whole`` blocks and those crossed by a diagonal, and the other columns as stripes.
+
+    ``columns`` has a flag for each key, and ``diagonals`` for each number of blocks of ``band`` tokens from a key to a
+    query.
+    """
+    tile = index.rows.tile_list[i_tile]
+    starts = torch.arange(index.num_causal_blocks(tile), device=columns.device) * index.block_tokens
+    upto = torch.nn.functional.pad(diagonals.cumsum(0), (1, 0))
+    nearest = (tile.position // band - (starts + index.block_tokens - 1) // band).clamp(min=0)
+    kept = upto[tile.last_position // band - starts // band + 1] > upto[nearest]
+    if whole is not None:
+        kept |= whole[: len(kept)]
+    index.set_blocks(head, i_tile, kept)
+    index.set_stripes(head, i_tile, columns[: tile.position].nonzero().flatten())
+
+
+def ten_bits(sums: torch.Tensor) -> torch.Tensor:
+    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are < 2⁻⁵⁷."""
+    return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``SelectEngine``: the interface of the kernels that select keys.
 
-Most methods have one engine, their ``select``. A method with faster kernels for certain GPUs lists several
-(``Method.select_engines``), which differ only in speed and in rounding. Each layer's engine is chosen at start-up, by
+Most methods have one engine, their ``select``. A method with faster kernels for certain GPUs lists them before it
+(``Method.select_engines``). Engines differ only in speed and in rounding. Each layer's engine is chosen at start-up, by
 ``refusal`` and by a trial against the last engine of the list (``engine_trial.selection_failure``). It is never
 replaced: an exception in a step, including out-of-memory, reaches the caller.
 """
@@ -15,7 +15,7 @@ import torch
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.engine_choice import EngineChoice, capability_of, choose_engine
+from vllm_sparse_kernels.engine_choice import EngineChoice, choose_engine, gluon_refusal
 
 PORTABLE = "portable"
 """Name of every method's last engine, which runs on every device that Triton supports."""
@@ -32,11 +32,6 @@ class SelectSpec:
     device: torch.device
     head_dim: int
 
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability of the device; (0, 0) if it is not a CUDA device."""
-        return capability_of(self.device)
-
 
 @dataclass(frozen=True)
 class SelectEngine:
@@ -48,6 +43,11 @@ class SelectEngine:
     name: str
     refusal: Callable[[SelectSpec], str | None]
     select: Callable[[Call], None]
+
+
+def hopper_refusal(spec: SelectSpec) -> str | None:
+    """Check whether a method's kernels in Gluon can select for a layer."""
+    return gluon_refusal(spec.device)
 
 
 def portable_refusal(spec: SelectSpec) -> str | None:

@@ -17,7 +17,7 @@ import triton
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
-from vllm_sparse_kernels.paged import key_args, query_args
+from vllm_sparse_kernels.paged import key_args, padded_dim, query_args
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection.last_query_kernels import (
     KEY_TILE,
@@ -111,7 +111,7 @@ def last_query_sums(
             SPREAD=estimate.spread,
             BAND=band,
             HEAD_DIM=call.cache.head_dim,
-            BLOCK_D=triton.next_power_of_2(call.cache.head_dim),
+            BLOCK_D=padded_dim(call.cache.head_dim),
             PAGE=call.cache.page_size,
             SELECTED=triton.next_power_of_2(num_selected),
         )
@@ -155,7 +155,7 @@ class _Stacks(NamedTuple):
     def of(call: Call, row_range: tuple[int, int], estimate: Estimate) -> "_Stacks":
         """Divide the passes over the keys of some rows."""
         num_kv_heads = call.cache.num_kv_heads
-        vector_bytes = triton.next_power_of_2(call.cache.head_dim) * call.q.element_size()
+        vector_bytes = padded_dim(call.cache.head_dim) * call.q.element_size()
         num_queries = max(KEY_TILE.value, triton.next_power_of_2(estimate.last_queries))
         head_bytes = num_queries * vector_bytes
         members = min(
@@ -174,7 +174,7 @@ class _Stacks(NamedTuple):
 def least_shared_bytes(last_queries: int, head_dim: int) -> int:
     """Return the shared memory that the passes over the keys need, without buffers for keys."""
     num_queries = max(KEY_TILE.value, triton.next_power_of_2(last_queries))
-    return num_queries * triton.next_power_of_2(head_dim) * 2 + JOIN_BYTES
+    return num_queries * padded_dim(head_dim) * 2 + JOIN_BYTES
 
 
 def _num_stages(stack_bytes: int, tile_bytes: int, limit_bytes: int) -> int:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import key_args, load_block, load_queries, query_args
+from vllm_sparse_kernels.paged import key_args, load_block, load_queries, padded_dim, query_args
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE, TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -89,7 +89,7 @@ def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[Pooled
 
 def _num_warps(head_dim: int) -> int:
     """Return the minimum number of warps that hold 64 tokens in registers: sums over few warps synchronise less."""
-    return max(2, triton.next_power_of_2(head_dim) // 64)
+    return max(2, padded_dim(head_dim) // 64)
 
 
 def pool_queries(call: Call, per_tile: int, with_similarity: bool) -> Pooled:
@@ -100,7 +100,7 @@ def pool_queries(call: Call, per_tile: int, with_similarity: bool) -> Pooled:
     similarity = empty(num_selected, num_pooled) if with_similarity else None
     _pool_queries_kernel[(num_selected, num_pooled)](
         query_args(call.q), rows.tiles, call.head_ids, means, similarity,
-        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PER_TILE=per_tile, num_warps=_num_warps(head_dim),
+        HEAD_DIM=head_dim, BLOCK_D=padded_dim(head_dim), PER_TILE=per_tile, num_warps=_num_warps(head_dim),
     )  # fmt: skip
     return Pooled(means, similarity)
 
@@ -116,7 +116,7 @@ def pool_keys(call: Call, slab: PooledSlab, centers: torch.Tensor | None) -> Poo
     _pool_keys_kernel[(num_kv_heads, ceil_div(slab.max_blocks, SPLIT_BLOCKS.value), slab.end_row - slab.first_row)](
         key_args(cache, call.rows.block_table), call.rows.row_table, slab.first_row, slab.num_blocks,
         call.head_ids if num_selected < call.q.shape[1] else None, num_selected, *pooled, centers,
-        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), PAGE=cache.page_size, GROUP=call.group,
+        HEAD_DIM=head_dim, BLOCK_D=padded_dim(head_dim), PAGE=cache.page_size, GROUP=call.group,
         num_warps=_num_warps(head_dim),
     )  # fmt: skip
     return pooled

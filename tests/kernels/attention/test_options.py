@@ -16,8 +16,9 @@ from tests.helpers.option_cases import (
     mixed_options,
     run,
 )
-from vllm_sparse_kernels.attention import PORTABLE, reference, supports_bulk
+from vllm_sparse_kernels.attention import PORTABLE, reference
 from vllm_sparse_kernels.attention.options import AttendOptions
+from vllm_sparse_kernels.attention.portable.engine import supports_bulk
 from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
 from vllm_sparse_kernels.engine_trial import expected_attention
 from vllm_sparse_kernels.workspace import Workspace

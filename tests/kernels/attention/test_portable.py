@@ -10,9 +10,9 @@ import torch
 from tests.helpers.batches import assert_close, random_batch, random_index
 from tests.helpers.engine_cases import FULL, same
 from tests.helpers.option_cases import check, lossless_batch, mixed_options, run
-from vllm_sparse_kernels.attention import supports_bulk
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable import engine as portable
+from vllm_sparse_kernels.attention.portable.engine import supports_bulk
 from vllm_sparse_kernels.engine_trial import expected_attention
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.batches import assert_close, every_head, random_batch, repaged
+from tests.helpers.batches import assert_close, every_head, new_index, random_batch, repaged
 from tests.helpers.lined import lined_batch
 from tests.helpers.masks import density_of
 from tests.helpers.method_cases import DEVICE, F32, POISON, all_lists, assert_agree, row_alone, select
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.engine_trial import expected_attention
-from vllm_sparse_kernels.index import SparseIndex, causal_pairs
+from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import METHODS, name_of
 
@@ -173,7 +173,7 @@ def test_set_to_keep_everything_it_is_dense_attention(
     assert int(index.kept_pairs()) == num_heads * causal_pairs(batch.rows)
     out = batch.empty_out()
     PORTABLE.attend(batch.call(index), out)
-    dense = SparseIndex.allocate(batch.rows, num_heads, 64)
+    dense = new_index(batch.rows, num_heads, 64)
     METHODS["dense"].reference(batch.call(dense, every_head(METHODS["dense"].full, num_heads)))
     assert_close(expected_attention(batch, dense), out)
 

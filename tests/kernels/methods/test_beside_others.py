@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.batches import every_head, random_batch, random_index
+from tests.helpers.batches import every_head, new_index, random_batch, random_index
 from tests.helpers.lined import lined_batch
+from tests.helpers.method_cases import select_on_fastest
 from vllm_sparse_kernels.attention.hopper import engine as hopper
 from vllm_sparse_kernels.attention.portable import engine as portable
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale.method import Sale
 
 PROCESSES = 4
@@ -82,13 +82,13 @@ def selection(context_len: int, query_len: int) -> Launches:
     """Return launches of SALE, whose scores come from the other kernel with its own barriers. They return the number of
     blocks of each tile."""
     batch = lined_batch([(context_len, query_len)], 32, 8, 128, 128, torch.bfloat16)
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
+    index = new_index(batch.rows, batch.num_heads, 32)
     method = Sale(tau=0.03)
     call = batch.call(index, every_head(method, batch.num_heads))
 
     def launch() -> torch.Tensor:
         with index.workspace.frame():
-            method.select(call)
+            select_on_fastest(call)
         return index.block_counts
 
     return Launches(launch)

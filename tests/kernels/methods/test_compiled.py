@@ -100,7 +100,7 @@ import torch
 from tests.helpers.hopper_code import barriers_in_data, hasty_arrivals
 from vllm_sparse_kernels.methods.top_p import hopper
 from vllm_sparse_kernels.call import Call, HeadGroup
-from vllm_sparse_kernels.index import SparseIndex
+from tests.helpers.batches import new_index
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.methods.top_p.scored import SET_TILES
@@ -123,7 +123,7 @@ with compiling_for():
             torch.zeros(2, num_keys, kept_d, dtype=torch.float8_e4m3fn), torch.zeros(2, num_keys // 32), num_keys,
         )
         cache = PagedCache(*torch.zeros(2, 1, 16, 2, kept_d))
-        index = SparseIndex.allocate(rows, 8, 32)
+        index = new_index(rows, 8, 32)
         call = Call(torch.zeros(query_len, 8, kept_d), cache, index, 1.0, HeadGroup(tuple(range(8)), (TopP(),) * 8))
         (slab,) = slabs_of(rows, 8, hopper.tile_bytes, SET_TILES.value)
         for run in slab.runs:
@@ -175,9 +175,8 @@ def test_what_start_up_compiles_serves_every_batch_and_keeps_its_barriers(of_top
 COMPILE_ANCHORS = """
 import json, sys
 import torch
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.offline_compiler import Code, Recorder, card
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.anchor_attention import method as anchors
 
 recorders = {name: Recorder(getattr(anchors, name)) for name in ("anchor_kernel", "vote_kernel", "stripes_kernel")}
@@ -188,7 +187,7 @@ head_dim = int(sys.argv[1])
 with card(90):
     for lengths in ([(3000, 300)], [(0, 200), (600, 70)]):
         method, batch = anchors.AnchorAttention(), random_batch(lengths, 8, 2, head_dim, 128, torch.bfloat16)
-        index = SparseIndex.allocate(batch.rows, 8, 64, dict.fromkeys(range(8), method.stripe_layout(batch.rows)))
+        index = new_index(batch.rows, 8, 64, dict.fromkeys(range(8), method.stripe_layout(batch.rows)))
         method.select(batch.call(index, every_head(method, 8)))
 code = Code.of(recorders["anchor_kernel"].compiled[0])
 first_exit = code.places("EXIT")[0]

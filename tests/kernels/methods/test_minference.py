@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from tests.helpers.batches import random_batch
+from tests.helpers.batches import new_index, random_batch
 from tests.helpers.masks import mask_of
 from tests.helpers.method_cases import DEVICE, F32, all_lists, assert_agree, int32, lists, row_alone, select
 from vllm_sparse_kernels.call import Call, HeadGroup
@@ -21,6 +21,7 @@ from vllm_sparse_kernels.methods.minference import block_sparse as minference, r
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
 from vllm_sparse_kernels.methods.minference.block_sparse import BlockSparse
 from vllm_sparse_kernels.methods.minference.vertical_slash import VerticalSlash
+from vllm_sparse_kernels.methods.references import set_lines
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection import last_queries
@@ -128,21 +129,26 @@ def test_reference_sums_by_their_definition():
 @given(
     context_len=st.integers(0, 300),
     query_len=st.integers(1, 300),
-    block_tokens=st.sampled_from([64, 128]),
+    block_tokens=st.sampled_from([32, 64, 128]),
     density=st.sampled_from([0.0, 0.003, 0.03, 0.3]),
+    band=st.sampled_from([1, 64]),
     seed=st.integers(0, 1000),
 )
-def test_reference_lists_are_what_algorithm_4_merges(context_len, query_len, block_tokens, density, seed):
-    """Blocks on a slash or on the diagonal, and verticals before the diagonal's blocks that are in no other block."""
+def test_reference_lists_are_what_algorithm_4_merges(context_len, query_len, block_tokens, density, band, seed):
+    """Blocks on a slash or on the diagonal, and verticals before the diagonal's blocks that are in no other block.
+
+    FlexPrefill's slashes are those of blocks of 64 tokens.
+    """
     rows = Rows((0,), (query_len,), (context_len,), torch.zeros(1, 1, dtype=torch.int32))
     generator = torch.Generator().manual_seed(seed)
     verticals, slashes = torch.rand(2, rows.seq_lens[0], generator=generator) < density
-    index = SparseIndex.allocate(rows, 1, block_tokens, {0: VerticalSlash(10**9).stripe_layout(rows)})
+    index = new_index(rows, 1, block_tokens, {0: VerticalSlash(10**9).stripe_layout(rows)})
     for i_tile, tile in enumerate(rows.tile_list):
-        reference.set_vertical_slash(verticals, slashes, index, 0, i_tile)
+        set_lines(index, 0, i_tile, verticals, slashes, band)
         positions, keys = torch.arange(tile.position, tile.last_position + 1), torch.arange(tile.last_position + 1)
         apart = positions[:, None] - keys
-        crossed = (slashes[apart.clamp(min=0)] | (apart == 0)) & (apart >= 0)
+        bands_apart = positions[:, None] // band - keys // band
+        crossed = (slashes[bands_apart.clamp(min=0)] | (apart == 0)) & (apart >= 0)
         blocks = crossed.any(0).nonzero().flatten().div(block_tokens, rounding_mode="floor").unique()
         assert index.blocks_of(0, i_tile).tolist() == blocks.tolist()
         points = verticals.nonzero().flatten()
@@ -171,7 +177,7 @@ def write_row(index: SparseIndex, lines: Lines) -> None:
 
 def check_a_shape(method: AShape, rows: Rows, block_tokens: int) -> None:
     """Check that the kernel's lists equal the reference's, for rows whose keys are never read."""
-    ours, theirs = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
+    ours, theirs = (new_index(rows, 1, block_tokens) for _ in range(2))
     call = call_without_data(ours, method)
     method.select(call)
     reference.select_a_shape(replace(call, index=theirs))
@@ -198,15 +204,15 @@ def test_lists_at_the_edges_of_blocks(block_tokens):
     slashes = torch.eye(384, device=DEVICE, dtype=torch.int32)[offsets]
     verticals = int32(keys)[None, :, None]
     layouts = dict.fromkeys(range(len(offsets)), VerticalSlash(1).stripe_layout(rows))
-    index = SparseIndex.allocate(rows, len(offsets), block_tokens, layouts)
+    index = new_index(rows, len(offsets), block_tokens, layouts)
     counts = int32([[1] * len(offsets)])
     write_row(index, Lines(verticals, counts, None, slashes.cumsum(1).int()))
     index.check()
-    expected = SparseIndex.allocate(rows, len(offsets), block_tokens, layouts)
+    expected = new_index(rows, len(offsets), block_tokens, layouts)
     for head, key in enumerate(keys):
         for i_tile in range(rows.num_tiles):
             vertical = torch.arange(351, device=DEVICE) == key
-            reference.set_vertical_slash(vertical, slashes[head, :351] != 0, expected, head, i_tile)
+            set_lines(expected, head, i_tile, vertical, slashes[head, :351] != 0, band=1)
     assert all_lists(index) == all_lists(expected)
 
 
@@ -220,13 +226,13 @@ def test_lists_beyond_one_chunk(block_tokens):
     slashes = torch.rand(200_128, generator=generator, device=DEVICE) < 0.001
     slashes[200_070:] = False
     layouts = {0: VerticalSlash(2500).stripe_layout(rows)}
-    index, expected = (SparseIndex.allocate(rows, 1, block_tokens, layouts) for _ in range(2))
+    index, expected = (new_index(rows, 1, block_tokens, layouts) for _ in range(2))
     lines = Lines(verticals.int().view(1, 1, -1), int32([[2500]]), None, slashes.cumsum(0)[None].int())
     write_row(index, lines)
     index.check()
     every = torch.zeros(200_070, dtype=torch.bool, device=DEVICE)
     every[verticals] = True
-    reference.set_vertical_slash(every, slashes[:200_070], expected, 0, 0)
+    set_lines(expected, 0, 0, every, slashes[:200_070], band=1)
     assert all_lists(index) == all_lists(expected)
 
     scores = 1000 * torch.randn(1, 2, 3136, generator=generator, device=DEVICE)
@@ -235,7 +241,7 @@ def test_lists_beyond_one_chunk(block_tokens):
     causal[0, 3126] = -torch.inf
     assert minference.HELD_BLOCKS < 3127  # more scores than fit in registers
     for top_blocks in (0, 3, 100, 10**9):
-        index, expected = (SparseIndex.allocate(rows, 1, block_tokens) for _ in range(2))
+        index, expected = (new_index(rows, 1, block_tokens) for _ in range(2))
         expected.set_blocks(0, 0, reference.tile_blocks(causal, top_blocks)[0], 64)
         minference.write_top_blocks(call_without_data(index, BlockSparse(top_blocks)), scores, 0)
         index.check()
@@ -257,7 +263,7 @@ def check_top_k(lengths: list[int], kind: str, numbers: list[tuple[int, int]]) -
     """Check the top k of invented sums of two heads; ``numbers`` has (k, forced) of each head."""
     rows = Rows((0,) * len(lengths), (1,) * len(lengths), tuple(n - 1 for n in lengths),
                 torch.zeros(len(lengths), 1, dtype=torch.int32, device=DEVICE))  # fmt: skip
-    index = SparseIndex.allocate(rows, 2, 64)
+    index = new_index(rows, 2, 64)
     values = made_up(kind, 4 * rows.key_starts[-1]).view(2, 2, -1)
     for start, length, end in zip(rows.key_starts, lengths, rows.key_starts[1:]):
         values[..., start + length : end] = float("nan")  # undefined places of a last tile

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, select
 from tests.helpers.sale_cases import (
     assert_agrees,
@@ -18,7 +18,6 @@ from tests.helpers.sale_cases import (
     rounded_by_kernels,
 )
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.sale import method as module, scores as sale_scores
 from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.methods.sale.reference import paper_blocks
@@ -27,7 +26,7 @@ from vllm_sparse_kernels.methods.sale.rounding import (
     RoundedQueries,
 )
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.engine import SelectSpec
+from vllm_sparse_kernels.selection.engine import SelectSpec, hopper_refusal
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
 # lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
@@ -61,7 +60,7 @@ def test_reference_agrees_with_the_paper(case):
     lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
     batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, layout=layout)
     assert_agrees(batch, method, select(method, batch, block_tokens, by_reference=True))
-    call = batch.call(SparseIndex.allocate(batch.rows, num_heads, 32), every_head(method, num_heads))
+    call = batch.call(new_index(batch.rows, num_heads, 32), every_head(method, num_heads))
     ours = {(head, i): x for head, i, x in paper_blocks(call)}
     for row, head in product(range(len(lengths)), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
@@ -104,14 +103,14 @@ def flags_twice(
     method: Sale, queries, keys, batch: Batch, block_tokens: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the kernel's flags for row 0 and those of its arithmetic recomputed: uint8 in the layout of block_ids."""
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, block_tokens)
+    index = new_index(batch.rows, batch.num_heads, block_tokens)
     group = batch.num_heads // batch.cache.num_kv_heads
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
     (run,) = slabs_of(batch.rows, batch.num_heads, sale_scores.marks_bytes)[0].runs
     call = batch.call(index, every_head(method, batch.num_heads))
     sale_scores.first_flags(call, ours)
-    in_half = sale_scores.half_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
+    in_half = hopper_refusal(SelectSpec(method, torch.device(DEVICE), batch.cache.head_dim)) is None
     sale_scores.flag_blocks(call, queries, keys, ours, run, in_half)
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):

@@ -8,6 +8,7 @@ from itertools import cycle
 import pytest
 import torch
 
+from tests.helpers.batches import new_index
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.helpers.masks import mask_of
 from tests.helpers.method_cases import DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
@@ -107,7 +108,7 @@ def test_kernels_keep_what_the_reference_keeps(case, dtype, gammas):
 def test_averages_are_those_of_all_pairs(block_tokens):
     """Estimates are exact to float32: (mean q) · (mean k) before the diagonal, causal pairs on it."""
     batch = lined_batch([(333, 140), (5, 3)], 2, 1, 64, 16, gap_tokens=1)
-    index = SparseIndex.allocate(batch.rows, 2, block_tokens)
+    index = new_index(batch.rows, 2, block_tokens)
     call = batch.call(index, HeadGroup((1, 0), (SharePrefill(cluster=0),) * 2))
     averages = BlockAverages(call, Spans.of(index), int32([0, 0]))
     estimates, sparsity = averages.estimates.double(), averages.sparsity

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.method_cases import DEVICE, kept_blocks, row_parts, select
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
@@ -75,11 +75,11 @@ def clear_of_ties(method: SpargeAttn, batch: Batch) -> SpargeAttn:
 
 def test_similarity_is_the_mean_cosine_over_pairs():
     """CosSim's equation by hand: tokens at 60 degrees, one of them twice as long; a single token; a token of zeros."""
-    tokens = torch.tensor([[1.0, 0.0], [1.0, math.sqrt(3.0)], [0.0, 5.0], [3.0, 4.0], [0.0, 0.0]])[:, None]
+    tokens = torch.tensor([[1.0, 0.0], [1.0, math.sqrt(3.0)], [0.0, 5.0], [3.0, 4.0], [0.0, 0.0]])
     mean, similarity = reference.compress(tokens, 2)
-    assert torch.allclose(similarity[0], torch.tensor([(1 + 1 + 0.5 + 0.5) / 4, (1 + 1 + 0.8 + 0.8) / 4, 0.0]))
-    assert torch.allclose(mean[0, 0], torch.tensor([1.0, math.sqrt(3.0) / 2]))
-    assert reference.compress(tokens[:3], 2)[1][0, 1] == 1.0
+    assert torch.allclose(similarity, torch.tensor([(1 + 1 + 0.5 + 0.5) / 4, (1 + 1 + 0.8 + 0.8) / 4, 0.0]))
+    assert torch.allclose(mean[0], torch.tensor([1.0, math.sqrt(3.0) / 2]))
+    assert reference.compress(tokens[:3], 2)[1][1] == 1.0
 
 
 def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, similar=None, sink=False) -> torch.Tensor:
@@ -91,7 +91,7 @@ def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, simil
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     wide = ceil_div(num_blocks * KEY_BLOCK.value, block_tokens) * block_tokens
     rows = Rows((0,), (1,), (wide,), table)
-    index = SparseIndex.allocate(rows, num_heads, block_tokens)
+    index = new_index(rows, num_heads, block_tokens)
     similar = torch.ones(num_heads, 1, device=DEVICE) if similar is None else similar
     padded = torch.full((num_heads, 1, ceil_div(wide // KEY_BLOCK.value + 1, 64) * 64), float("nan"), device=DEVICE)
     padded[:, 0, :num_blocks] = scores

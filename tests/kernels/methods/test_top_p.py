@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from tests.helpers.batches import every_head, random_batch
+from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.masks import density_of
-from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select
+from tests.helpers.method_cases import DEVICE, DTYPES, all_lists, by_turns, row_parts, select, select_on_fastest
+from vllm_sparse_kernels import engine_choice
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, scored_queries, tile_shares
@@ -49,7 +49,7 @@ def make_batch(
 
 def call_of(method: TopP, batch: Batch) -> Call:
     """Return the arguments of the selection of all heads with one method."""
-    index = SparseIndex.allocate(batch.rows, batch.num_heads, 32)
+    index = new_index(batch.rows, batch.num_heads, 32)
     return batch.call(index, every_head(method, batch.num_heads))
 
 
@@ -66,7 +66,7 @@ def masses_of(method: TopP, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> to
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "write_block_lists", keep)
-        method.select(call_of(method, batch))
+        select_on_fastest(call_of(method, batch))
     return measured
 
 
@@ -217,11 +217,11 @@ def test_what_an_engine_raises_in_a_step_surfaces_and_changes_no_later_step(erro
 def test_why_hopper_kernels_are_refused(monkeypatch) -> None:
     spec = SelectSpec(METHOD, torch.device("cpu"), 128)
     assert module.hopper_refusal(spec) == "it is for GPUs of compute capability 9.0 (H100, H200)"
-    monkeypatch.setattr(SelectSpec, "capability", (9, 0))
+    monkeypatch.setattr(engine_choice, "capability_of", lambda device: (9, 0))
     assert module.hopper_refusal(spec) is None
     assert choose_select_engine(spec).engine.name == "hopper"
     monkeypatch.setattr(module, "hopper", None)
-    monkeypatch.setattr(module, "MISSING_GLUON", "cannot import name 'tma'")
+    monkeypatch.setattr(engine_choice, "MISSING_GLUON", "cannot import name 'tma'")
     assert "cannot import name 'tma'" in str(module.hopper_refusal(spec))
     engine, passed_over = choose_select_engine(spec)
     assert engine.name == "portable"

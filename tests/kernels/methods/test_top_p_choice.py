@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from tests.helpers.batches import new_index
 from tests.helpers.method_cases import DEVICE, kept_blocks
-from vllm_sparse_kernels import Rows, SparseIndex
+from vllm_sparse_kernels import Rows
 from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.methods.top_p import choice
 from vllm_sparse_kernels.methods.top_p.method import TopP
@@ -31,7 +32,7 @@ def check_choice(method: TopP, sizes: list[int], reach: int) -> None:
     repeated = (sizes * num_blocks)[:num_blocks]
     masses = torch.full((1, 1, width), torch.nan, device=DEVICE)
     masses[0, 0, :num_blocks] = torch.tensor(repeated, device=DEVICE) * UNIT
-    index = SparseIndex.allocate(rows, 1, 32)
+    index = new_index(rows, 1, 32)
     no_cache: Any = None  # the choice reads masses only
     call = Call(torch.empty(1, 1, 64, device=DEVICE), no_cache, index, 1.0, HeadGroup((0,), (method,)))
     choice.write_block_lists(call, masses, 0)

@@ -21,9 +21,18 @@ from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_kernels import AttendOptions, SparseIndex, shared_bytes, widest_block
-from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, EngineChoice, choose_engine, engines
+from vllm_sparse_kernels import SparseIndex
+from vllm_sparse_kernels.attention import (
+    AttendEngine,
+    AttendSpec,
+    EngineChoice,
+    choose_engine,
+    engines,
+    widest_block,
+)
+from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import HeadGroup
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.engine_choice import EngineT
 from vllm_sparse_kernels.engine_trial import Batch, failure, selection_failure
 from vllm_sparse_kernels.layer import Layer

@@ -32,9 +32,8 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.flash.kernels import (
     SLICE_TOKENS,
     SliceShape,
@@ -45,7 +44,7 @@ from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import FP8, PagedCache
+from vllm_sparse_kernels.paged import FP8, PagedCache, padded_dim
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 
 PART_BYTES = 512 << 20
@@ -77,16 +76,15 @@ class FlashAttention:
 
     @staticmethod
     def of_version(version: int, varlen: Callable[..., Any]) -> "FlashAttention":
-        """Describe vLLM's ``flash_attn_varlen_func`` for FlashAttention 2 or 3. Raises ValueError for other versions.
+        """Describe vLLM's ``flash_attn_varlen_func`` for FlashAttention 2 or 3.
 
         Version 3 reads fp8 and pages of any size. Version 2 reads only pages whose size is a multiple of 16 tokens.
         Version 3 reads pages by bulk copies only if ``max_seqlen_q`` exceeds its tile of 128 queries.
         """
-        half = (torch.float16, torch.bfloat16)
-        known = {2: (16, TILE_TOKENS, half), 3: (1, 2 * TILE_TOKENS, (*half, FP8))}
-        if version not in known:
-            raise ValueError(f"FlashAttention: given version {version}, expected one of {tuple(known)}")
-        return FlashAttention(partial(varlen, fa_version=version, num_splits=1), *known[version])
+        versioned = partial(varlen, fa_version=version, num_splits=1)
+        if version == 2:
+            return FlashAttention(versioned, page_multiple=16)
+        return FlashAttention(versioned, max_seqlen_q=2 * TILE_TOKENS, dtypes=(torch.float16, torch.bfloat16, FP8))
 
 
 def attend(
@@ -96,9 +94,8 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute attention of a layer without ``refusal``; see ``engine.Attend``."""
+    """Compute attention of a layer without ``refusal``; see ``AttendEngine``."""
     assert flash is not None
-    check_shapes(call, out, sinks)
     queries = AttendArgs.of(call.q, out, sinks)
     for part in _parts(call.index, call.cache):
         with call.index.workspace.frame():
@@ -170,7 +167,7 @@ def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: P
     sequences = _allocate_sequences(index, cache, part)
     lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
-    block_d = triton.next_power_of_2(cache.head_dim)
+    block_d = padded_dim(cache.head_dim)
     shape = compile_time(SliceShape(cache.head_dim, block_d, group, index.block_tokens, unit))
     grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS.value)
     stripe_table = sequences.stripe_table

@@ -11,27 +11,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, matrix_args
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E
-from vllm_sparse_kernels.engine_choice import gluon_refusal
+from vllm_sparse_kernels.engine_choice import MISSING_GLUON, gluon_refusal
 from vllm_sparse_kernels.index import IndexArgs, SparseIndex
 from vllm_sparse_kernels.paged import KeyArgs, key_args
 from vllm_sparse_kernels.rows import ceil_div
 
-try:
+if MISSING_GLUON is None:
     from vllm_sparse_kernels.attention.hopper.item import COLUMNS, HALF, SIZES
     from vllm_sparse_kernels.attention.hopper.kernel import hopper_kernel
     from vllm_sparse_kernels.attention.hopper.prepare import RANKED, prepare_kernel
     from vllm_sparse_kernels.gluon_compat import TensorDescriptor, gl
 
     GLUON_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
-    MISSING_GLUON: str | None = str(error)
-else:
-    MISSING_GLUON = None
 
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
@@ -56,7 +52,7 @@ class WorkArgs(NamedTuple):
 
 def refusal(spec: AttendSpec) -> str | None:
     """Check whether the kernel can run a layer."""
-    reason = gluon_refusal(spec.capability, MISSING_GLUON)
+    reason = gluon_refusal(spec.device)
     if reason is not None:
         return reason
     if spec.skips or spec.int8:
@@ -78,8 +74,7 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Run attention over the index's keys, for a layer without ``refusal``; see ``engine.Attend``."""
-    check_shapes(call, out, sinks)
+    """Run attention over the index's keys, for a layer without ``refusal``; see ``AttendEngine``."""
     q, cache, index = call.q, call.cache, call.index
     matrix = matrix_args(cache)
     assert matrix is not None

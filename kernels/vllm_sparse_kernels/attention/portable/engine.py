@@ -22,7 +22,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec, check_shapes
+from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
@@ -31,7 +31,7 @@ from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.index import IndexArgs, SparseIndex
-from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
+from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args, padded_dim
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 STRIPE_STEP = 64
@@ -72,7 +72,6 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute attention, exact to rounding without ``options``, in fp16, bf16 or fp8; fp32 in the interpreter."""
-    check_shapes(call, out, sinks)
     q, cache, index, rows = call.q, call.cache, call.index, call.rows
     num_heads, head_dim = index.num_heads, cache.head_dim
     matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
@@ -83,8 +82,8 @@ def attend(
         index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index, index_args))
         if bulk:
             descriptors = descriptors_of(cache, matrix, index.block_tokens)
-    block_d, limit_bytes = triton.next_power_of_2(head_dim), shared_bytes(q.device)
-    num_queries = program_queries(head_dim, limit_bytes) or MIN_QUERIES
+    block_d, limit_bytes = padded_dim(head_dim), shared_bytes(q.device)
+    num_queries = program_queries(head_dim, limit_bytes)
     num_parts = TILE_TOKENS // num_queries
     shape = compile_time(
         AttendShape(
@@ -129,25 +128,22 @@ def widest_block(head_dim: int, limit_bytes: int) -> int | None:
     return 64 if _needed_bytes(64, head_dim, 1, limit_bytes) <= limit_bytes else None
 
 
-def program_queries(head_dim: int, limit_bytes: int) -> int | None:
+def program_queries(head_dim: int, limit_bytes: int) -> int:
     """Return the number of a tile's queries that a program processes."""
-    block_d, num_queries = triton.next_power_of_2(head_dim), TILE_TOKENS
-    while num_queries >= MIN_QUERIES:
-        if num_queries * block_d <= RESULT_ELEMENTS and _program_bytes(64, head_dim, 1, num_queries) <= limit_bytes:
-            return num_queries
-        num_queries //= 2
-    return None
+    fits_registers = TILE_TOKENS * padded_dim(head_dim) <= RESULT_ELEMENTS
+    fits_memory = _program_bytes(64, head_dim, 1, TILE_TOKENS) <= limit_bytes
+    return TILE_TOKENS if fits_registers and fits_memory else MIN_QUERIES
 
 
 def _program_bytes(block_tokens: int, head_dim: int, num_buffers: int, num_queries: int) -> int:
     """Return the shared memory of 16-bit queries and buffered keys and values on Hopper; Ampere needs no more."""
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = padded_dim(head_dim)
     return 2 * block_d * (num_queries + 2 * num_buffers * block_tokens) + 1024
 
 
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_bytes: int) -> int:
     """Return ``_program_bytes`` for the number of queries that a program processes on a GPU with this shared memory."""
-    return _program_bytes(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes) or MIN_QUERIES)
+    return _program_bytes(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes))
 
 
 def _num_warps(num_queries: int, block_d: int) -> int:
@@ -166,7 +162,7 @@ def _buffers_ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_marg
     """Return the number of buffers for whole steps; 0 if two of them do not fit and there are no margins."""
     # Two buffers of keys and values need a third buffer of keys, which are loaded a step earlier. Without them, the
     # compiler loads keys and values separately, which margins do not allow.
-    extra = 2 * triton.next_power_of_2(head_dim) * block_tokens
+    extra = 2 * padded_dim(head_dim) * block_tokens
     return 2 if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) + extra <= limit_bytes else int(with_margins)
 
 

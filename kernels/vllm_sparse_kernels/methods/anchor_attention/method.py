@@ -69,8 +69,9 @@ Mean queries are rounded to q's dtype for the matrix units; scores and threshold
 program that writes a stretch of a list first counts the kept keys before it, so lists are sorted and reproducible.
 """
 
+from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -118,40 +119,40 @@ MOST_THETA = 1e30
 class Group(NamedTuple):
     """Tiles of one row that share a window start and a list of stripes."""
 
+    row: int
     start: int
     first_tile: int
     num_tiles: int
     offset: int
-    num_candidates: int
+
+    @property
+    def num_candidates(self) -> int:
+        """Keys between initial block and window, on which the group votes."""
+        return max(self.start - INITIAL.value, 0)
 
 
 class Groups(NamedTuple):
-    """The groups of a step's rows, on the host and on the device."""
+    """The groups of a step's rows on the device, and their sizes."""
 
-    of_rows: list[list[Group]]
+    num_candidates: int  # of all groups
+    most_candidates: int  # of a group
+    most_groups: int  # of a row
     table: torch.Tensor
     row_starts: torch.Tensor
     tile_windows: torch.Tensor
 
-    @property
-    def num_candidates(self) -> int:
-        """Number of keys that groups vote on, summed over all groups."""
-        return sum(group.num_candidates for of_row in self.of_rows for group in of_row)
-
-    @property
-    def largest(self) -> int:
-        """Maximum number of keys that any group votes on."""
-        return max(group.num_candidates for of_row in self.of_rows for group in of_row)
-
     @staticmethod
-    def of(rows: Rows, of_rows: list[list[Group]]) -> "Groups":
+    def of(rows: Rows, groups: list[Group]) -> "Groups":
         """Copy the groups of a step to the device."""
-        groups = [group for of_row in of_rows for group in of_row]
+        sizes = [group.num_candidates for group in groups]
+        in_row = Counter(group.row for group in groups)
+        row_starts = [0, *accumulate(in_row[row] for row in range(rows.num_rows))]
         table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
-        row_starts = [0, *accumulate(len(of_row) for of_row in of_rows)]
         tile_windows = [field for group in groups for field in (group.start, group.offset) * group.num_tiles]
         return Groups(
-            of_rows,
+            sum(sizes),
+            max(sizes),
+            max(in_row.values()),
             to_device(table, torch.int32, rows.device).view(-1, GROUP_FIELDS.value),
             to_device(row_starts, torch.int32, rows.device),
             to_device(tile_windows, torch.int32, rows.device).view(-1, TILE_FIELDS.value),
@@ -202,27 +203,21 @@ class AnchorAttention(Method):
         """Start of the first group that votes."""
         return ceil_div(INITIAL.value + TILE_TOKENS, self.span_tokens) * self.span_tokens
 
-    def groups_of(self, rows: Rows) -> list[list[Group]]:
-        """Return the groups of every row, in the order of their tiles."""
-        offset, grouped = 0, []
-        for row, (context_len, seq_len) in enumerate(zip(rows.context_lens, rows.seq_lens)):
-            groups, first_tile, row_end = [], rows.tile_starts[row], rows.tile_starts[row + 1]
-            for i_group in range(context_len // self.span_tokens, ceil_div(seq_len, self.span_tokens)):
-                tiles_until = ceil_div((i_group + 1) * self.span_tokens - context_len, TILE_TOKENS)
-                end_tile = min(rows.tile_starts[row] + tiles_until, row_end)
-                if first_tile < end_tile:
-                    start = i_group * self.span_tokens
-                    num_candidates = max(start - INITIAL.value, 0)
-                    groups.append(Group(start, first_tile, end_tile - first_tile, offset, num_candidates))
-                    offset += num_candidates
-                    first_tile = end_tile
-            grouped.append(groups)
-        return grouped
+    def groups_of(self, rows: Rows) -> list[Group]:
+        """Return the groups of all rows, by tile. A tile belongs to the group of its first query."""
+        starts = [(tile.row, tile.position // self.span_tokens * self.span_tokens) for tile in rows.tile_list]
+        groups: list[Group] = []
+        offset = 0
+        for (row, start), tiles in groupby(range(rows.num_tiles), starts.__getitem__):
+            first_tile, *others = tiles
+            groups.append(Group(row, start, first_tile, 1 + len(others), offset))
+            offset += groups[-1].num_candidates
+        return groups
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         if self.whole_blocks:
             return StripeLayout.none(rows)
-        groups = [group for of_row in self.groups_of(rows) for group in of_row]
+        groups = self.groups_of(rows)
         offsets = tuple(group.offset for group in groups for _ in range(group.num_tiles))
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
@@ -274,9 +269,8 @@ class AnchorAttention(Method):
         # Rows that are too short to have candidates also launch it, so that warm-up compiles it for groups of any size.
         group_voters = self.step_tiles * self.tile_voters
         block_t = min(max(triton.next_power_of_2(group_voters), 4), MOST_VOTERS, columns)
-        num_pairs = max(len(of_row) for of_row in groups.of_rows) * group
-        num_sets = ceil_div(num_pairs, columns // block_t)
-        splits = max(ceil_div(groups.largest, VOTE_SPLIT.value), 1)
+        num_sets = ceil_div(groups.most_groups * group, columns // block_t)
+        splits = max(ceil_div(groups.most_candidates, VOTE_SPLIT.value), 1)
         split = VoteSplit(
             COLUMNS=columns,
             BLOCK_T=block_t,
@@ -299,7 +293,7 @@ class AnchorAttention(Method):
         )  # fmt: skip
         if self.whole_blocks:
             return
-        stripes_kernel[(max(ceil_div(groups.largest, LIST_SPLIT.value), 1), len(groups.table), len(heads))](
+        stripes_kernel[(max(ceil_div(groups.most_candidates, LIST_SPLIT.value), 1), len(groups.table), len(heads))](
             args, index.args, heads, rows.num_tiles,
             INDEX_N=index.block_tokens,
         )  # fmt: skip

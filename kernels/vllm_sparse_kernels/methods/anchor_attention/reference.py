@@ -13,7 +13,7 @@ import torch
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.anchor_attention.kernels import INITIAL
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.rows import TILE_TOKENS, Tile
+from vllm_sparse_kernels.rows import Tile
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -52,7 +52,6 @@ def anchor_differences(
     of the remainder at its end.
     """
     initial, sample_tokens = INITIAL.value, method.sample_tokens
-    future = torch.ones(TILE_TOKENS, TILE_TOKENS, dtype=torch.bool, device=q.device).triu(1)
     differences = []
     for tile in tiles:
         q_tile = q[tile.token : tile.token + tile.length_tokens]
@@ -60,10 +59,8 @@ def anchor_differences(
         if start > initial:
             # Equation 1: the maximum over [K_init, K_w], which ends with the tile's own keys, under the causal mask.
             scores = q_tile @ torch.cat([k[:initial], k[start : tile.last_position + 1]]).T * scale
-            scores[:, -tile.length_tokens :].masked_fill_(
-                future[: tile.length_tokens, : tile.length_tokens], -torch.inf
-            )
-            x_a = scores.amax(-1)
+            future = torch.ones_like(scores, dtype=torch.bool).triu(scores.shape[1] - tile.length_tokens + 1)
+            x_a = scores.masked_fill(future, -torch.inf).amax(-1)
         if sample_tokens:
             sampled = torch.arange(sample_tokens - 1, tile.length_tokens + sample_tokens - 1, sample_tokens)
             sampled = sampled.clamp(max=tile.length_tokens - 1).to(q.device)

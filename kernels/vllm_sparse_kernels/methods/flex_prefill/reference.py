@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, softmax_of
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, set_lines, softmax_of, ten_bits
+from vllm_sparse_kernels.rows import split_blocks
 
 if TYPE_CHECKING:  # the methods' package imports this module
     from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
@@ -27,7 +26,7 @@ def select_flex_vertical_slash(call: Call) -> None:
         diagonals = fewest_with_mass(diagonal_sums(weights, positions, BAND_TOKENS), method.gamma)
         whole = whole_blocks(columns, method.stripes_of_row(rows, row), index.block_tokens)
         for i_tile in rows.tiles_of(row):
-            set_lines(columns, diagonals, whole, index, head, i_tile)
+            set_lines(index, head, i_tile, columns, diagonals, BAND_TOKENS, whole)
 
 
 def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
@@ -39,42 +38,19 @@ def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Ten
 
 
 def fewest_with_mass(values: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Flag the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and all ties with the last.
-
-    Floats are tied if they have the same sign, exponent and first 10 bits of the mantissa.
-    """
+    """Flag the fewest values with γ of the sum, min{k: Σ of the k largest >= γ}, and all ties with the last."""
     if gamma == 1:
         return torch.ones_like(values, dtype=torch.bool)
     largest = values.sort(descending=True).values
     mass = largest.double().cumsum(0)
     num_short = int((mass < gamma * mass[-1]).sum())
-    return values >= (largest[num_short].float().view(torch.int32) >> 13 << 13).view(torch.float32)
-
-
-def pool(values: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Sum consecutive values."""
-    padding = ceil_div(len(values), tokens) * tokens - len(values)
-    return torch.nn.functional.pad(values, (0, padding)).view(-1, tokens).sum(1)
+    return ten_bits(values) >= ten_bits(largest[num_short])
 
 
 def whole_blocks(columns: torch.Tensor, capacity: int, block_tokens: int) -> torch.Tensor:
     """Flag the first block and the blocks to keep whole, so that at most ``capacity`` columns remain outside."""
-    counts = pool(columns.int(), block_tokens)
+    counts = split_blocks(columns, block_tokens).sum(1)
     left = [int(counts[counts < fewest].sum()) for fewest in range(block_tokens + 2)]
     whole = counts >= max(fewest for fewest in range(1, block_tokens + 2) if left[fewest] <= capacity)
     whole[0] = True
     return whole
-
-
-def set_lines(
-    columns: torch.Tensor, diagonals: torch.Tensor, whole: torch.Tensor, index: SparseIndex, head: int, i_tile: int
-) -> None:
-    """Keep whole blocks and blocks crossed by a kept diagonal as blocks, and the other kept columns as stripes."""
-    tile = index.rows.tile_list[i_tile]
-    crossed = torch.zeros(index.num_causal_blocks(tile) * index.block_tokens, dtype=torch.bool, device=columns.device)
-    for query_block in range(tile.position // BAND_TOKENS, tile.last_position // BAND_TOKENS + 1):
-        on_diagonal = diagonals[: query_block + 1].flip(0).repeat_interleave(BAND_TOKENS)
-        crossed[: len(on_diagonal)] |= on_diagonal[: len(crossed)]
-    crossed = crossed.view(-1, index.block_tokens).any(1)
-    index.set_blocks(head, i_tile, crossed | whole[: len(crossed)])
-    index.set_stripes(head, i_tile, columns[: tile.position].nonzero().flatten())

@@ -7,9 +7,15 @@ The patterns' files list the deviations. The arithmetic is the paper's.
 import torch
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, softmax_of
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.methods.references import (
+    block_means,
+    diagonal_sums,
+    heads_of_rows,
+    set_lines,
+    softmax_of,
+    ten_bits,
+)
+from vllm_sparse_kernels.rows import split_blocks
 
 POOL_TOKENS = 64
 
@@ -37,7 +43,7 @@ def select_vertical_slash(call: Call) -> None:
         verticals = keep(vertical, method.vertical_tokens, method.forced_verticals)
         slashes = keep(slash, method.slash_tokens, method.forced_slashes)
         for i_tile in call.rows.tiles_of(row):
-            set_vertical_slash(verticals, slashes, call.index, head, i_tile)
+            set_lines(call.index, head, i_tile, verticals, slashes, band=1)
 
 
 def vertical_slash_sums(last_q: torch.Tensor, keys: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,24 +60,6 @@ def keep(sums: torch.Tensor, k: int, forced: int) -> torch.Tensor:
     return top(ten_bits(sums), k)
 
 
-def ten_bits(sums: torch.Tensor) -> torch.Tensor:
-    """Convert sums >= 0 to integers of the same order, equal if mantissas agree in ten bits or values are < 2⁻⁵⁷."""
-    return (sums.float().view(torch.int32) >> 13).clamp(min=(127 - 57) << 10)
-
-
-def set_vertical_slash(
-    verticals: torch.Tensor, slashes: torch.Tensor, index: SparseIndex, head: int, i_tile: int
-) -> None:
-    """Write the merged lists of Algorithm 4 for one tile: blocks crossed by a slash, and verticals outside of them."""
-    tile = index.rows.tile_list[i_tile]
-    starts = torch.arange(index.num_causal_blocks(tile), device=slashes.device) * index.block_tokens
-    upto = torch.nn.functional.pad(slashes.cumsum(0), (1, 0))
-    nearest = (tile.position - starts - index.block_tokens + 1).clamp(min=0)
-    index.set_blocks(head, i_tile, upto[tile.last_position - starts + 1] > upto[nearest])
-    before = verticals[: index.first_diagonal_block(tile) * index.block_tokens]
-    index.set_stripes(head, i_tile, before.nonzero().flatten())
-
-
 def select_block_sparse(call: Call) -> None:
     """Select by Algorithm 3."""
     for row, head, method, queries, keys in heads_of_rows(call):
@@ -83,27 +71,13 @@ def select_block_sparse(call: Call) -> None:
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """Compute Q̂ K̂ᵀ / √d + m_causal of Algorithm 3."""
-    scores = (mean_pool(q) @ mean_pool(keys).T) * scale
+    scores = (block_means(q, POOL_TOKENS) @ block_means(keys, POOL_TOKENS).T) * scale
     ends = POOL_TOKENS * torch.arange(1, len(scores) + 1, device=q.device)
     last_queries = len(keys) - len(q) + ends.clamp(max=len(q)) - 1
     first_keys = POOL_TOKENS * torch.arange(scores.shape[1], device=q.device)
     return scores.masked_fill_(first_keys > last_queries[:, None], -torch.inf)
 
 
-def mean_pool(x: torch.Tensor) -> torch.Tensor:
-    """Compute means of 64 consecutive rows; the last mean may be of fewer rows."""
-    num_blocks = ceil_div(len(x), POOL_TOKENS)
-    counts = x.new_full((num_blocks, 1), POOL_TOKENS)
-    counts[-1] = len(x) - (num_blocks - 1) * POOL_TOKENS
-    padded = torch.nn.functional.pad(x, (0, 0, 0, num_blocks * POOL_TOKENS - len(x)))
-    return padded.view(num_blocks, POOL_TOKENS, -1).sum(1) / counts
-
-
 def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Flag the kept blocks of tiles of two query blocks, [tiles, key blocks] bool; k is k_b."""
-    return by_tile(top(scores, k) & (scores > -torch.inf))
-
-
-def by_tile(of_blocks: torch.Tensor) -> torch.Tensor:
-    """Combine the flags of each tile's two query blocks; the last tile may have only one."""
-    return torch.nn.functional.pad(of_blocks, (0, 0, 0, len(of_blocks) % 2)).unflatten(0, (-1, 2)).any(1)
+    return split_blocks(top(scores, k) & (scores > -torch.inf), 2).any(1)

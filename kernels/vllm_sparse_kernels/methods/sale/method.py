@@ -56,7 +56,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 
@@ -67,24 +66,16 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.sale.means import row_means
 from vllm_sparse_kernels.methods.sale.rounding import (
     KEY_BLOCK,
-    SEGMENT,
     round_keys,
     round_queries,
 )
 from vllm_sparse_kernels.methods.sale.scores import (
     first_flags,
     flag_blocks,
-    half_refusal,
     marks_bytes,
 )
 from vllm_sparse_kernels.paged import padded_dim
-from vllm_sparse_kernels.selection.engine import (
-    PORTABLE,
-    SelectEngine,
-    SelectSpec,
-    choose_select_engine,
-    portable_refusal,
-)
+from vllm_sparse_kernels.selection.engine import SelectEngine, hopper_refusal
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require, require_blocks
 from vllm_sparse_kernels.selection.slabs import slabs_of
@@ -112,9 +103,6 @@ class Sale(Method):
     int8_scores: bool = False
     """Multiply queries and keys of the kept blocks in 8 bits."""
 
-    SEGMENT_TOKENS: ClassVar[int] = SEGMENT.value
-    """Four 32-key blocks: the number of keys between sink and local region is a multiple of this."""
-
     def __post_init__(self) -> None:
         require(0 <= self.tau < 1, "tau", self.tau, "a number in [0, 1)")
         require_blocks("sink_tokens", self.sink_tokens, KEY_BLOCK.value, least=0)
@@ -128,18 +116,14 @@ class Sale(Method):
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper in half precision, then the portable engine in float32."""
-        return (
-            SelectEngine("hopper", half_refusal, partial(_select, in_half=True)),
-            SelectEngine(PORTABLE, portable_refusal, partial(_select, in_half=False)),
-        )
+        return (SelectEngine("hopper", hopper_refusal, partial(_select, in_half=True)), *super().select_engines)
 
     def least_shared_bytes(self, head_dim: int) -> int:
         block_d = padded_dim(head_dim)
         return 640 * block_d if block_d > 256 else 0
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads on the first engine that does not refuse: see ``Method.select``."""
-        choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
+        _select(call, in_half=False)
 
 
 def _select(call: Call, in_half: bool) -> None:

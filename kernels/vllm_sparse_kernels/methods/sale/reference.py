@@ -5,22 +5,21 @@ Quantisation is SageAttention-2's: queries and keys minus their means become sig
 the mean query with the smoothed keys is added in full precision.
 """
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import pad
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
-from vllm_sparse_kernels.rows import Tile
+from vllm_sparse_kernels.rows import Tile, split_blocks
 
 if TYPE_CHECKING:
     from vllm_sparse_kernels.methods.sale.method import Sale
 
 QUERY_BLOCK = 64  # b_q
 KEY_BLOCK = 32  # b_k
+SEGMENT = 4 * KEY_BLOCK
 LEVELS = 7
 TINY = 1e-20  # stands in for the largest magnitude of a vector of zeros
 
@@ -46,9 +45,10 @@ def paper_blocks(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
             for i_tile in rows.tiles_of(row):
                 tile = rows.tile_list[i_tile]
                 b_q = q[tile.token : tile.token + tile.length_tokens, head].float()
-                # Subtracting k̄ shifts all scores of a query and the threshold by the same amount.
-                threshold = exact_threshold(head_method, b_q, keys[:, kv], tile, call.scale) - b_q @ key_mean[kv]
                 starts = [local_start(method, last) for last in last_positions(tile)]
+                threshold = exact_threshold(head_method, b_q, keys[:, kv], tile, starts, call.scale)
+                # Subtracting k̄ shifts all scores of a query and the threshold by the same amount.
+                threshold -= b_q @ key_mean[kv]
                 scores = torch.addmm(
                     bias[: max(starts)], round_queries(b_q - query_mean[head]), rounded_keys[: max(starts), kv].T
                 )
@@ -84,12 +84,13 @@ def local_start(method: "Sale", last_position: int) -> int:
     """
     end = (last_position // KEY_BLOCK + 1) * KEY_BLOCK
     between = end - method.sink_tokens - method.local_tokens
-    return method.sink_tokens + between // method.SEGMENT_TOKENS * method.SEGMENT_TOKENS if between >= 0 else 0
+    return method.sink_tokens + between // SEGMENT * SEGMENT if between >= 0 else 0
 
 
-def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
+def exact_threshold(
+    method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, starts: list[int], scale: float
+) -> torch.Tensor:
     """Compute (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, corrected)."""
-    starts = [local_start(method, last) for last in last_positions(tile)]
     b_start = torch.tensor(starts, device=b_q.device).repeat_interleave(QUERY_BLOCK)[: len(b_q)]
     o_m = torch.arange(tile.position, tile.last_position + 1, device=b_q.device)
     # Only sink and local keys are multiplied: skipping the keys between them is the purpose.
@@ -98,7 +99,7 @@ def exact_threshold(method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile:
     seen = (o_n < method.sink_tokens) | (o_n >= b_start[:, None])
     scores = (b_q @ keys[o_n].T) * scale
     scores.masked_fill_(~seen | (o_n > o_m[:, None]), -torch.inf)
-    return (math.log(method.tau) if method.tau else -math.inf) / scale + scores.logsumexp(-1) / scale
+    return (method.log_tau + scores.logsumexp(-1)) / scale
 
 
 def round_queries(x: torch.Tensor) -> torch.Tensor:
@@ -108,9 +109,8 @@ def round_queries(x: torch.Tensor) -> torch.Tensor:
 
 def round_keys(x: torch.Tensor) -> torch.Tensor:
     """Round keys to 4 bits; in a block of 32, keys of equal (j mod 8) // 2 share a scale."""
-    n, num_kv_heads, head_dim = x.shape
-    groups = pad(x, (0, 0, 0, 0, 0, -n % KEY_BLOCK)).view(-1, 4, 4, 2, num_kv_heads, head_dim)
-    return _round(groups, groups.abs().amax((1, 3, 5), keepdim=True)).reshape(-1, num_kv_heads, head_dim)[:n]
+    groups = split_blocks(x, KEY_BLOCK).unflatten(1, (4, 4, 2))
+    return _round(groups, groups.abs().amax((1, 3, 5), keepdim=True)).flatten(0, 3)[: len(x)]
 
 
 def _round(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,9 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
-from vllm_sparse_kernels.engine_choice import gluon_refusal
+from vllm_sparse_kernels.engine_choice import MISSING_GLUON
 from vllm_sparse_kernels.methods.sale.rounding import QUERY_BLOCK, RoundedKeys, RoundedQueries, local_start
 from vllm_sparse_kernels.rows import TILE, ceil_div
-from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
 from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
 
@@ -36,13 +35,9 @@ SPAN_TOKENS = 8192
 FLAGS_AT_ONCE = Constant(2048)
 """Flags that ``_first_flags_kernel`` writes per step."""
 
-try:
+if MISSING_GLUON is None:
     from vllm_sparse_kernels.gluon_compat import bulk_steps
     from vllm_sparse_kernels.methods.sale import hopper as sale_hopper
-except (ImportError, AttributeError) as error:  # this Triton's Gluon lacks a name
-    MISSING_GLUON: str | None = str(error)
-else:
-    MISSING_GLUON = None
 
 
 class ScoreShape(NamedTuple):
@@ -129,11 +124,6 @@ def flag_blocks(
         _test_kernel[(num_sets, 1 if in_half else num_spans, num_heads)](
             queries, keys, *args, untested, num_spans, compile_time(test), MARKED=in_half, num_warps=WARPS.value,
         )  # fmt: skip
-
-
-def half_refusal(spec: SelectSpec) -> str | None:
-    """Check whether ``hopper.half_kernel`` can compare the scores of a layer in half precision."""
-    return gluon_refusal(spec.capability, MISSING_GLUON)
 
 
 @triton.jit

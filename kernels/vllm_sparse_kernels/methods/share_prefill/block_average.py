@@ -7,6 +7,7 @@ pair, over the pairs that the mask allows. Keys are read once, by the programs t
 also score the last queries of a key head's query heads. kernels.py makes maps once their heads are known.
 """
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import key_args, load_block, load_queries, widen
+from vllm_sparse_kernels.paged import key_args, load_block, load_queries, padded_dim, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
@@ -38,13 +39,13 @@ class Spans(NamedTuple):
         """Return the spans of an index's rows, copied to the device."""
         rows, block_tokens = index.rows, index.block_tokens
         blocks = [ceil_div(seq_len, block_tokens) for seq_len in rows.seq_lens]
-        lasts, block_starts = [], [0]
+        block_starts = [0, *accumulate(blocks)]
+        lasts: list[int] = []
         for row, query_len in enumerate(rows.query_lens):
             length = min(query_len, TILE_TOKENS)
             lasts += [row, rows.query_starts[row] + query_len - length, length, rows.seq_lens[row] - length]
-            block_starts.append(block_starts[-1] + blocks[row])
         return Spans(
-            sum(blocks),
+            block_starts[-1],
             max(blocks),
             to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS.value),
             to_device(block_starts, torch.int64, rows.device),
@@ -75,7 +76,7 @@ class TileShape(NamedTuple):
 
 def _map_stages(head_dim: int, limit_bytes: int) -> int:
     """Return the pipeline stages of the loop over mean keys."""
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = padded_dim(head_dim)
     one_buffer = MEANS_AT_ONCE.value * block_d * 4
     if one_buffer + 1024 > limit_bytes:
         return 1
@@ -103,7 +104,7 @@ class BlockAverages:
         self.shape = compile_time(
             TileShape(
                 HEAD_DIM=head_dim,
-                BLOCK_D=triton.next_power_of_2(head_dim),
+                BLOCK_D=padded_dim(head_dim),
                 BLOCK_N=index.block_tokens,
                 PAGE=cache.page_size,
                 GROUP=group,

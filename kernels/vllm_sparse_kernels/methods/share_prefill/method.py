@@ -65,7 +65,7 @@ them.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self, TypeVar
 
 import torch
@@ -201,11 +201,11 @@ class Pivots:
     def __init__(self, index: SparseIndex) -> None:
         self.spans = Spans.of(index)
         self.slots: dict[int, int] = {}
-        device, num_tiles = index.rows.device, index.rows.num_tiles
-        self.exists = torch.empty(0, index.rows.num_rows, dtype=torch.int32, device=device)
-        self.last_rows = torch.empty(0, self.spans.num_blocks, dtype=torch.float32, device=device)  # ã
-        self.maps = torch.empty(0, index.block_ids.shape[1], dtype=torch.float32, device=device)  # Ã, as block_ids
-        self.weights = torch.empty(0, num_tiles, DIGITS.value, dtype=torch.float32, device=device)  # of its high digits
+        empty = partial(torch.empty, 0, dtype=torch.float32, device=index.rows.device)
+        self.exists = empty(index.rows.num_rows, dtype=torch.int32)
+        self.last_rows = empty(self.spans.num_blocks)  # ã
+        self.maps = empty(index.block_ids.shape[1])  # Ã, as block_ids
+        self.weights = empty(index.rows.num_tiles, DIGITS.value)  # of its high digits
 
     def slots_of(self, clusters: list[int]) -> tuple[int, ...]:
         """Return the slots of clusters, and make room for new clusters. The host does not read from the device."""
@@ -214,20 +214,14 @@ class Pivots:
         if len(self.slots) > len(self.exists):
             # Room for twice as many clusters at a time, so that few layers wait for a copy.
             room = triton.next_power_of_2(len(self.slots))
-            before, self.exists = self.exists, self.exists.new_zeros(room, self.exists.shape[1])
-            self.exists[: len(before)] = before
-            self.last_rows, self.maps, self.weights = (
-                _with_room(x, room) for x in (self.last_rows, self.maps, self.weights)
-            )
+            tensors = self.exists, self.last_rows, self.maps, self.weights
+            self.exists, self.last_rows, self.maps, self.weights = (_with_room(x, room) for x in tensors)
         return tuple(self.slots[c] for c in clusters)
 
 
 def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
-    """Return a tensor extended by undefined rows to ``number`` rows."""
-    new = kept.new_empty(number, *kept.shape[1:])
-    if len(kept):
-        new[: len(kept)] = kept
-    return new
+    """Return a tensor extended by rows of zeros to ``number`` rows."""
+    return torch.cat((kept, kept.new_zeros(number - len(kept), *kept.shape[1:])))
 
 
 def _share(

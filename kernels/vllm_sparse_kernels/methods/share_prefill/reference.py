@@ -11,9 +11,9 @@ import torch
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.methods.flex_prefill.reference import fewest_with_mass, pool, select_flex_vertical_slash
+from vllm_sparse_kernels.methods.flex_prefill.reference import fewest_with_mass, select_flex_vertical_slash
 from vllm_sparse_kernels.methods.references import heads_of_rows
-from vllm_sparse_kernels.rows import TILE_TOKENS
+from vllm_sparse_kernels.rows import TILE_TOKENS, split_blocks
 
 if TYPE_CHECKING:  # the methods' package imports this module
     from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
@@ -82,7 +82,7 @@ def block_average(queries: torch.Tensor, keys: torch.Tensor, block_tokens: int) 
     num_queries, num_keys = len(queries), len(keys)
     scores = (queries @ keys.T).tril_(num_keys - num_queries)
     seen_by = (num_keys - torch.arange(num_keys, device=keys.device)).clamp(max=num_queries)  # queries of each key
-    return pool(scores.sum(0), block_tokens) / pool(seen_by.to(scores), block_tokens)
+    return split_blocks(scores.sum(0), block_tokens).sum(1) / split_blocks(seen_by, block_tokens).sum(1)
 
 
 def block_average_map(queries: torch.Tensor, keys: torch.Tensor, index: SparseIndex, row: int) -> list[torch.Tensor]:

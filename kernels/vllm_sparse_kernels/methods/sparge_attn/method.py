@@ -123,13 +123,8 @@ class SpargeAttn(Method):
         in_range = self.skip_margin is None or -math.inf < self.skip_margin < 0
         require(in_range, "skip_margin", self.skip_margin, "a finite number < 0, or null to skip nothing")
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether every causal block is kept, regardless of the scores."""
-        return self.kept_mass == 1
-
     def select(self, call: Call) -> None:
-        if all(head.keeps_all for head in call.heads.methods):
+        if all(method.kept_mass == 1 for method in call.heads.methods):
             compact_blocks(None, call)
             return
         limits = HeadLimits(call.parameters("kept_mass"), call.parameters("min_similarity"))

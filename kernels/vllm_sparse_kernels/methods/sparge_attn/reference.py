@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.methods.references import heads_of_rows
+from vllm_sparse_kernels.methods.references import block_means, heads_of_rows
 from vllm_sparse_kernels.methods.sparge_attn.method import KEY_BLOCK, SpargeAttn
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
@@ -17,51 +17,35 @@ def select_sparge_attn(call: Call) -> None:
     """Fill the lists of the call's heads in plain torch, as ``SpargeAttn.select`` does with kernels."""
     index, rows = call.index, call.rows
     for row, head, method, queries, keys in heads_of_rows(call):
-        kept = predict(method, queries[:, None], keys[:, None], call.scale)[0]
+        kept = predict(method, queries, keys, call.scale)
         for i_tile, tile_kept in zip(rows.tiles_of(row), kept, strict=True):
             num_causal = rows.tile_list[i_tile].last_position // KEY_BLOCK.value + 1
             index.set_blocks(head, i_tile, tile_kept[:num_causal], KEY_BLOCK.value)
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute M of one row, in the precision of its input."""
-    scores, always, causal = compressed_scores(method, queries, keys, scale)
-    if method.keeps_all:
-        return causal.expand_as(scores)
-    chosen = top_cdf(softmax_of(scores), method.kept_mass)
-    return (chosen | always) & causal  # equations 4 and 5
-
-
-def compressed_scores(
-    method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the compressed scores of one row."""
-    query_len, seq_len = len(queries), len(keys)
-    keys = keys - keys.mean(0)
+    """Compute M of one row and head, for its causal blocks."""
     q_mean, q_similarity = compress(queries, TILE_TOKENS)
-    k_mean, k_similarity = compress(keys, KEY_BLOCK.value)
-    starts = torch.arange(0, query_len, TILE_TOKENS, device=keys.device)
-    last = (starts + TILE_TOKENS).clamp(max=query_len) - 1 + seq_len - query_len
-    causal = torch.arange(0, seq_len, KEY_BLOCK.value, device=keys.device) <= last[:, None]
-    dissimilar = (k_similarity < method.min_similarity)[:, None, :]
-    scores = (q_mean @ k_mean.mT * scale).masked_fill(dissimilar | ~causal, -torch.inf)
-    always = dissimilar | (q_similarity < method.min_similarity)[:, :, None]
-    always[:, :, 0] |= method.keep_sink
-    return scores, always, causal
-
-
-def softmax_of(scores: torch.Tensor) -> torch.Tensor:
-    """Compute P^. A tile without similar blocks has no softmax and keeps all blocks."""
-    return scores.softmax(-1).nan_to_num()
+    k_mean, k_similarity = compress(keys - keys.mean(0), KEY_BLOCK.value)
+    ends = TILE_TOKENS * torch.arange(1, len(q_mean) + 1, device=keys.device)
+    last = len(keys) - len(queries) + ends.clamp(max=len(queries)) - 1
+    future = KEY_BLOCK.value * torch.arange(len(k_mean), device=keys.device) > last[:, None]
+    dissimilar = k_similarity < method.min_similarity
+    scores = (q_mean @ k_mean.T * scale).masked_fill(dissimilar | future, -torch.inf)
+    # A tile without similar blocks has no softmax, and keeps all blocks.
+    kept = top_cdf(scores.softmax(-1).nan_to_num(), method.kept_mass)  # equation 4
+    kept |= dissimilar | (q_similarity < method.min_similarity)[:, None]  # equation 5
+    kept |= method.kept_mass == 1
+    kept[:, 0] |= method.keep_sink
+    return kept
 
 
 def compress(tokens: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compress blocks of tokens to single tokens."""
-    padded = F.pad(tokens, (0, 0, 0, 0, 0, -len(tokens) % size))
-    blocks = padded.unflatten(0, (-1, size)).permute(2, 0, 1, 3)
-    counts = (len(tokens) - size * torch.arange(blocks.shape[1], device=tokens.device)).clamp(max=size)
-    unit = F.normalize(blocks, dim=-1)
-    return blocks.sum(2) / counts[:, None], (unit @ unit.mT).sum((2, 3)) / counts**2
+    """Compress blocks of tokens to their means, and compute the mean cosine over all pairs of a block's tokens.
+
+    It is the squared length of the mean of the tokens at unit length.
+    """
+    return block_means(tokens, size), block_means(F.normalize(tokens, dim=-1), size).square().sum(-1)
 
 
 def top_cdf(probabilities: torch.Tensor, kept_mass: float) -> torch.Tensor:

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_kernels.call import MOST, Call
-from vllm_sparse_kernels.engine_choice import capability_of, gluon_refusal
+from vllm_sparse_kernels.engine_choice import MISSING_GLUON, capability_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p import portable
 from vllm_sparse_kernels.methods.top_p.choice import (
@@ -63,25 +63,14 @@ from vllm_sparse_kernels.methods.top_p.rounding import (
 )
 from vllm_sparse_kernels.methods.top_p.scored import SET_TILES
 from vllm_sparse_kernels.paged import padded_dim
-from vllm_sparse_kernels.selection.engine import (
-    PORTABLE,
-    SelectEngine,
-    SelectSpec,
-    choose_select_engine,
-    portable_refusal,
-)
+from vllm_sparse_kernels.selection.engine import SelectEngine, hopper_refusal
 from vllm_sparse_kernels.selection.lists import compact_blocks
 from vllm_sparse_kernels.selection.parameters import require, require_blocks
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
-hopper: Any
-try:
+hopper: Any = None
+if MISSING_GLUON is None:
     from vllm_sparse_kernels.methods.top_p import hopper
-except (ImportError, AttributeError) as error:  # this release of Triton lacks a name of Gluon
-    hopper = None
-    MISSING_GLUON: str | None = str(error)
-else:
-    MISSING_GLUON = None
 
 
 @dataclass(frozen=True)
@@ -137,22 +126,13 @@ class TopP(Method):
     @property
     def select_engines(self) -> Sequence[SelectEngine]:
         """The engine for Hopper, then the portable engine."""
-        return (
-            SelectEngine("hopper", hopper_refusal, partial(_select, hopper)),
-            SelectEngine(PORTABLE, portable_refusal, partial(_select, portable)),
-        )
+        return (SelectEngine("hopper", hopper_refusal, partial(_select, hopper)), *super().select_engines)
 
     def least_shared_bytes(self, head_dim: int) -> int:
         return rounding_bytes(padded_dim(head_dim), estimate_channels(head_dim))
 
     def select(self, call: Call) -> None:
-        """Fill the lists of the call's heads on the first engine that does not refuse; see ``Method.select``."""
-        choose_select_engine(SelectSpec(self, call.q.device, call.cache.head_dim)).engine.select(call)
-
-
-def hopper_refusal(spec: SelectSpec) -> str | None:
-    """Check whether the Hopper kernels can select for a layer."""
-    return gluon_refusal(spec.capability, MISSING_GLUON)
+        _select(portable, call)
 
 
 def _select(kernels: Any, call: Call) -> None:

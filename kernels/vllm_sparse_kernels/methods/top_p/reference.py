@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.methods.top_p.method import TopP
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, split_blocks
 
 KEY_BLOCK = 32
 LARGEST = 15
@@ -26,7 +26,8 @@ def select_top_p(call: Call) -> None:
     index, methods = call.index, dict(zip(call.heads.heads, call.heads.methods, strict=True))
     for head, i_tile, shares in tile_shares(call):
         tile = index.rows.tile_list[i_tile]
-        kept = fewest(methods[head], shares.mean(0), tile.position) | peaks(methods[head], shares)
+        kept = fewest(methods[head], shares.mean(0), tile.position)
+        kept |= (shares >= methods[head].least_peak).any(0)
         index.set_blocks(head, i_tile, kept, KEY_BLOCK)
 
 
@@ -34,23 +35,16 @@ def fewest(method: TopP, masses: torch.Tensor, position: int) -> torch.Tensor:
     """Flag sink, local region and diagonal, and the fewest blocks between them that hold the share p of all mass."""
     if method.kept_mass == 1:
         return torch.ones_like(masses, dtype=torch.bool)
-    num_blocks = masses.shape[-1]
-    first = min(ceil_div(method.sink_tokens, KEY_BLOCK), num_blocks)
+    first = min(ceil_div(method.sink_tokens, KEY_BLOCK), len(masses))
     end = max(first, max(position - method.local_tokens, 0) // KEY_BLOCK)
-    between = masses[..., first:end]
-    always = torch.cat([masses[..., :first], masses[..., end:]], -1).sum(-1, keepdim=True)
-    sizes, order = between.sort(dim=-1, descending=True, stable=True)
-    before = torch.cat([always, always + sizes.cumsum(-1)], -1)[..., :-1]
-    added = before < method.kept_mass * masses.sum(-1, keepdim=True)
-    added[..., method.most_blocks :] = False
+    always = masses[:first].sum() + masses[end:].sum()
+    sizes, order = masses[first:end].sort(descending=True, stable=True)
+    before = always + pad(sizes.cumsum(0), (1, 0))[:-1]
+    added = before < method.kept_mass * masses.sum()
+    added[method.most_blocks :] = False
     kept = torch.ones_like(masses, dtype=torch.bool)
-    kept[..., first:end] = torch.zeros_like(added).scatter_(-1, order, added)
+    kept[first + order] = added
     return kept
-
-
-def peaks(method: TopP, shares: torch.Tensor) -> torch.Tensor:
-    """Flag blocks in which some query has a share of at least ``peak_share``."""
-    return (shares >= method.least_peak).any(-2)
 
 
 def tile_shares(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -106,6 +100,6 @@ def kept_channels(sample: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
 
 def round_to_e4m3(x: torch.Tensor, count: int) -> torch.Tensor:
     """Round to e4m3 with a scale for each head and ``count`` vectors."""
-    groups = pad(x, (0, 0, 0, 0, 0, -len(x) % count)).unflatten(0, (-1, count))
+    groups = split_blocks(x, count)
     scale = groups.abs().amax((1, 3), keepdim=True).clamp_min(TINY) / LARGEST
     return ((groups * (1 / scale)).to(torch.float8_e4m3fn).float() * scale).flatten(0, 1)[: len(x)]
