@@ -31,7 +31,7 @@ class Setting(NamedTuple):
 
 
 OURS = (
-    Setting("default", "an earlier default", (-56, 7)),
+    Setting("default", "an earlier default", (-38, 7)),
     Setting("p = 0.8, without the cap", "level 0.8", (-16, 7)),
     Setting("p = 0.95, without the cap", "level 0.95", (-34, 7)),
 )
