@@ -54,7 +54,7 @@ def parse(text: str, source: str) -> dict[Any, Any]:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigurationError(f"{source}: {place}{error.problem or error.context}") from None
-    except Exception as error:  # PyYAML passes on Python's errors: long integers, deep nesting, malformed tagged values
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # integers of thousands of digits, deep nesting
         raise ConfigurationError(f"{source}: not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigurationError(f"{source}: given no mapping, expected a mapping of fields to values")
