@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover
+from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover, parse_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.keys import CARRIED, OPTION
@@ -26,7 +26,9 @@ class Carried:
     device: str
     """Name of the device for which ``auto`` is resolved."""
     profile: str | None = None
+    profile_path: str = ""
     crossover: str | None = None
+    crossover_path: str = ""
     finds_streaming_heads: bool | None = None
     """None before the first process decides."""
 
@@ -36,10 +38,11 @@ class Carried:
         carried = Carried(f"method {config.method}", device)
         if config.crossover is not None:
             path = crossover_file(config.crossover, f"{OPTION} sparse_prefill.crossover")
-            carried = replace(carried, crossover=read_text(path))
+            carried = replace(carried, crossover=read_text(path), crossover_path=config.crossover)
         if config.profile is not None:
             path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
-            carried = replace(carried, source=f"profile {config.profile}", profile=read_text(path))
+            source = f"profile {config.profile}"
+            carried = replace(carried, source=source, profile=read_text(path), profile_path=str(path))
         return carried
 
     @staticmethod
@@ -55,7 +58,7 @@ class Carried:
     def profile_for(self, config: SparsePrefillConfig) -> Profile:
         """Parse the profile, or build one from ``method`` and ``params``."""
         if self.profile is not None:
-            return parse_profile(self.profile, self.source)
+            return parse_profile(self.profile, self.profile_path)
         try:
             method = config.uniform_method()
         except ValueError as error:
@@ -66,7 +69,7 @@ class Carried:
         """Parse the crossover table."""
         if self.crossover is None:
             return load_crossover()
-        return CrossoverTable.read(self.crossover, f"{OPTION} sparse_prefill.crossover: ")
+        return parse_crossover(self.crossover, self.crossover_path)
 
 
 def finds_streaming_heads(additional_config: Mapping[str, Any] | None) -> bool:
