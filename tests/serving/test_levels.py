@@ -3,6 +3,7 @@
 
 import asyncio
 import hashlib
+import json
 import queue
 import threading
 from argparse import Namespace
@@ -420,6 +421,14 @@ class TestMiddleware:
         large = {"prompt": "a word " * 1_000_000}
         for body in large | X, large | BEAMS, {"sparse_prefil" + str(i): 0 for i in range(100_000)} | BEAMS:
             assert client.post("/v1/completions", json=body).status_code == 200
+
+    @pytest.mark.parametrize("beams", ["true", "True", "1", "on"])
+    @pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+    def test_beams_in_a_form(self, client: TestClient, path: str, beams: str) -> None:
+        level, audio = {"vllm_xargs": json.dumps(X["vllm_xargs"])}, {"file": ("call.wav", b"\0RIFF\n" * 100_000)}
+        assert client.post(path, data=level | {"use_beam_search": beams}, files=audio).status_code == 400
+        for data in level, level | {"use_beam_search": "false", "a": beams}, {"use_beam_search": beams}:
+            assert client.post(path, data=data, files=audio).status_code == 200
 
     def test_bodies_of_other_backends_are_not_inspected(
         self, levels: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

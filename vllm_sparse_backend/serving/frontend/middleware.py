@@ -4,12 +4,12 @@
 On the paths below, vLLM makes new sampling parameters or has no field for ``vllm_xargs``, so an exact request would
 silently run at the server's default level. On all other paths the level arrives with the sampling parameters, and is
 checked there (``level_policy.py``). The body is inspected while the app reads it, so a body that is never read (unknown
-path, no authorisation) costs nothing. It is parsed only if it contains the key ``sparse_prefill``. Forms (of
-transcriptions) are not inspected.
+path, no authorisation) costs nothing. It is parsed only if it contains the key ``sparse_prefill``.
 """
 
 import asyncio
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
@@ -30,11 +30,19 @@ DROPS_LEVEL = {
 }
 """Paths on which vLLM drops the level of every request, with the reason."""
 
-HAS_BEAMS = {"/v1/completions", "/v1/chat/completions", "/invocations"}
+HAS_BEAMS = {
+    "/v1/completions", "/v1/chat/completions", "/invocations", "/v1/audio/transcriptions", "/v1/audio/translations",
+}  # fmt: skip
 """Paths on which vLLM drops the level of a request with ``use_beam_search``."""
 BEAMS = "beam search makes new sampling parameters"
 
 KEY = FIELD.encode()
+FORM_BEAMS = re.compile(
+    rb'name="?use_beam_search\b[^\n]*\n(?:[\w-]+:[^\n]*\n)*\r?\n(?:true|1|on|yes|t|y)\b', re.IGNORECASE
+)
+"""``use_beam_search`` in a form, with a value that vLLM reads as true."""
+FORM_WINDOW = 512
+"""Bytes of a form that are kept, to find a field that two chunks share."""
 
 
 class LevelsMiddleware:
@@ -46,10 +54,7 @@ class LevelsMiddleware:
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if self.endpoint.runs_backend and scope["type"] == "http" and scope["method"] == "POST":
-            path = path_of(scope)
-            reason = DROPS_LEVEL.get(path)
-            if reason is not None or path in HAS_BEAMS:
-                receive = JsonBody(receive, reason)
+            receive = inspect(scope, receive)
         await self.app(scope, receive, send)
 
 
@@ -80,6 +85,26 @@ class JsonBody:
             raise refusal(reason)
 
 
+class FormBody:
+    """ASGI ``receive`` for an app, which inspects the fields of a form without keeping its files in memory."""
+
+    def __init__(self, receive: Any) -> None:
+        self.receive = receive
+        self.window = b""
+        self.has_level = self.has_beams = False
+
+    async def __call__(self) -> dict[str, Any]:
+        message: dict[str, Any] = await self.receive()
+        if message["type"] == "http.request":
+            seen = self.window + message.get("body", b"")
+            self.window = seen[-FORM_WINDOW:]
+            self.has_level = self.has_level or KEY in seen
+            self.has_beams = self.has_beams or FORM_BEAMS.search(seen) is not None
+            if self.has_level and self.has_beams:
+                raise refusal(BEAMS)
+        return message
+
+
 def top_fields(body: bytes) -> tuple[Any, bool]:
     """Return ``vllm_xargs`` and ``use_beam_search`` at the top of a JSON body."""
     try:
@@ -95,3 +120,14 @@ def refusal(reason: str) -> HTTPException:
     """Return the error that vLLM's app answers with status 400."""
     where = f"vllm_xargs: given the key {FIELD!r}, expected no level"
     return HTTPException(400, f"{where}: {reason}, so this request runs at the server's default level; remove the key")
+
+
+def inspect(scope: dict[str, Any], receive: Any) -> Any:
+    """Return the ``receive`` with which an app reads the body of a request."""
+    path = path_of(scope)
+    reason = DROPS_LEVEL.get(path)
+    if reason is None and path not in HAS_BEAMS:
+        return receive
+    content_type = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
+    is_form = content_type.strip().lower().startswith(b"multipart/form-data")
+    return FormBody(receive) if is_form else JsonBody(receive, reason)
