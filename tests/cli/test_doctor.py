@@ -140,6 +140,7 @@ def test_models_that_name_their_numbers_otherwise(config: dict[str, Any], tmp_pa
     ("changes", "says"),
     [
         ({"text_config": "abc"}, "text_config: given 'abc', expected a mapping of fields to values"),
+        ({"layer_types": [FULL]}, "layer_types: given a list of length 1, expected one entry for each of the 6 layers"),
         ({"num_hidden_layers": "6"}, "num_hidden_layers: given '6', expected a valid integer"),
     ],
 )

@@ -7,7 +7,9 @@ qualifies. The forecast may be too optimistic: each layer is checked again once 
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
@@ -32,8 +34,27 @@ QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM = 128, 64, 128
 """
 
 
-class _Depth(Section):
+class _CheckedFields(Section):
+    """Fields of a config's text part whose types matter here."""
+
     num_hidden_layers: Count
+    num_attention_heads: StrictInt | None = None
+    head_dim: StrictInt | None = None
+    hidden_size: StrictInt | None = None
+    sliding_window: StrictInt | None = None
+    max_position_embeddings: StrictFloat | None = None
+    model_type: StrictStr | None = None
+    layer_types: list[StrictStr] | None = None
+
+    @model_validator(mode="after")
+    def _type_of_each_layer(self) -> Self:
+        # There may be more, for the layers of a draft model.
+        if self.layer_types and len(self.layer_types) < self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types: given a list of length {len(self.layer_types)}, expected one entry for each of the "
+                f"{self.num_hidden_layers} layers"
+            )
+        return self
 
 
 def read_config(model: Path) -> dict[str, Any]:
@@ -45,8 +66,8 @@ def read_config(model: Path) -> dict[str, Any]:
     text = text_part(config, str(path))
     # transformers sets `architectures` of a text part to None even if the full config names the architecture.
     architectures = config.get("architectures") or text.get("architectures")
-    fields = {**text, **usual_numbers(text), "architectures": architectures}
-    _Depth.read({"num_hidden_layers": fields.get("num_hidden_layers")}, f"{path}: ")
+    fields = {"num_hidden_layers": None, **text, **usual_numbers(text), "architectures": architectures}
+    _CheckedFields.read({name: fields[name] for name in _CheckedFields.model_fields if name in fields}, f"{path}: ")
     return fields
 
 
