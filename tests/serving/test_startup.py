@@ -196,6 +196,14 @@ def test_without_a_setting_servers_that_cannot_find_them_do_without(
     assert says is None or says in logged[0]
 
 
+def test_an_unreadable_configuration_leaves_a_server_without_streaming_heads(lines: list[str]) -> None:
+    """A later release may name its fields differently."""
+    config = streaming({}, **{"parallel_config.data_parallel_size": "a number"})
+    startup.check(config)
+    assert not resolve(config).carried.finds_streaming_heads
+    assert "all heads score keys: TypeError" in lines[-1]
+
+
 class TestHeadsInKeysOfBlocks:
     """Servers that share a store of blocks read only blocks of servers with the same streaming heads."""
 

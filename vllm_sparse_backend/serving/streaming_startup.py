@@ -32,8 +32,12 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
     carry_streaming(vllm_config, replaces_scores)
     if not replaces_scores:
         return
-    useless = next(_useless(vllm_config, resolved), None)
-    reason = useless or next(_impossible(vllm_config), None)
+    try:
+        useless = next(_useless(vllm_config, resolved), None)
+        reason = useless or next(_impossible(vllm_config), None)
+    except Exception as error:  # a later release of vLLM may name its fields differently
+        do_without(vllm_config, describe(error))
+        return
     if reason is not None:
         do_without(vllm_config, f"given with {reason}", logging.DEBUG if useless else logging.INFO)
 
