@@ -66,12 +66,16 @@ def check_configuration(original: Function) -> Function:
         from vllm_sparse_backend.serving import mla_startup, startup
         from vllm_sparse_backend.serving.unread import log_unread_settings
 
-        if not serves(vllm_config):
-            log_unread_settings(vllm_config)
-            return
-        is_for_mla = is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend)
-        check = mla_startup.check if is_for_mla else startup.check
-        check(vllm_config)
+        try:
+            if not serves(vllm_config):
+                log_unread_settings(vllm_config)
+                return
+            is_for_mla = is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend)
+            check = mla_startup.check if is_for_mla else startup.check
+            check(vllm_config)
+        except ConfigurationError as error:
+            _end_in_one_line(error)
+            raise
         _install(SERVER)
 
     return check_and_update_config
@@ -91,6 +95,21 @@ def serves(vllm_config: Any) -> bool:
         if why is not None:
             raise ConfigurationError(why)
     return False
+
+
+def _end_in_one_line(error: ConfigurationError) -> None:
+    """Make an uncaught error end the process with a one-line message instead of a traceback."""
+    sys.excepthook = functools.partial(_print_in_one_line, error, sys.excepthook)
+
+
+def _print_in_one_line(
+    refusal: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
+) -> None:
+    """``sys.excepthook``: print only the message of our error, without a traceback; pass other errors on."""
+    if error is refusal:
+        print(f"sparse-prefill: {error}", file=sys.stderr)
+    else:
+        others(kind, error, trace)
 
 
 def select_on_cpu(original: Function) -> Function:
