@@ -5,12 +5,27 @@ Every message says what was given, what was expected and where: ``dense_layers: 
 """
 
 import difflib
-import json
+import reprlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
+
+
+class _JsonRepr(reprlib.Repr):
+    """Shows null, true and false as JSON and YAML have them, also within lists and mappings."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+
+_short = _JsonRepr()
+_short.maxstring = _short.maxother = 80
+_short.maxlist = _short.maxdict = 20
 
 
 class ConfigurationError(RuntimeError):
@@ -26,9 +41,9 @@ class ConfigurationError(RuntimeError):
 
 
 def format_value(value: object) -> str:
-    """Format a value for a message, with null, true and false as users write them."""
-    is_json = value is None or isinstance(value, (dict, list, bool))
-    text = json.dumps(value, default=repr) if is_json else repr(value)
+    """Format a value for a message."""
+    # The full repr of a large mapping or list would take long and then be cut.
+    text = _short.repr(value) if value is None or isinstance(value, (dict, list, bool)) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

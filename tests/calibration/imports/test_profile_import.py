@@ -90,8 +90,8 @@ def states(name: str, value: object) -> Change:
 
 WRONG = {
     patterns: [
-        (put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]), 'layer 1: head 2: given ["flex_v'),
-        (put(0, "0", ["stream_llm", 100, 800]), 'layer 0: head 0: given ["stream_llm", 100, 800], expected [vert'),
+        (put(1, "2", ["flex_vertical_and_slash", 1, 2, 0.0]), "layer 1: head 2: given ['flex_v"),
+        (put(0, "0", ["stream_llm", 100, 800]), "layer 0: head 0: given ['stream_llm', 100, 800], expected [vert"),
         (put(0, "0", ["stream_llm", True, 800, 1]), "layer 0: head 0: sink_tokens: given true"),
         (put(2, "x", ["vertical_and_slash", 1, 800, 1]), "layer 2: given '0, 1, 2, 3, x', expected an object with"),
         (lambda layers: layers.pop(), "given 2 layers, expected 3, as in M with 3 layers"),
