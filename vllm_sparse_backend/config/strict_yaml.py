@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A YAML reader for users' files: JSON's kinds of values only, no duplicate keys."""
+"""A YAML reader for users' files: JSON's kinds of values only, no tags, aliases or duplicate keys."""
 
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import yaml
 
 from vllm_sparse_backend.config.errors import ConfigurationError
+
+MAX_DEPTH = 32
+"""Maximum depth. Deeper nesting could overflow the stack, so it is refused before the values are built."""
 
 # libyaml's parser is ten times as fast, but PyYAML may be built without it.
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -49,12 +53,13 @@ for _tag, _pattern in _NUMBERS:
 def parse(text: str, source: str) -> dict[Any, Any]:
     """Parse a YAML text that contains a mapping. Errors never quote its content: users may name any file."""
     try:
+        _refuse_unsupported(text)
         data = yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigurationError(f"{source}: {place}{error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # integers of thousands of digits, deep nesting
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError comes from an integer of thousands of digits
         raise ConfigurationError(f"{source}: not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ConfigurationError(f"{source}: given no mapping, expected a mapping of fields to values")
@@ -65,3 +70,20 @@ def dump(data: dict[str, Any]) -> str:
     """Format a mapping as YAML."""
     innermost_inline: Any = None  # PyYAML accepts None here, but its type stubs do not
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=innermost_inline)
+
+
+def _refuse_unsupported(text: str) -> None:
+    """Raise ``MarkedYAMLError`` for deep nesting, tags, and aliases, which could expand a small file hugely."""
+    depth = 0
+    events: Iterator[Any] = yaml.parse(text, Loader=_Loader)
+    for event in events:
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        problem = None
+        if depth > MAX_DEPTH:
+            problem = f"nested deeper than {MAX_DEPTH}"
+        elif isinstance(event, yaml.AliasEvent):
+            problem = "aliases (*name) are not supported, expected the value itself"
+        elif getattr(event, "tag", None) is not None:
+            problem = f"tags ({event.tag}) are not supported, expected the value itself"
+        if problem is not None:
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
