@@ -112,3 +112,10 @@ def test_a_link_is_written_through(folder: Path) -> None:
     write_json(folder / "link.json", [1])
     assert (folder / "link.json").is_symlink()
     assert json.loads((folder / "a.json").read_text()) == [1]
+
+
+def test_other_errors_of_storage_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors from temporary files, or from files that libraries write."""
+    with pytest.raises(common.typer.Exit), common.failures():
+        raise OSError(28, "No space left on device", "/tmp/server.log")
+    assert capsys.readouterr().err == "/tmp/server.log: cannot be written: No space left on device\n"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared parts of commands: options, parsers of lists, levels and models, and output."""
 
+import errno
 import os
 import re
 import signal
@@ -22,6 +23,9 @@ from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
+
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors in writing that only the operator can solve: full disk or quota, file limit, read-only file system."""
 
 USAGE = re.compile(r"--[a-z]|[A-Z]+:")
 """Start of a message about the command line: the option or argument."""
@@ -122,6 +126,10 @@ def failures(go_on: str = "") -> Iterator[None]:
         yield
     except (BenchError, ConfigurationError, ServerError) as error:
         raise failure(error) from error
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        raise failure(f"{error.filename or 'output'}: cannot be written: {error.strerror}") from error
     except KeyboardInterrupt:
         raise failure(f"Stopped. {go_on}".rstrip(), 130) from None
 
