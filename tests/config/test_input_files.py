@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that users name."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ def test_line_ends_of_texts_are_newlines(tmp_path: Path) -> None:
     assert read_prompt_text(path) == input_files.read_text(path) == "a\nb\nc\n"
 
 
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{tmp_path}: cannot be read: Is a directory"):
-        load_profile(tmp_path)
+def test_a_folder_and_a_fifo_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    for path in (tmp_path, fifo):
+        with pytest.raises(ConfigurationError, match=f"^{path}: given a folder, a fifo or a device, expected a file"):
+            load_profile(path)
 
 
 @pytest.mark.parametrize("name", ["~nobody/x.yaml", "a\0b", "format: 1\n" * 100])

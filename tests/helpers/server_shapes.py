@@ -140,10 +140,10 @@ def make(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     """Return prompts of random tokens. The second half of each is a copy of the first, so n-grams occur again."""
-    generator = random.Random(seed)
-    halves = [[generator.randrange(3, VOCABULARY) for _ in range(length // 2)] for length in lengths]
+    generator = random.Random(0)
+    halves = [[generator.randrange(3, VOCABULARY) for _ in range(length // 2)] for length in LENGTHS]
     return [half + half for half in halves]
 
 

@@ -35,8 +35,8 @@ class Fallback(StrEnum):
     # fmt: off
     # Reasons of a layer, known once vLLM has built it.
     NOT_DECODER = ("not_decoder",
-        "not a decoder's self-attention (encoder, cross-attention or no attention at all); no action, such layers stay "
-        "dense")
+        "not a decoder's self-attention (encoder, cross-attention, linear attention, Mamba or no attention at all); no "
+        "action, such layers stay as they are")
     SLIDING_WINDOW = ("sliding_window",
         "the layer attends within a sliding window, which is sparse already; no action, the model's other layers can "
         "run sparse")

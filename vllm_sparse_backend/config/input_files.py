@@ -16,6 +16,8 @@ def existing_path(path: str) -> Path | None:
 def read_text(path: Path, errors: str = "strict") -> str:
     """Read a file in UTF-8. Every line of it ends in a newline only."""
     try:
+        if path.exists() and not path.is_file():  # a fifo could block, and a device never end
+            raise ConfigurationError(f"{path}: given a folder, a fifo or a device, expected a file")
         return path.read_text(encoding="utf-8", errors=errors)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None

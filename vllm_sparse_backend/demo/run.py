@@ -73,8 +73,11 @@ def summary(scores: dict[str, PromptScores], report: MetricsReport) -> str:
     table = table_of(title, {column: column for column in rows[0]}, rows)
     density = report.pairs.density
     if density is None or not 0 < density < 1:
-        counts = f"density {density}, rows by path and reason {dict(report.rows)}"
-        raise BenchError(f"{table}\nThe server answered, but its /metrics shows no sparse prefill: {counts}.")
+        rows_by_reason = ", ".join(f"{path} {reason}: {count}" for (path, reason), count in report.rows.items())
+        raise BenchError(
+            f"{table}\nThe server answered, but its /metrics shows no sparse prefill: density {density}, rows "
+            f"{rows_by_reason or 'not counted'}."
+        )
     if any(of_server.num_right != FACTS for of_server in scores.values()):
         raise BenchError(
             f"{table}\nAn answer is wrong; this model should find all facts. Please report this with the output above."

@@ -23,8 +23,12 @@ def read_prompt_text(path: Path, most_chars: int | None = None) -> str:
 
     Raises ConfigurationError.
     """
+    parts: list[str] = []
     try:
-        parts = [read_text(file, errors="replace") for file in _files(path)]
+        for file in _files(path):
+            parts.append(read_text(file, errors="replace"))
+            if most_chars is not None and sum(map(len, parts)) >= most_chars:
+                break
     except ConfigurationError as error:
         raise ConfigurationError(f"--text: given {str(path)!r}, expected a text file or a folder: {error}") from None
     if not parts:

@@ -481,7 +481,8 @@ def check_cpu_layout(isa: str, spec: AttentionSpec) -> None:
     num_kv_heads, page_size, head_dim, dtype = spec.num_kv_heads, spec.block_size, spec.head_size, spec.dtype
     kv_cache = torch.zeros(2, num_kv_heads, page_size, 2 * head_dim, dtype=dtype)
     flat = kv_cache.view(2, num_kv_heads, 2 * page_size, head_dim)
-    key, value = torch.randn(2, page_size, num_kv_heads, head_dim).to(dtype)
+    generator = torch.Generator().manual_seed(0)  # the worker's own generator draws its samples
+    key, value = torch.randn(2, page_size, num_kv_heads, head_dim, generator=generator).to(dtype)
     slots = torch.arange(page_size, 2 * page_size)
     arguments: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
     ops.cpu_attn_reshape_and_cache(key, value, *flat.chunk(2, dim=2), slots, isa, **arguments)

@@ -52,12 +52,12 @@ class Method(ABC):
     @property
     def shown_fields(self) -> dict[str, object]:
         """The method's parameters by name."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     @property
     def group_key(self) -> Self:
         """Key of the heads that are selected together: the method with the defaults of the ``differing`` fields."""
-        names = (item.name for item in fields(self) if item.name not in self.differing)
+        names = (item.name for item in fields(self) if item.init and item.name not in self.differing)
         return type(self)(**{name: getattr(self, name) for name in names})
 
     @property
