@@ -425,9 +425,8 @@ def mla_chunk_tokens(vllm_config: VllmConfig) -> int:
 def mla_chunks(prefill_metadata: Any) -> list[tuple[Any, slice, list[int]]]:
     """Return each chunk of context of a step with its rows and their lengths, from data that the host knows."""
     context = prefill_metadata.chunked_context
-    return (
-        [] if context is None else [(chunk, chunk.request_slice, chunk.seq_lens.tolist()) for chunk in context.chunks]
-    )
+    chunks = () if context is None else context.chunks
+    return [(chunk, chunk.request_slice, chunk.seq_lens.tolist()) for chunk in chunks]
 
 
 def mla_new_tokens_part(prefill_metadata: Any, query_starts: torch.Tensor, max_query_len: int) -> Any:

@@ -22,14 +22,7 @@ from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.attention import (
-    AttendEngine,
-    AttendSpec,
-    EngineChoice,
-    choose_engine,
-    engines,
-    widest_block,
-)
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, EngineChoice, choose_engine, engines, widest_block
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.cards import shared_bytes
