@@ -173,6 +173,20 @@ def test_a_head_too_sparse_is_no_pivot(by_reference):
     assert of_head(index, 3) == of_head(lines, 3)
 
 
+@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
+def test_each_row_has_pivots_of_its_own(by_reference):
+    """Row 1, whose head is too sparse in the first layer, gets its pivot in the second, where row 0 shares its own."""
+    second = small_batch(((203, 140), (150, 140)))
+    first = dataclasses.replace(second, q=second.q.clone())
+    first.q[first.rows.query_starts[1] :] *= 8
+    method = layer_of((0, NOISE, NOISE), 0.4, 0.2, 0.6)
+    dense = []
+    for batch in (first, second):
+        index = select(method, batch, by_reference=by_reference)
+        dense.append([is_dense(index, 0, row) for row in (0, 1)])
+    assert dense == [[True, False], [False, True]]
+
+
 @pytest.mark.full
 def test_rows_never_see_each_other():
     """Two rows of a batch select bitwise the same as each row alone, layer after layer, with separate pivots."""
