@@ -86,6 +86,13 @@ class TestSize:
         for slab in slabs_of(room, consecutive_rows(lengths)):
             assert memory.needed(slab) <= num_bytes
 
+    @pytest.mark.parametrize("method", ["top_p", "vertical_slash", "sale"])
+    def test_the_largest_slabs_of_several_rows_fit(self, method: str) -> None:
+        memory, limits = layer_memory(method, Heads(*WORKERS[0]), {}), StepLimits(4096, 4, MAX_LEN, 1)
+        num_bytes, room = memory.arena(limits, UNLIMITED)
+        assert room.limits
+        assert all(memory.most(limits, slab) <= num_bytes for slab in room.limits)
+
     def test_heads_that_differ_need_memory_for_the_one_that_keeps_most(self) -> None:
         needed = []
         for sizes in ((40, 40, 40), (40, 4000, 7), (4000, 4000, 4000)):
