@@ -19,7 +19,8 @@ def test_line_ends_of_texts_are_newlines(tmp_path: Path) -> None:
 
 
 def test_a_folder_and_a_fifo_are_refused(tmp_path: Path) -> None:
-    os.mkfifo(fifo := tmp_path / "fifo")
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
     for path in (tmp_path, fifo):
         with pytest.raises(ConfigurationError, match=f"^{path}: given a folder, a fifo or a device, expected a file"):
             load_profile(path)

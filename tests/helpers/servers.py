@@ -12,7 +12,7 @@ from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
 
 class Server(vllm_server.Server):
-    """A server of `eval` and `bench`, with POST requests, and a log that may stay when it stops."""
+    """The server of `eval` and `bench` that also sends POST requests, and can keep its log after it has stopped."""
 
     def __init__(self, *args: Any, log_path: Path | None = None, **more: Any) -> None:
         super().__init__(*args, **more)

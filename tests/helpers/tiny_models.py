@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model folder with fixed random weights and the bundled model's tokenizer: nothing is downloaded.
+"""Writes a small model with fixed random weights and the bundled model's tokenizer. Nothing is downloaded.
 
-They are not degenerate: every projection keeps its input's variance, and queries are scaled up to make attention far
-from uniform. Errors in a prefill therefore change the tokens that follow it.
+The weights are not degenerate: every projection keeps its input's variance, and queries are scaled up to make attention
+far from uniform. Errors in a prefill therefore change the tokens that follow it.
 """
 
 import json

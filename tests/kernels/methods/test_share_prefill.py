@@ -175,7 +175,8 @@ def test_a_head_too_sparse_is_no_pivot(by_reference):
 
 @pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
 def test_each_row_has_pivots_of_its_own(by_reference):
-    """Row 1, whose head is too sparse in the first layer, gets its pivot in the second, where row 0 shares its own."""
+    """Row 1's head is too sparse in the first layer, so row 1 gets its pivot in the second. There, row 0 shares the
+    pivot of the first."""
     second = small_batch(((203, 140), (150, 140)))
     first = dataclasses.replace(second, q=second.q.clone())
     first.q[first.rows.query_starts[1] :] *= 8

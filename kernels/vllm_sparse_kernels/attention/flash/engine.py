@@ -94,7 +94,7 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute attention of a layer without ``refusal``; see ``AttendEngine``."""
+    """Compute attention of a layer that ``refusal`` accepts; see ``AttendEngine``."""
     assert flash is not None
     queries = AttendArgs.of(call.q, out, sinks)
     for part in _parts(call.index, call.cache):

@@ -74,7 +74,7 @@ def attend(
     options: AttendOptions | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Run attention over the index's keys, for a layer without ``refusal``; see ``AttendEngine``."""
+    """Compute attention of a layer that ``refusal`` accepts; see ``AttendEngine``."""
     q, cache, index = call.q, call.cache, call.index
     matrix = matrix_args(cache)
     assert matrix is not None
