@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of the Hopper engine's machine code, compiled without a GPU.
 
-A case is a head dim, a block size in tokens, the lists and sinks, and a dtype.
+A case is a head dim, a block size in tokens, the lists, sinks and pages of 16 tokens, and a dtype.
 """
 
 import re
@@ -53,7 +53,8 @@ def attend(case: str, lengths: Sequence[tuple[int, int]]) -> None:
     index = new_index(
         rows, num_heads, int(block), dict.fromkeys(range(num_heads), stripes) if "stripes" in lists else None
     )
-    cache = PagedCache(*torch.zeros(4, 128, 2, 2 * int(head_dim), dtype=dtype).split(int(head_dim), -1))
+    page_size = 16 if "pages" in lists else 128
+    cache = PagedCache(*torch.zeros(4, page_size, 2, 2 * int(head_dim), dtype=dtype).split(int(head_dim), -1))
     q = torch.zeros(sum(queries), num_heads, int(head_dim), dtype=dtype)
     sinks = torch.zeros(num_heads, dtype=dtype) if "sinks" in lists else None
     hopper.attend(Call(q, cache, index, 1.0), torch.empty_like(q), sinks=sinks)

@@ -12,10 +12,12 @@ pytestmark = pytest.mark.full
 CASES = [
     "128-128-blocks-bf16",
     "128-32-stripes-bf16",
+    "128-32-blocks+pages-bf16",
+    "128-128-stripes+pages-bf16",
     "64-64-stripes-fp16",
     "64-128-blocks+sinks-bf16",
     "128-64-stripes+sinks-bf16",
-    "256-32-blocks-bf16",
+    "256-32-blocks+pages-bf16",
     "256-32-stripes+sinks-bf16",
 ]
 

@@ -7,6 +7,7 @@ order. The result of an item does not depend on the program that computes it, or
 """
 
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,9 @@ if MISSING_GLUON is None:
 BLOCKS = (32, 64, 128)
 """Widths of an index's blocks."""
 
+LEAST_BOX = 16
+"""Fewest keys of a bulk copy."""
+
 
 class HeadStrideArgs(NamedTuple):
     """Strides of heads in q and in the cache, both viewed as matrices whose rows are tokens."""
@@ -44,7 +48,7 @@ class HeadStrideArgs(NamedTuple):
 class WorkArgs(NamedTuple):
     """Output of ``prepare_kernel``: cache rows of blocks and stripes, and the order of the work."""
 
-    places: Any  # int32, of the shape of the index's block_ids
+    places: Any  # [num_heads · block_capacity · boxes of a block] int32
     stripe_places: Any  # int32, of the shape of the index's stripe_positions, or None
     order: Any  # [num_tiles · num_heads] int32: tile · num_heads + head
     counter: Any  # [1] int32: items taken
@@ -61,8 +65,8 @@ def refusal(spec: AttendSpec) -> str | None:
         return f"it supports fp16 and bf16 with head_dim 64, 128 and 256, not {spec.dtype} with {spec.head_dim}"
     if spec.block_tokens > SIZES[spec.head_dim]["STEP"]:
         return f"blocks of {spec.block_tokens} keys with head_dim {spec.head_dim} do not fit into shared memory"
-    if spec.block_tokens not in BLOCKS or spec.page_size % spec.block_tokens:
-        return f"blocks of {spec.block_tokens} keys do not lie within pages of {spec.page_size}"
+    if spec.block_tokens not in BLOCKS or spec.page_size % LEAST_BOX:
+        return f"it supports blocks of {BLOCKS} keys in pages of multiples of {LEAST_BOX}, not {spec.block_tokens} in {spec.page_size}"
     if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
         return f"the cache's strides {spec.strides} do not form a matrix of tokens with rows of multiples of 16 bytes"
     return None
@@ -83,15 +87,15 @@ def attend(
     num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
     queries = _descriptor(q, q.shape[0], q.stride(1) * (num_heads - 1) + head_dim, q.stride(0), HALF.value)
     columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
+    box = gcd(index.block_tokens, cache.page_size)
     keys, values = (
-        _descriptor(x, matrix.num_rows, columns, cache.strides[1], index.block_tokens)
-        for x in (cache.keys, cache.values)
+        _descriptor(x, matrix.num_rows, columns, cache.strides[1], box) for x in (cache.keys, cache.values)
     )
     head_strides = HeadStrideArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
     shape = {"NUM_HEADS": num_heads, "GROUP": call.group, "BLOCK_N": index.block_tokens}
     cache_args, index_args = key_args(cache, call.rows.block_table, values=True), index.args
     with index.workspace.frame():
-        work = _prepare(index, cache_args, index_args, matrix, shape)
+        work = _prepare(index, cache_args, index_args, matrix, shape | {"BOX": box})
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
             queries, keys, values, AttendArgs.of(q, out, sinks), cache_args, head_strides, index_args, work,
             num_tiles, call.scale * LOG2_E.value, **shape, D=head_dim, STRIPES=index.has_stripes, num_warps=4,
@@ -105,7 +109,7 @@ def _prepare(
     num_tiles, empty = index.rows.num_tiles, partial(index.workspace.empty, dtype=torch.int32)
     num_items = num_tiles * index.num_heads
     work = WorkArgs(
-        places=empty(*index.block_ids.shape),
+        places=empty(index.block_ids.numel() * shape["BLOCK_N"] // shape["BOX"]),
         stripe_places=empty(len(index.stripe_positions)) if index.has_stripes else None,
         order=empty(num_items),
         counter=empty(1),

@@ -29,6 +29,7 @@ class Config:
     NUM_HEADS: gl.constexpr
     GROUP: gl.constexpr  # query heads of a kv head
     BLOCK_N: gl.constexpr  # keys of an index block
+    BOX: gl.constexpr  # keys of a bulk copy, which lie within a page
     D: gl.constexpr  # head_dim
     STRIPES: gl.constexpr  # whether items may have stripes
     STEP: gl.constexpr  # keys of a step
@@ -42,11 +43,12 @@ class Config:
     outputs_layout: gl.constexpr  # of [64, D] sums of products with values
 
     @gluon.constexpr_function
-    def __init__(self, NUM_HEADS, GROUP, BLOCK_N, D, STRIPES):
+    def __init__(self, NUM_HEADS, GROUP, BLOCK_N, BOX, D, STRIPES):
         sizes = SIZES[D]
         self.NUM_HEADS = gl.constexpr(NUM_HEADS)
         self.GROUP = gl.constexpr(GROUP)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.BOX = gl.constexpr(BOX)
         self.D = gl.constexpr(D)
         self.STRIPES = gl.constexpr(STRIPES)
         self.STEP = gl.constexpr(sizes["STEP"])

@@ -3,6 +3,7 @@
 
 A work item is one (query head, tile). The producer takes items from a counter. It loads a tile's queries, and then its
 keys and values in steps of 128 keys: one block of 128, two of 64 or four of 32 by bulk copies, or 128 gathered stripes.
+A bulk copy reads a whole block, or the part of a block that lies within a page.
 Each consumer group computes 64 of the tile's queries. While the scores of a step go through the softmax, the product of
 the previous step with its values runs. While the consumers write an item, the producer loads the next item. At head_dim
 128, the two groups issue their products in turn, and one group's softmax also runs in parallel with the other's
@@ -71,11 +72,11 @@ def hopper_kernel(
 
     Args:
         q_desc: Descriptor of q as the matrix [num_tokens, NUM_HEADS · D] of fp16 or bf16, boxes of [64, 64].
-        k_desc: Descriptor of the cache's keys as a matrix whose rows are tokens, boxes of [BLOCK_N, 64].
+        k_desc: Descriptor of the cache's keys as a matrix whose rows are tokens, boxes of [BOX, 64].
         out: ``AttendArgs``: output [num_tokens, NUM_HEADS, D], written; and sinks.
         head_strides: ``HeadStrideArgs``.
     """
-    config = Config(NUM_HEADS, GROUP, BLOCK_N, D, STRIPES)
+    config = Config(NUM_HEADS, GROUP, BLOCK_N, k_desc.block_type.shape[0], D, STRIPES)
     dtype: gl.constexpr = k_desc.dtype
     SLOTS: gl.constexpr = config.SLOTS
     STAGES: gl.constexpr = config.STAGES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first launch of ``hopper``: locates blocks and stripes in the cache, and orders the work."""
+"""The first launch of ``hopper``: locates boxes of blocks and stripes in the cache, and orders the work."""
 
 import triton
 import triton.language as tl
@@ -11,7 +11,7 @@ RANKED, OTHERS = Constant(8), Constant(1024)
 """Items that a program ranks, and other items with which it compares them at a time."""
 
 CHUNK = Constant(512)
-"""Blocks or stripes of a step."""
+"""Boxes or stripes of a step."""
 
 MOST_HEADS = Constant(1 << 16)
 """Upper bound of the number of kv heads of a rank."""
@@ -19,8 +19,9 @@ MOST_HEADS = Constant(1 << 16)
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def prepare_kernel(
-    index, cache, num_tiles, rows_per_page, work, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    index, cache, num_tiles, rows_per_page, work,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BOX: tl.constexpr,
+):  # fmt: skip
     """Order the work, and locate the listed blocks and stripes in the cache viewed as a matrix of tokens.
 
     Grid: one program for every RANKED items, which ranks them, followed by one for each item, which locates its lists.
@@ -39,13 +40,18 @@ def prepare_kernel(
         return
     i_head, i_tile = _item_in_order(i_item, index, num_tiles, GROUP)
     o_count = i_head * num_tiles + i_tile
-    table = cache.block_table + tl.load(index.tiles + i_tile * TILE_FIELDS).to(tl.int64) * cache.stride_table
+    i_row = tl.load(index.tiles + i_tile * TILE_FIELDS)
+    table = cache.block_table + i_row.to(tl.int64) * cache.stride_table
     o_blocks = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
-    num_blocks = tl.load(index.block_counts + o_count)
-    for start in range(0, num_blocks, CHUNK):
+    BOXES: tl.constexpr = BLOCK_N // BOX
+    num_boxes = tl.load(index.block_counts + o_count) * BOXES
+    last = tl.load(index.seq_lens + i_row) - 1  # boxes after it may have no page, and are not used
+    for start in range(0, num_boxes, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
-        b_position = tl.load(index.block_ids + o_blocks + o_n, mask=o_n < num_blocks, other=0) * BLOCK_N
-        _store_places(work.places + o_blocks + o_n, b_position, o_n < num_blocks, table, cache.page_size, rows_per_page)
+        b_block = tl.load(index.block_ids + o_blocks + o_n // BOXES, mask=o_n < num_boxes, other=0)
+        b_position = tl.minimum(b_block * BLOCK_N + o_n % BOXES * BOX, last // BOX * BOX)
+        target = work.places + o_blocks * BOXES + o_n
+        _store_places(target, b_position, o_n < num_boxes, table, cache.page_size, rows_per_page)
     if work.stripe_places is not None:
         o_stripes = tl.load(index.stripe_offsets + o_count)
         num_stripes = tl.load(index.stripe_counts + o_count)

@@ -21,31 +21,25 @@ from vllm_sparse_kernels.gluon_compat import (
 
 @aggregate
 class BlockList:
-    """The listed blocks of an item, and their rows in the cache viewed as a matrix."""
+    """The listed blocks of an item, and the rows of their boxes in the cache viewed as a matrix."""
 
-    places: gl.tensor  # [num_blocks] int32 by pointer: rows at which the blocks of kv head 0 begin
+    places: gl.tensor  # [num_blocks, boxes of a block] int32 by pointer: rows at which boxes of kv head 0 begin
     num_blocks: gl.tensor
     row: gl.tensor  # of the item's kv head, added to each place
     column: gl.tensor  # of the item's kv head
 
     @gluon.jit
     def rows(self, begin, config):
-        """Return the first rows of a step's blocks, always four values for any number of blocks.
+        """Return the first rows of the boxes of a step, which begins at a block of the list.
 
-        The last block is repeated past the list's end.
+        The last box is repeated past the list's end.
         """
-        first = gl.load(self.places + begin) + self.row
-        second, third, fourth = first, first, first
-        if config.BLOCKS >= 2:
-            second = self._row(begin + 1)
-        if config.BLOCKS == 4:
-            third = self._row(begin + 2)
-            fourth = self._row(begin + 3)
-        return first, second, third, fourth
-
-    @gluon.jit
-    def _row(self, i_block):
-        return gl.load(self.places + gl.minimum(i_block, self.num_blocks - 1)) + self.row
+        BOXES: gl.constexpr = config.BLOCK_N // config.BOX
+        rows = ()
+        for i in gl.static_range(config.STEP // config.BOX):
+            i_box = gl.minimum(begin * BOXES + i, self.num_blocks * BOXES - 1)
+            rows = rows + (gl.load(self.places + i_box) + self.row,)
+        return rows
 
 
 @aggregate
@@ -113,22 +107,22 @@ class Loader:
 
     @gluon.jit
     def _load_boxes(self, desc, column, rows, full, pieces, slot):
-        """Begin bulk copies of a step's blocks, as boxes of [BLOCK_N, COLUMNS].
+        """Begin bulk copies of a step's blocks, as boxes of [BOX, COLUMNS].
 
-        ``full`` completes when all have arrived. A part of a step is [STEP, COLUMNS]. The blocks of the step fill it
+        ``full`` completes when all have arrived. A part of a step is [STEP, COLUMNS]. The boxes of the step fill it
         one after another.
         """
-        BLOCK_N: gl.constexpr = self.config.BLOCK_N
+        BOX: gl.constexpr = self.config.BOX
         PARTS: gl.constexpr = self.config.PARTS
-        BLOCKS: gl.constexpr = self.config.BLOCKS
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, COLUMNS], pieces.dtype)
-        num_boxes: gl.constexpr = pieces.shape[0] * ATOM_ROWS // BLOCK_N
-        boxes = reinterpret(pieces, pieces.dtype, [num_boxes, BLOCK_N, COLUMNS], layout)
+        BOXES: gl.constexpr = self.config.STEP // BOX
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, COLUMNS], pieces.dtype)
+        num_boxes: gl.constexpr = pieces.shape[0] * ATOM_ROWS // BOX
+        boxes = reinterpret(pieces, pieces.dtype, [num_boxes, BOX, COLUMNS], layout)
         mbarrier.expect(full, self.config.STEP * self.config.D * 2)
-        for i_block in gl.static_range(BLOCKS):
+        for i_box in gl.static_range(BOXES):
             for i_part in gl.static_range(PARTS):
-                target = boxes.index((slot * PARTS + i_part) * BLOCKS + i_block)
-                bulk_load(desc, [rows[i_block], column + i_part * COLUMNS], full, target)
+                target = boxes.index((slot * PARTS + i_part) * BOXES + i_box)
+                bulk_load(desc, [rows[i_box], column + i_part * COLUMNS], full, target)
 
     @gluon.jit
     def _zero_values(self, slot, num_valid):
@@ -212,8 +206,8 @@ def produce(q_desc, k_desc, v_desc, cache, head_strides, index, work, num_tiles,
         _load_queries(q_desc, queries, item_counter, item, head_strides, config)
         i_kv = item.i_head // config.GROUP
         tail_parity = num_tails & 1
-        block_places = work.places + item.i_head.to(gl.int64) * index.stride_blocks
-        block_places += gl.load(index.block_offsets + item.i_tile)
+        o_blocks = item.i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + item.i_tile)
+        block_places = work.places + o_blocks * (config.BLOCK_N // config.BOX)
         blocks = BlockList(
             block_places, item.num_blocks, i_kv * head_strides.rows_per_head, i_kv * head_strides.columns_per_head
         )
