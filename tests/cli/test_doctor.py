@@ -388,7 +388,6 @@ def test_the_engine_that_would_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr(compat, "IS_CPU", False)
     monkeypatch.setattr(compat, "flash_attention", lambda: None)
-    monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: False)
     for model in (None, CheckedModel.read(model_folder(tmp_path, LLAMA))):
         texts = {(finding.subject, finding.text) for finding in doctor.engines(model)}
         assert ("attention", "the engine portable, if it passes its trial at start-up") in texts

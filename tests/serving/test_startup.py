@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ pytest.importorskip("vllm", reason="needs vLLM")
 import transformers
 from vllm.config import CUDAGraphMode
 
-from tests.helpers.folders import profile_file
 from tests.helpers.vllm_configs import llama, served
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
@@ -254,35 +252,12 @@ def test_the_first_process_decides_for_all() -> None:
     assert resolve(config).carried.finds_streaming_heads
 
 
-def test_slow_paths() -> None:
-    assert [startup.slow_path(*arguments) for arguments in ((32, 32, (9, 0)), (256, 128, (9, 0)), (16, 32, None))] == [
-        None
-    ] * 3
-    assert "pages of 16 tokens" in str(startup.slow_path(16, 32, (9, 0)))
-    assert "a multiple of 128" in str(startup.slow_path(544, 128, (9, 0)))
-    assert "compute capability 8.0" in str(startup.slow_path(128, 128, (8, 0)))
-
-
-def test_pages_hold_the_widest_block_of_any_layer(tmp_path: Path) -> None:
-    """vLLM reuses whole pages of a cached prefix, so pages are no larger than bulk copies need."""
-    on_hopper = torch.device("cpu")  # where blocks are as on Hopper
-    assert startup.fast_page_tokens(served(llama(), {}), on_hopper) == 32
-    assert startup.fast_page_tokens(served(llama(), {"method": "vertical_slash"}), on_hopper) == 64
-    layers = {(0,): {"heads": {"0": {"method": "a_shape"}}}}  # whose blocks are wider if it is alone in a layer
-    mixed = profile_file(tmp_path, default={"method": "top_p"}, layers=layers)
-    assert startup.fast_page_tokens(served(llama(), {"profile": mixed}), on_hopper) == 32
-    layers = {(0,): {"default": {"method": "vertical_slash"}}}
-    wide_first = profile_file(tmp_path, default={"method": "top_p"}, layers=layers)
-    assert startup.fast_page_tokens(served(llama(), {"profile": wide_first}), on_hopper) == 64
-
-
 def test_prefills_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """512 new tokens after a prefix that fills no page of 32 are 528. The operator's sizes stay."""
+    """Those of models of experts, on one data-parallel rank. The operator's sizes stay."""
 
     def captured(
-        page_tokens: int, most: int, is_hopper: bool = True, sizes: Sequence[int] = (256, 512), experts: int = 0,
-        ranks: int = 1,
-    ) -> list[int]:  # fmt: skip
+        most: int, is_hopper: bool = True, sizes: Sequence[int] = (256, 512), experts: int = 128, ranks: int = 1
+    ) -> list[int]:
         graphs = SimpleNamespace(
             cudagraph_capture_sizes=list(sizes),
             max_cudagraph_capture_size=sizes[-1],
@@ -294,18 +269,18 @@ def test_prefills_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             model_config=SimpleNamespace(get_num_experts=lambda: experts),
             parallel_config=SimpleNamespace(data_parallel_size=ranks),
         )  # fmt: skip
-        monkeypatch.setattr(compat, "prefers_bulk_pages", lambda: is_hopper)
+        monkeypatch.setattr(compat, "is_hopper", lambda: is_hopper)
         for _ in range(2):  # engine cores check again
-            compat.capture_prefills(config, page_tokens)
+            compat.capture_prefills(config)
         assert graphs.max_cudagraph_capture_size == graphs.cudagraph_capture_sizes[-1]
         return graphs.cudagraph_capture_sizes
 
-    assert captured(32, most=8192) == captured(32, most=8192, experts=128, ranks=2) == [256, 512, 528]
-    assert captured(32, most=512) == captured(16, most=8192) == captured(32, most=8192, is_hopper=False) == [256, 512]
-    assert captured(32, most=1000, experts=128) == [256, 512, 528, 640, 768, 896, 1000]
-    assert captured(16, most=8192, experts=128)[-2:] == [7936, 8192]
-    assert captured(32, most=16384, experts=128)[-1] == 8192
-    assert captured(32, most=8192, experts=128, sizes=(256, 1024)) == [256, 1024]
+    assert captured(most=8192, experts=0) == captured(most=8192, ranks=2) == [256, 512]
+    assert captured(most=512) == captured(most=8192, is_hopper=False) == [256, 512]
+    assert captured(most=1000) == [256, 512, 640, 768, 896, 1000]
+    assert captured(most=8192)[-2:] == [7936, 8192]
+    assert captured(most=16384)[-1] == 8192
+    assert captured(most=8192, sizes=(256, 1024)) == [256, 1024]
 
 
 @pytest.mark.parametrize(

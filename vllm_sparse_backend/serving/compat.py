@@ -15,9 +15,9 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config_or_none, set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -44,12 +44,6 @@ else:
         FlashAttentionMetadata as DenseMetadata,
         FlashAttentionMetadataBuilder as DenseBuilder,
     )
-
-BULK_PAGE_TOKENS = 128
-"""The widest block of keys that one bulk copy reads, if the block lies within a page."""
-
-USUAL_PAGE_TOKENS = 16
-"""vLLM's page size on NVIDIA devices where no backend prefers another."""
 
 LARGEST_USUAL_GRAPH = 512
 """Most tokens of a step that vLLM runs as a CUDA graph by default."""
@@ -157,26 +151,23 @@ def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
     return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda s: s.value)
 
 
-def prefers_bulk_pages() -> bool:
-    """Return whether this device has bulk copies, which read a block of keys if it lies within a page."""
+def is_hopper() -> bool:
+    """Return whether this device is a Hopper GPU."""
     return not IS_CPU and current_platform.is_device_capability_family(90)
 
 
-def capture_prefills(vllm_config: VllmConfig, page_tokens: int) -> None:
+def capture_prefills(vllm_config: VllmConfig) -> None:
     """Add CUDA graphs for steps of more than 512 tokens, whose layers vLLM otherwise launches kernel by kernel.
 
-    vLLM reuses whole pages of a cached prefix, so a request of 512 new tokens has up to 528 with pages of 32. In a
-    model of experts with sparse attention, a GPU is also done with a layer before the host has launched the next.
+    In a model of experts with sparse attention, a GPU is done with a layer before the host has launched the next.
     Multiples of 128 tokens pad no tile of a matrix product.
     """
-    if not prefers_bulk_pages():
+    if not (is_hopper() and _gains_by_graphs(vllm_config)):
         return
     graphs, most = vllm_config.compilation_config, vllm_config.scheduler_config.max_num_batched_tokens
     if graphs.max_cudagraph_capture_size != LARGEST_USUAL_GRAPH:
         return  # the operator's
-    sizes = {LARGEST_USUAL_GRAPH + page_tokens - USUAL_PAGE_TOKENS}
-    if _gains_by_graphs(vllm_config):
-        sizes |= {*range(640, 2048, 128), *range(2048, LARGEST_PREFILL_GRAPH + 1, 256), most}
+    sizes = {*range(640, 2048, 128), *range(2048, LARGEST_PREFILL_GRAPH + 1, 256), most}
     sizes = {size for size in sizes if LARGEST_USUAL_GRAPH < size <= min(most, LARGEST_PREFILL_GRAPH)}
     if sizes:
         graphs.cudagraph_capture_sizes += sorted(sizes)
@@ -207,24 +198,11 @@ def limit_split_keys(builder: Any, vllm_config: VllmConfig) -> None:
         builder.max_cudagraph_size = min(builder.max_cudagraph_size, most)
 
 
-def hybrid_page_sizes(sizes: list[Any], page_tokens: int | None = None) -> list[Any]:
-    """Replace multiples of fewer tokens by multiples of 128 where vLLM aligns a hybrid's pages on Hopper."""
-    # vLLM sets its current configuration wherever it aligns pages.
-    config = get_current_vllm_config_or_none()
-    if config is None or config.model_config is None or not config.model_config.is_hybrid or not prefers_bulk_pages():
-        return sizes
-    known = page_tokens or config.cache_config.block_size or BULK_PAGE_TOKENS
-    # A --block-size that neither divides 128 nor is a multiple of it stays.
-    can_align = known % BULK_PAGE_TOKENS == 0 or (page_tokens is None and BULK_PAGE_TOKENS % known == 0)
-    takes_multiples = any(isinstance(size, MultipleOf) and BULK_PAGE_TOKENS % size.base == 0 for size in sizes)
-    return [MultipleOf(BULK_PAGE_TOKENS)] if can_align and takes_multiples else sizes
-
-
 def reads_fp8() -> bool:
     """Return whether this device's kernels read fp8 caches."""
     # FlashAttention reads them on Hopper, with queries rounded to fp8. FlashAttention 4 reads them on Blackwell, but
     # does not accept the block tables that our engine builds.
-    return prefers_bulk_pages()
+    return is_hopper()
 
 
 def current_device() -> torch.device:

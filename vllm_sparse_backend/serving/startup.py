@@ -7,7 +7,6 @@ Some options of vLLM do not work with this backend or make it slow. The list com
 
 from collections.abc import Iterator
 
-import torch
 from vllm import envs
 from vllm.config import VllmConfig
 
@@ -20,8 +19,6 @@ from vllm_sparse_backend.serving import compat, streaming_startup
 from vllm_sparse_backend.serving.level_policy import RUST_FRONTEND, level_policy, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
 from vllm_sparse_backend.serving.worker.engine_picker import refuse_on_cpu
-from vllm_sparse_kernels.block_width import index_block_tokens
-from vllm_sparse_kernels.cards import HOPPER_CAPABILITY
 
 
 def check(vllm_config: VllmConfig) -> None:
@@ -46,10 +43,7 @@ def check(vllm_config: VllmConfig) -> None:
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
         raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
-    cache = vllm_config.cache_config
-    # As on Hopper. The device itself must not be initialised before vLLM starts its workers.
-    fast_pages = fast_page_tokens(vllm_config, torch.device("cpu"))
-    compat.capture_prefills(vllm_config, cache.block_size if cache.user_specified_block_size else fast_pages)
+    compat.capture_prefills(vllm_config)
     warn_of_stores(vllm_config)
 
 
@@ -110,38 +104,6 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
             "parts of this model's prompts (its images) attend in both directions, which sparse prefill does not "
             "support; serve it without this backend"
         )
-
-
-def fast_page_tokens(vllm_config: VllmConfig, device: torch.device) -> int:
-    """Return the size of pages that hold the blocks of every layer whole.
-
-    Smaller pages keep more of a cached prefix, because vLLM reuses whole pages. All ranks need the same size, so the
-    heads of each rank count.
-    """
-    widths = []
-    for rank in range(vllm_config.parallel_config.tensor_parallel_size):
-        resolved = resolve(vllm_config, rank)
-        shape, engine = resolved.plan.shape, resolved.config.engine
-        layers = {plan for number in range(shape.num_layers) for plan in resolved.layer(number)}
-        widths += [index_block_tokens(layer.methods, shape.head_dim, device, engine) for layer in layers]
-    return max(widths, default=compat.BULK_PAGE_TOKENS)
-
-
-def slow_path(page_tokens: int, block_tokens: int, capability: tuple[int, int] | None) -> str | None:
-    """Return why kernels cannot read blocks of keys by their fastest path."""
-    if capability is None:
-        return None
-    if capability < HOPPER_CAPABILITY:
-        return (
-            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no bulk copies: blocks of keys are "
-            "gathered token by token; no action, unless another GPU can be used"
-        )
-    if page_tokens % block_tokens:
-        return (
-            f"the cache has pages of {page_tokens} tokens: blocks of {block_tokens} keys span several pages "
-            f"and are read by slower paths; remove --block-size, or set it to a multiple of {block_tokens}"
-        )
-    return None
 
 
 def other_decode(stock: str, dense: str) -> str | None:

@@ -373,7 +373,7 @@ SPEC = AttendSpec(
 )
 def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
     monkeypatch.setattr(engine_choice, "capability_of", lambda device: (9, 0))
-    for page_size in (128, 640, 7808):  # the longer ones as in hybrids
+    for page_size in (16, 48, 128, 528, 7808):  # the longer ones as in hybrids
         strides = (page_size * 4 * head_dim, 4 * head_dim, 2 * head_dim)
         changes = {"head_dim": head_dim, "block_tokens": block_tokens, "page_size": page_size, "strides": strides}
         why = HOPPER.refusal(dataclasses.replace(SPEC, **changes))

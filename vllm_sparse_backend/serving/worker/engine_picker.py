@@ -128,7 +128,7 @@ def forecast(shape: ModelShape, method: Method) -> tuple[EngineChoice[AttendEngi
     block_tokens = widest_block(shape.head_dim, shared_bytes(device))
     if block_tokens is None:
         raise ConfigurationError(f"no block of keys with head_dim {shape.head_dim} fits into the GPU's shared memory")
-    page_size = 128 if compat.prefers_bulk_pages() else 16
+    page_size = 16
     stride_token = 2 * shape.head_dim * shape.num_kv_heads
     spec = AttendSpec(
         device, torch.bfloat16, shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size,

@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.startup import no_layer_message, other_decode, slow_path
+from vllm_sparse_backend.serving.startup import no_layer_message, other_decode
 from vllm_sparse_backend.serving.streaming_startup import do_without
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.backend import SparsePrefillBackend
@@ -135,8 +135,7 @@ def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: Attent
         return
     capability = compat.device_capability()
     status = None if capability is None else status_note(capability)
-    block_tokens = max(level.layer.block_tokens for impl in impls for level in impl.levels.values())
-    for line in (status, slow_path(spec.block_size, block_tokens, capability), _other_decode(worker, impls[0], spec)):
+    for line in (status, _other_decode(worker, impls[0], spec)):
         if line is not None and worker.should_log(line):
             logger.warning("sparse-prefill: %s", line)
     order = compat.page_order(worker.vllm_config)

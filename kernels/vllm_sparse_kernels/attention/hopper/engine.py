@@ -66,7 +66,10 @@ def refusal(spec: AttendSpec) -> str | None:
     if spec.block_tokens > SIZES[spec.head_dim]["STEP"]:
         return f"blocks of {spec.block_tokens} keys with head_dim {spec.head_dim} do not fit into shared memory"
     if spec.block_tokens not in BLOCKS or spec.page_size % LEAST_BOX:
-        return f"it supports blocks of {BLOCKS} keys in pages of multiples of {LEAST_BOX}, not {spec.block_tokens} in {spec.page_size}"
+        return (
+            f"it supports blocks of 32, 64 and 128 keys in pages of a multiple of {LEAST_BOX}, "
+            f"not {spec.block_tokens} in pages of {spec.page_size}"
+        )
     if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
         return f"the cache's strides {spec.strides} do not form a matrix of tokens with rows of multiples of 16 bytes"
     return None
@@ -88,9 +91,7 @@ def attend(
     queries = _descriptor(q, q.shape[0], q.stride(1) * (num_heads - 1) + head_dim, q.stride(0), HALF.value)
     columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
     box = gcd(index.block_tokens, cache.page_size)
-    keys, values = (
-        _descriptor(x, matrix.num_rows, columns, cache.strides[1], box) for x in (cache.keys, cache.values)
-    )
+    keys, values = (_descriptor(x, matrix.num_rows, columns, cache.strides[1], box) for x in (cache.keys, cache.values))
     head_strides = HeadStrideArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
     shape = {"NUM_HEADS": num_heads, "GROUP": call.group, "BLOCK_N": index.block_tokens}
     cache_args, index_args = key_args(cache, call.rows.block_table, values=True), index.args

@@ -38,7 +38,7 @@ class BlockList:
         rows = ()
         for i in gl.static_range(config.STEP // config.BOX):
             i_box = gl.minimum(begin * BOXES + i, self.num_blocks * BOXES - 1)
-            rows = rows + (gl.load(self.places + i_box) + self.row,)
+            rows = rows + (gl.load(self.places + i_box) + self.row,)  # type: ignore[assignment] # noqa: RUF005
         return rows
 
 
