@@ -17,7 +17,12 @@ def _order(batch: Batch, index: SparseIndex) -> list[tuple[int, int]]:
     matrix = matrix_args(batch.cache)
     assert matrix is not None
     with index.workspace.frame():
-        shape = {"NUM_HEADS": index.num_heads, "GROUP": batch.call(index).group, "BLOCK_N": index.block_tokens}
+        shape = {
+            "NUM_HEADS": index.num_heads,
+            "GROUP": batch.call(index).group,
+            "BLOCK_N": index.block_tokens,
+            "BOX": index.block_tokens,
+        }
         keys = key_args(batch.cache, batch.rows.block_table)
         order = hopper._prepare(index, keys, index.args, matrix, shape).order
         return [(int(i) % index.num_heads, int(i) // index.num_heads) for i in order]

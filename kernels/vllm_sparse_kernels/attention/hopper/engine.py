@@ -41,7 +41,6 @@ class HeadStrideArgs(NamedTuple):
     """Strides of heads in q and in the cache, both viewed as matrices whose rows are tokens."""
 
     columns_per_query_head: int
-    rows_per_head: int
     columns_per_head: int
 
 
@@ -92,7 +91,7 @@ def attend(
     columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
     box = gcd(index.block_tokens, cache.page_size)
     keys, values = (_descriptor(x, matrix.num_rows, columns, cache.strides[1], box) for x in (cache.keys, cache.values))
-    head_strides = HeadStrideArgs(q.stride(1), matrix.rows_per_head, matrix.columns_per_head)
+    head_strides = HeadStrideArgs(q.stride(1), matrix.columns_per_head)
     shape = {"NUM_HEADS": num_heads, "GROUP": call.group, "BLOCK_N": index.block_tokens}
     cache_args, index_args = key_args(cache, call.rows.block_table, values=True), index.args
     with index.workspace.frame():
@@ -116,7 +115,7 @@ def _prepare(
         counter=empty(1),
     )
     prepare_kernel[(ceil_div(num_items, RANKED.value) + num_items,)](
-        index_args, cache_args, num_tiles, matrix.rows_per_page, work, **shape
+        index_args, cache_args, num_tiles, matrix.rows_per_page, matrix.rows_per_head, work, **shape
     )
     return work
 

@@ -19,7 +19,7 @@ MOST_HEADS = Constant(1 << 16)
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def prepare_kernel(
-    index, cache, num_tiles, rows_per_page, work,
+    index, cache, num_tiles, rows_per_page, rows_per_head, work,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BOX: tl.constexpr,
 ):  # fmt: skip
     """Order the work, and locate the listed blocks and stripes in the cache viewed as a matrix of tokens.
@@ -51,7 +51,8 @@ def prepare_kernel(
         b_block = tl.load(index.block_ids + o_blocks + o_n // BOXES, mask=o_n < num_boxes, other=0)
         b_position = tl.minimum(b_block * BLOCK_N + o_n % BOXES * BOX, last // BOX * BOX)
         target = work.places + o_blocks * BOXES + o_n
-        _store_places(target, b_position, o_n < num_boxes, table, cache.page_size, rows_per_page)
+        head_row = i_head // GROUP * rows_per_head
+        _store_places(target, b_position, o_n < num_boxes, table, cache.page_size, rows_per_page, head_row)
     if work.stripe_places is not None:
         o_stripes = tl.load(index.stripe_offsets + o_count)
         num_stripes = tl.load(index.stripe_counts + o_count)
@@ -64,7 +65,7 @@ def prepare_kernel(
             o_n = start + tl.arange(0, CHUNK)
             b_position = tl.load(index.stripe_positions + o_stripes + o_n, mask=o_n < num_stripes, other=0)
             target = work.stripe_places + o_stripes + o_n
-            _store_places(target, b_position, o_n < num_stripes, table, cache.page_size, rows_per_page)
+            _store_places(target, b_position, o_n < num_stripes, table, cache.page_size, rows_per_page, 0)
 
 
 @triton.jit
@@ -136,7 +137,7 @@ def _sort_key(b_cost, b_kv_head, scale):
 
 
 @triton.jit
-def _store_places(target, b_position, mask, table, page_size, rows_per_page):
+def _store_places(target, b_position, mask, table, page_size, rows_per_page, head_row):
     """Store the rows of some positions of one row of the batch in the cache viewed as a matrix of tokens."""
     page = tl.load(table + b_position // page_size, mask=mask, other=0)
-    tl.store(target, page * rows_per_page + b_position % page_size, mask=mask)
+    tl.store(target, page * rows_per_page + b_position % page_size + head_row, mask=mask)

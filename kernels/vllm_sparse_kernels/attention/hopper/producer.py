@@ -23,22 +23,21 @@ from vllm_sparse_kernels.gluon_compat import (
 class BlockList:
     """The listed blocks of an item, and the rows of their boxes in the cache viewed as a matrix."""
 
-    places: gl.tensor  # [num_blocks, boxes of a block] int32 by pointer: rows at which boxes of kv head 0 begin
+    places: gl.tensor  # [num_blocks, boxes of a block] int32 by pointer: rows at which boxes begin
     num_blocks: gl.tensor
-    row: gl.tensor  # of the item's kv head, added to each place
     column: gl.tensor  # of the item's kv head
 
     @gluon.jit
     def rows(self, begin, config):
         """Return the first rows of the boxes of a step, which begins at a block of the list.
 
-        The last box is repeated past the list's end.
+        Before the list's beginning and past its end, the rows are those of any listed boxes.
         """
         BOXES: gl.constexpr = config.BLOCK_N // config.BOX
         rows = ()
         for i in gl.static_range(config.STEP // config.BOX):
-            i_box = gl.minimum(begin * BOXES + i, self.num_blocks * BOXES - 1)
-            rows = rows + (gl.load(self.places + i_box) + self.row,)  # type: ignore[assignment] # noqa: RUF005
+            i_box = gl.minimum(gl.maximum(begin * BOXES + i, 0), self.num_blocks * BOXES - 1)
+            rows = rows + (gl.load(self.places + i_box),)  # type: ignore[assignment] # noqa: RUF005
         return rows
 
 
@@ -64,43 +63,43 @@ class Loader:
 
     @gluon.jit
     def load_blocks(self, blocks, step, tail, tail_parity):
-        """Load all blocks of an item."""
+        """Load all blocks of an item. Rows are looked up one step ahead."""
+        BLOCKS: gl.constexpr = self.config.BLOCKS
         first_blocks = self.config.first_blocks(blocks.num_blocks)
+        begin = blocks.num_blocks - first_blocks
+        num_steps = 1 + begin // BLOCKS
+        rows, next_rows = blocks.rows(begin, self.config), blocks.rows(begin - BLOCKS, self.config)
         # The cache may hold NaN past the row's end, and 0 · NaN is NaN.
         if tail >= self.config.BLOCK_N:
-            self._load_step(blocks, step, blocks.num_blocks - first_blocks)
+            self._load_step(blocks.column, rows, step)
         else:
-            self._load_step_with_tail(blocks, step, first_blocks, tail, tail_parity)
-        num_steps = 1 + (blocks.num_blocks - first_blocks) // self.config.BLOCKS
+            self._load_step_with_tail(blocks.column, rows, step, first_blocks, tail, tail_parity)
         for i in range(1, num_steps):
-            self._load_step(blocks, step.plus(i), blocks.num_blocks - first_blocks - i * self.config.BLOCKS)
+            rows = next_rows
+            next_rows = blocks.rows(begin - (i + 1) * BLOCKS, self.config)
+            self._load_step(blocks.column, rows, step.plus(i))
         return step.plus(num_steps)
 
     @gluon.jit
-    def _load_step(self, blocks, step, begin):
-        """Load the keys and values of a step, whose first block is at ``begin`` in the list.
-
-        Rows are looked up, and parities computed, before the slot is free.
-        """
+    def _load_step(self, column, rows, step):
+        """Load the keys and values of a step. Parities are computed before the slot is free."""
         keys, values = self.channels.keys(), self.channels.values()
         slot, empty_parity = step.slot(), step.parity() ^ 1
-        rows = blocks.rows(begin, self.config)
         _acquire_for_bulk_copies(keys.empty.index(slot), empty_parity)
-        self._load_boxes(self.key_boxes, blocks.column, rows, keys.full.index(slot), keys.buffers, slot)
+        self._load_boxes(self.key_boxes, column, rows, keys.full.index(slot), keys.buffers, slot)
         _acquire_for_bulk_copies(values.empty.index(slot), empty_parity)
-        self._load_boxes(self.value_boxes, blocks.column, rows, values.full.index(slot), values.buffers, slot)
+        self._load_boxes(self.value_boxes, column, rows, values.full.index(slot), values.buffers, slot)
 
     @gluon.jit
-    def _load_step_with_tail(self, blocks, step, first_blocks, tail, tail_parity):
+    def _load_step_with_tail(self, column, rows, step, first_blocks, tail, tail_parity):
         """Load step 0, and zero its values past the row's end before the consumers see them."""
         keys, values = self.channels.keys(), self.channels.values()
         slot, empty_parity = step.slot(), step.parity() ^ 1
-        rows = blocks.rows(blocks.num_blocks - first_blocks, self.config)
         _acquire_for_bulk_copies(keys.empty.index(slot), empty_parity)
-        self._load_boxes(self.key_boxes, blocks.column, rows, keys.full.index(slot), keys.buffers, slot)
+        self._load_boxes(self.key_boxes, column, rows, keys.full.index(slot), keys.buffers, slot)
         _acquire_for_bulk_copies(values.empty.index(slot), empty_parity)
         arrived = self.channels.barriers.tail_arrived.index(0)
-        self._load_boxes(self.value_boxes, blocks.column, rows, arrived, values.buffers, slot)
+        self._load_boxes(self.value_boxes, column, rows, arrived, values.buffers, slot)
         mbarrier.wait(arrived, tail_parity)
         self._zero_values(slot, (first_blocks - 1) * self.config.BLOCK_N + tail)
         values.mark_full(step)
@@ -208,9 +207,7 @@ def produce(q_desc, k_desc, v_desc, cache, head_strides, index, work, num_tiles,
         tail_parity = num_tails & 1
         o_blocks = item.i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + item.i_tile)
         block_places = work.places + o_blocks * (config.BLOCK_N // config.BOX)
-        blocks = BlockList(
-            block_places, item.num_blocks, i_kv * head_strides.rows_per_head, i_kv * head_strides.columns_per_head
-        )
+        blocks = BlockList(block_places, item.num_blocks, i_kv * head_strides.columns_per_head)
         seq_len = gl.load(index.seq_lens + tile_of(index.tiles, item.i_tile).row())
         tail = seq_len - (item.position + item.length - 1) // config.BLOCK_N * config.BLOCK_N
         step = loader.load_blocks(blocks, step, tail, tail_parity)
