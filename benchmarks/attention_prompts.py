@@ -17,7 +17,7 @@ from vllm_sparse_kernels.rows import ceil_div
 
 DENSITY = 0.1
 RUN_TOKENS = 64
-PAGE_TOKENS = 128
+PAGE_TOKENS = 16
 PLANTED = 9.0
 """Length of the vector that queries and planted keys share. It raises scaled scores by about 7 at head_dim 128."""
 

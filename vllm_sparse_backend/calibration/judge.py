@@ -35,7 +35,7 @@ from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.rows import ceil_div
 
-PAGE_TOKENS = 128
+PAGE_TOKENS = 16
 
 BEYOND_P99 = 0.01
 """Share of queries whose error is above ``HeadErrors.p99``. Few queries retrieve, so a mean hides their errors."""
@@ -305,6 +305,6 @@ def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
 
 
 def paged(x: torch.Tensor) -> torch.Tensor:
-    """Split keys or values into pages of 128 tokens. Unused places are 0: FlashAttention multiplies them by 0."""
+    """Split keys or values into pages of vLLM's usual size. Unused places are 0: FlashAttention multiplies them by 0."""
     padding = -len(x) % PAGE_TOKENS
     return pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, PAGE_TOKENS))
