@@ -128,20 +128,6 @@ def test_kernel_agrees_with_reference(case, dtype, settings):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_bulk_copies_give_the_same_lists(monkeypatch, layout):
-    """Pages contain whole blocks, which GPUs from Hopper on copy in bulk."""
-    batch = make_batch([(1400, 200), (333, 10)], 4, 2, 64, 128, torch.float16, layout=layout)
-    method = AnchorAttention(theta=3.0, step_tiles=3)
-    by_choice = [None] * 2
-    for i, bulk in enumerate((False, True)):
-        monkeypatch.setattr(module, "supports_bulk", lambda cache, bulk=bulk: bulk)
-        by_choice[i] = all_lists(select(method, batch))
-    assert by_choice[0] == by_choice[1]
-    assert any(stripes for of_head in by_choice[0] for _, stripes in of_head)
-
-
-@pytest.mark.full
 def test_groups_of_more_tiles_than_vote_at_once(monkeypatch):
     monkeypatch.setattr(module, "MOST_VOTERS", 16)
     batch = make_batch([(2176, 2060)], num_heads=1)

@@ -49,7 +49,6 @@ class VoteShape(NamedTuple):
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     GROUP: Any  # query heads of a kv head
-    PAGE: Any  # tokens of a page
     BLOCK_N: Any  # keys of a step
 
 
@@ -75,8 +74,6 @@ class KeySource(NamedTuple):
     """The keys of one row and kv head."""
 
     keys: Any  # KeyArgs
-    k_matrix: Any  # descriptor for bulk copies, or None
-    matrix: Any  # MatrixArgs, or None
     i_row: Any
     i_kv: Any
     end: Any  # position where keys end
@@ -115,9 +112,7 @@ class GroupArgs(NamedTuple):
 
 # Numbers that change from step to step must not be specialised on: a server would compile in the middle of its work.
 @triton.jit(do_not_specialize=["num_tiles"])
-def anchor_kernel(
-    queries, keys, k_matrix, matrix, tiles, heads, thetas, voters, groups, num_tiles, scale, SHAPE, VOTING,
-):  # fmt: skip
+def anchor_kernel(queries, keys, tiles, heads, thetas, voters, groups, num_tiles, scale, SHAPE, VOTING):
     """Compute the voters of one tile and head, if there are keys between initial block and window.
 
     With SAMPLE, these are the last of every SAMPLE queries, and the last of the remainder at a tile's end. If SAMPLE is
@@ -155,7 +150,7 @@ def anchor_kernel(
             is_voter = tl.arange(0, 1) < VOTING.VOTERS
             b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)
             tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_mean[None, :])
-        source = KeySource(keys, k_matrix, matrix, i_row, i_head // SHAPE.GROUP, first + length)
+        source = KeySource(keys, i_row, i_head // SHAPE.GROUP, first + length)
         b_max = _region_max(b_q, first + o_m, source, start, first, SHAPE)
         if VOTING.SAMPLE:
             b_anchor = tl.where(in_tile, b_max * scale, float("inf"))
@@ -185,20 +180,13 @@ def _region_max(b_q, o_m, source, start, first, SHAPE):
 
 @triton.jit
 def _load_block(source, position, SHAPE):
-    """Load keys [BLOCK_N, BLOCK_D] from ``position`` on, a multiple of BLOCK_N; undefined past the row's end."""
-    keys, matrix = source.keys, source.matrix
-    if source.k_matrix is not None:
-        table = keys.block_table + source.i_row.to(tl.int64) * keys.stride_table
-        i_page = position // SHAPE.PAGE
-        place = tl.load(table + i_page) * matrix.rows_per_page + position - i_page * SHAPE.PAGE
-        return source.k_matrix.load([place + source.i_kv * matrix.rows_per_head, source.i_kv * matrix.columns_per_head])
-    else:
-        o_n = position + tl.arange(0, SHAPE.BLOCK_N)
-        return load_keys(keys, source.i_row, source.i_kv, o_n, source.end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+    """Load keys [BLOCK_N, BLOCK_D] from ``position`` on."""
+    o_n = position + tl.arange(0, SHAPE.BLOCK_N)
+    return load_keys(source.keys, source.i_row, source.i_kv, o_n, source.end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_tiles", "num_sets"])
-def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_tiles, num_sets, scale, SHAPE, VOTE):
+def vote_kernel(keys, groups, voters, heads, num_heads, num_tiles, num_sets, scale, SHAPE, VOTE):
     """Let a set of (group, head) pairs of a row vote on VOTE_SPLIT keys of one kv head, COLUMNS voters at a time.
 
     ``heads`` is None if all heads are selected. With WHOLE_WORDS a vote for one key keeps all keys of its word.
@@ -223,7 +211,7 @@ def vote_kernel(keys, k_matrix, matrix, groups, voters, heads, num_heads, num_ti
         b_head = i_kv * SHAPE.GROUP + o_pair % SHAPE.GROUP
         b_offset = tl.load(group + LIST_OFFSET, mask=o_pair < num_pairs, other=0)
         b_word = b_head.to(tl.int64) * groups.num_words + b_offset // WORD
-        source = KeySource(keys, k_matrix, matrix, i_row, i_kv, INITIAL + end)
+        source = KeySource(keys, i_row, i_kv, INITIAL + end)
         row_voters = RowVoters(voters, groups.table + i_first * GROUP_FIELDS, num_pairs, i_kv * SHAPE.GROUP, num_tiles)
         most = 0
         if VOTE.ONE_PASS:

@@ -76,9 +76,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, descriptors_of, matrix_args, supports_bulk
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
@@ -101,7 +99,7 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     vote_kernel,
 )
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.paged import PagedCache, key_args, padded_dim, query_args, wide_dtype
+from vllm_sparse_kernels.paged import key_args, padded_dim, query_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
 from vllm_sparse_kernels.selection.parameters import require
 
@@ -242,27 +240,25 @@ class AnchorAttention(Method):
         block_d = padded_dim(cache.head_dim)
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, to fit shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
-        matrix, descriptor = _matrix(cache, block_n)
-        keys = key_args(cache, rows.block_table), descriptor, matrix
+        keys = key_args(cache, rows.block_table)
         shape = compile_time(
             VoteShape(
                 HEAD_DIM=cache.head_dim,
                 BLOCK_D=block_d,
                 GROUP=group,
-                PAGE=cache.page_size,
                 BLOCK_N=block_n,
             )
         )
-        # Two programs on a multiprocessor: one multiplies while the other takes maxima.
         options = {
             "num_warps": 8,
-            "num_stages": _num_stages(block_d, block_n, descriptor is not None, shared_bytes(q.device)),
-            "maxnreg": 128 if descriptor else None,
+            "num_stages": _num_stages(block_d, block_n, shared_bytes(q.device)),
+            # Uncapped, Hopper's assembler converts the first queries of 256 dims before it loads the last.
+            "maxnreg": 128 if narrow else None,
         }
         queries = max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS
         voting = Voting(queries, self.sample_tokens, self.tile_voters)
         anchor_kernel[(rows.num_tiles, len(heads))](
-            query_args(q), *keys, rows.tiles, heads, call.parameters("kernel_theta"), voters, args,
+            query_args(q), keys, rows.tiles, heads, call.parameters("kernel_theta"), voters, args,
             rows.num_tiles, call.scale,
             shape, compile_time(voting), **options,
         )  # fmt: skip
@@ -279,7 +275,7 @@ class AnchorAttention(Method):
             WHOLE_WORDS=self.whole_blocks,
         )
         vote_kernel[(num_sets * cache.num_kv_heads, splits, rows.num_rows)](
-            *keys, args, voters, None if len(heads) == call.index.num_heads else heads, len(heads),
+            keys, args, voters, None if len(heads) == call.index.num_heads else heads, len(heads),
             rows.num_tiles, num_sets, call.scale,
             shape, compile_time(split), **options,
         )  # fmt: skip
@@ -299,16 +295,7 @@ class AnchorAttention(Method):
         )  # fmt: skip
 
 
-def _num_stages(block_d: int, block_n: int, by_bulk_copies: bool, limit_bytes: int) -> int:
+def _num_stages(block_d: int, block_n: int, limit_bytes: int) -> int:
     """Return the pipeline stages of ``anchor_kernel`` for two buffers of ``block_n`` keys, or one if two do not fit."""
     two_buffers = 2 * block_d * (TILE_TOKENS + 2 * block_n) + 1024
-    num_buffers = 2 if two_buffers <= limit_bytes else 1
-    return num_buffers if by_bulk_copies else num_buffers + 1
-
-
-def _matrix(cache: PagedCache, block_tokens: int) -> tuple[MatrixArgs | None, TensorDescriptor | None]:
-    """Return descriptors of the keys for bulk copies of ``block_tokens`` rows; (None, None) without bulk copies."""
-    matrix = matrix_args(cache) if cache.page_size % block_tokens == 0 and supports_bulk(cache) else None
-    if matrix is None:
-        return None, None
-    return matrix, descriptors_of(cache, matrix, block_tokens)[0]
+    return 3 if two_buffers <= limit_bytes else 2
