@@ -123,10 +123,7 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         stack.enter_context(compiling_for(GPUTarget("cuda", capability, 32)))
         for module, name, answer in answers:
             stack.enter_context(patch.object(module, name, return_value=answer))
-        for module in (portable, anchors):
-            stack.enter_context(
-                patch.object(module, "supports_bulk", lambda cache: bulk and _has_bulk(capability, cache))
-            )
+        stack.enter_context(patch.object(anchors, "supports_bulk", lambda cache: bulk and _has_bulk(capability, cache)))
         yield
 
 

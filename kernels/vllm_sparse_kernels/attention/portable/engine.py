@@ -8,10 +8,6 @@ block touches the diagonal, then gathers the tile's stripes.
 Programs run kv head by kv head, with the heaviest tile first and the heads of a group side by side. The keys and values
 of one kv head therefore stay in the L2 cache while all of its readers run.
 
-Blocks are loaded in one of two ways. If a block lies within a page, its *place*, a row of the cache seen as a matrix,
-is looked up only once, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
-cost a look-up in the block table for every key.
-
 Heads may request the approximations of ``AttendOptions``. One launch serves a layer of mixed heads, and each program
 uses its head's options.
 """
@@ -24,14 +20,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
+from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
 from vllm_sparse_kernels.engine_choice import capability_of
-from vllm_sparse_kernels.index import IndexArgs, SparseIndex
-from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args, padded_dim
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache, key_args, padded_dim
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 STRIPE_STEP = 64
@@ -74,14 +70,6 @@ def attend(
     """Compute attention, exact to rounding without ``options``, in fp16, bf16 or fp8; fp32 in the interpreter."""
     q, cache, index, rows = call.q, call.cache, call.index, call.rows
     num_heads, head_dim = index.num_heads, cache.head_dim
-    matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
-    bulk = matrix is not None and supports_bulk(cache)
-    cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
-    descriptors: list[TensorDescriptor] | tuple[None, None] = (None, None)
-    if matrix is not None:
-        index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index, index_args))
-        if bulk:
-            descriptors = descriptors_of(cache, matrix, index.block_tokens)
     block_d, limit_bytes = padded_dim(head_dim), shared_bytes(q.device)
     num_queries = program_queries(head_dim, limit_bytes)
     num_parts = TILE_TOKENS // num_queries
@@ -99,13 +87,13 @@ def attend(
         )
     )
     args = (
-        AttendArgs.of(q, out, sinks), cache_args, *descriptors, matrix, index_args, call.scale * LOG2_E.value,
-        cache.value_scale,
+        AttendArgs.of(q, out, sinks), key_args(cache, rows.block_table, values=True), index.args,
+        call.scale * LOG2_E.value, cache.value_scale,
     )  # fmt: skip
     grid = (rows.num_tiles * num_heads * num_parts,)
     num_warps = _num_warps(num_queries, block_d)
     num_stages = _num_stages(index.block_tokens, head_dim, limit_bytes)
-    option_args = _option_args(options, cache, index, bulk)
+    option_args = _option_args(options, cache, index)
     attend_kernel[grid](*args, *option_args, shape, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -204,30 +192,18 @@ def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> 
 
 
 def _option_args(
-    options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
-    """Return margins to skip, flags of the 8-bit heads, 8-bit keys and their descriptor, or None for each."""
+    options: AttendOptions | None, cache: PagedCache, index: SparseIndex
+) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None]:
+    """Return margins to skip, flags of the 8-bit heads and 8-bit keys, or None for each."""
     # The results are separate arguments: Triton 3.6 cannot compare a tuple that contains None with None.
     if options is None:
-        return None, None, None, None
+        return None, None, None
     if options.int8_heads is None:
-        return options.skip_margins, None, None, None
+        return options.skip_margins, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
     keys = smooth_keys(cache, index.rows, index.workspace)
-    _, num_keys, block_d = keys.integers.shape
-    smooth = SmoothArgs(index.block_ids, *keys, num_keys, keys.means.stride(0))
-    matrix = TensorDescriptor.from_tensor(keys.integers.view(-1, block_d), [index.block_tokens, block_d])
-    return options.skip_margins, int8_heads, smooth, matrix if bulk else None
-
-
-def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex, index_args: IndexArgs) -> torch.Tensor:
-    """Compute each block's first row in the matrix, without the kv head's part: int32 like ``index.block_ids``."""
-    places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
-    place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
-        index_args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
-        BLOCK_N=index.block_tokens,
-    )  # fmt: skip
-    return places
+    smooth = SmoothArgs(index.block_ids, *keys, keys.integers.shape[1], keys.means.stride(0))
+    return options.skip_margins, int8_heads, smooth
 
 
 PORTABLE = AttendEngine("portable", refusal, attend)
