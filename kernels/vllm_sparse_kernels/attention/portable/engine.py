@@ -50,10 +50,9 @@ class MatrixArgs(NamedTuple):
 
 
 class SmoothArgs(NamedTuple):
-    """8-bit keys (``SmoothKeys``) as arguments of kernels, with block ids, because these keys are not paged."""
+    """8-bit keys (``SmoothKeys``) as arguments of kernels."""
 
-    block_ids: Any  # [num_heads, block_capacity] int32, as in ``IndexArgs``
-    integers: Any  # the other tensors as in ``SmoothKeys``
+    integers: Any
     scales: Any
     means: Any
     rows: Any
@@ -202,7 +201,7 @@ def _option_args(
         return options.skip_margins, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
     keys = smooth_keys(cache, index.rows, index.workspace)
-    smooth = SmoothArgs(index.block_ids, *keys, keys.integers.shape[1], keys.means.stride(0))
+    smooth = SmoothArgs(*keys, keys.integers.shape[1], keys.means.stride(0))
     return options.skip_margins, int8_heads, smooth
 
 

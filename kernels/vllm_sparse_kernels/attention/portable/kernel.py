@@ -125,9 +125,7 @@ def _walk_int8(b_q, smooth, lists, index, program, source, scale, margin, softma
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
     b_int, query_scale = quantize(b_q.to(tl.float32))
     first_key = program.i_kv * smooth.num_keys + tl.load(smooth.rows + program.i_row * ROW_FIELDS + 3)
-    block_ids = smooth.block_ids + program.i_head.to(tl.int64) * index.stride_blocks
-    block_ids += tl.load(index.block_offsets + program.i_tile)
-    int8_keys = Int8Keys(block_ids, smooth.integers, smooth.scales, first_key, query_scale * scale)
+    int8_keys = Int8Keys(smooth.integers, smooth.scales, first_key, query_scale * scale)
     softmax = _walk(b_int, int8_keys, lists, index, program, source, 1.0, margin, softmax, SHAPE)
     return Softmax(softmax.b_acc, softmax.b_max + b_shift, softmax.b_sum)
 
@@ -207,7 +205,7 @@ def _full_blocks(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     """
     for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
         i_block = tl.load(lists.blocks + i)
-        b_k, b_dot_scale = _load_keys(int8_keys, i, i_block, source, SHAPE)  # [N, D]
+        b_k, b_dot_scale = _load_keys(int8_keys, i_block, source, SHAPE)  # [N, D]
         if SHAPE.AHEAD > 0:
             b_v = _load_block(VALUES, i_block, source, SHAPE)
             if lists.num_full > 0:
@@ -228,7 +226,7 @@ def _diagonal_blocks(b_q, int8_keys, lists, program, source, scale, margin, soft
     for i in range(lists.num_full, lists.num_blocks):
         i_block = tl.load(lists.blocks + i)
         o_n = (first_block + i - lists.num_full) * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
-        b_k, b_dot_scale = _load_keys(int8_keys, i, i_block, source, SHAPE)
+        b_k, b_dot_scale = _load_keys(int8_keys, i_block, source, SHAPE)
         b_s = _score(b_q, b_k, b_dot_scale, int8_keys)
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
@@ -264,12 +262,12 @@ def _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax,
 
 
 @triton.jit
-def _load_keys(int8_keys, i, i_block, source, SHAPE):
-    """Load the keys [BLOCK_N, BLOCK_D] of the list's i-th block and, for 8-bit keys, the scale of each product."""
+def _load_keys(int8_keys, i_block, source, SHAPE):
+    """Load the keys [BLOCK_N, BLOCK_D] of a block and, for 8-bit keys, the scale of each product."""
     if int8_keys is None:
         return _load_block(KEYS, i_block, source, SHAPE), 1.0
     else:
-        return load_int8_block(int8_keys, i, SHAPE)
+        return load_int8_block(int8_keys, i_block, SHAPE)
 
 
 @triton.jit
