@@ -22,8 +22,8 @@ from vllm_sparse_kernels.workspace import Workspace
 
 META = torch.device("meta")
 
-PAGES = (16, 128)
-"""Pages of the smallest size, in which FlashAttention's block tables are widest, and pages that hold whole blocks."""
+PAGE_SIZE = 16
+"""The smallest page: FlashAttention's block tables are widest, and the engine ``hopper`` copies most boxes."""
 
 
 @contextmanager
@@ -56,23 +56,22 @@ def count_bytes(layer: Layer, rows: Rows, num_kv_heads: int, head_dim: int, dtyp
     """
     workspace = Workspace(META)
     q = torch.empty(rows.end_token, layer.num_heads, head_dim, dtype=dtype, device=META)
-    for page_size in PAGES:
-        page = torch.empty(1, page_size, num_kv_heads, 2 * head_dim, dtype=dtype, device=META)
-        cache = PagedCache(*page.split(head_dim, dim=-1))
-        with workspace.frame(), without_launches():
-            call = layer.new_call(q, cache, rows, 1.0, workspace)
-            if not layer.by_kernels:  # the references allocate nothing else here
-                continue
-            for group in layer.plan.groups:
-                spec = SelectSpec(group.method, META, head_dim)
-                for select_engine in group.method.select_engines:
-                    if select_engine.refusal(spec) is None:
-                        with workspace.frame():
-                            select_engine.select(replace(call, heads=group))
-            for engine in engines(FlashAttention.of_version(3, _no_attention)).values():
-                if engine.refusal(AttendSpec.of(cache, call.index, layer.options)) is None:
+    page = torch.empty(1, PAGE_SIZE, num_kv_heads, 2 * head_dim, dtype=dtype, device=META)
+    cache = PagedCache(*page.split(head_dim, dim=-1))
+    with workspace.frame(), without_launches():
+        call = layer.new_call(q, cache, rows, 1.0, workspace)
+        if not layer.by_kernels:  # the references allocate nothing else here
+            return workspace.peak_bytes
+        for group in layer.plan.groups:
+            spec = SelectSpec(group.method, META, head_dim)
+            for select_engine in group.method.select_engines:
+                if select_engine.refusal(spec) is None:
                     with workspace.frame():
-                        engine.attend(call, torch.empty_like(q), options=layer.options)
+                        select_engine.select(replace(call, heads=group))
+        for engine in engines(FlashAttention.of_version(3, _no_attention)).values():
+            if engine.refusal(AttendSpec.of(cache, call.index, layer.options)) is None:
+                with workspace.frame():
+                    engine.attend(call, torch.empty_like(q), options=layer.options)
     return workspace.peak_bytes
 
 

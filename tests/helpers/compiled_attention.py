@@ -2,7 +2,7 @@
 """The engine ``portable`` compiled for GPUs that are not present: usage of each kernel, by case.
 
 A case is a compute capability, head dim, block size in tokens, and the options of the heads: ``plain``; ``options`` for
-skipped products and 8-bit scores; or ``pages`` for pages smaller than a block, and stripes. Nothing is launched.
+skipped products and 8-bit scores; or ``stripes`` for an index that has some. Nothing is launched.
 """
 
 import torch
@@ -21,9 +21,8 @@ def attention_kernels(case: str) -> dict[str, Usage]:
         case: such as ``89-128-64-plain``; see the module.
     """
     capability, head_dim, block_tokens, wanted = case.split("-")
-    page_size, stripes = (16, 30) if wanted == "pages" else (128, 0)
-    batch = random_batch([(600, 200)], 4, 2, int(head_dim), page_size, dtype=torch.bfloat16)
-    index = random_index(batch, int(block_tokens), 0.2, stripes=stripes)
+    batch = random_batch([(600, 200)], 4, 2, int(head_dim), page_size=16, dtype=torch.bfloat16)
+    index = random_index(batch, int(block_tokens), 0.2, stripes=30 if wanted == "stripes" else 0)
     options = None
     if wanted == "options":
         options = AttendOptions.from_heads([-5.0] * 4, [True, False, True, False], torch.device("cpu"))

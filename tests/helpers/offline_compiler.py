@@ -72,15 +72,13 @@ def compiling_for(target: GPUTarget = HOPPER_TARGET) -> Iterator[None]:
 
 
 @contextmanager
-def card(capability: int, bulk: bool = True) -> Iterator[None]:
+def card(capability: int) -> Iterator[None]:
     """Compile, size and choose kernels as on a card of this compute capability.
 
     Calls that query the device's capability or shared memory get the card's values; tensors stay on the CPU. Gluon
     kernels for Hopper are left out, because other tests compile them.
 
-    Args:
-        capability: a key of ``SHARED_KIB``, 90 for Hopper.
-        bulk: whether caches can be read by bulk copies, if the card has them.
+    ``capability`` is a key of ``SHARED_KIB``, 90 for Hopper.
     """
     from vllm_sparse_kernels import block_width
     from vllm_sparse_kernels.attention.portable import engine as portable
@@ -108,9 +106,9 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         (anchors, "shared_bytes", limit_bytes),
         (sale_scores, "shared_bytes", limit_bytes),
         (mla_attention, "shared_bytes", limit_bytes),
-        (mla_attention, "has_bulk_copies", capability >= 90 and bulk),
+        (mla_attention, "has_bulk_copies", capability >= 90),
         (mla_prefill, "runs_kernels", True),
-        (mla_products, "has_bulk_copies", capability >= 90 and bulk),
+        (mla_products, "has_bulk_copies", capability >= 90),
         (mla_products, "capability_of", divmod(capability, 10)),
         (mla_products, "_arithmetic", "float16" if capability == 90 else "float32"),
         (mla_selection, "stored_dtype", fp8 if capability >= 89 else torch.float16),
@@ -123,15 +121,7 @@ def card(capability: int, bulk: bool = True) -> Iterator[None]:
         stack.enter_context(compiling_for(GPUTarget("cuda", capability, 32)))
         for module, name, answer in answers:
             stack.enter_context(patch.object(module, name, return_value=answer))
-        stack.enter_context(
-            patch.object(portable, "supports_bulk", lambda cache: bulk and _has_bulk(capability, cache))
-        )
         yield
-
-
-def _has_bulk(capability: int, cache: Any) -> bool:
-    """Return the result of ``portable.supports_bulk`` on such a card."""
-    return capability >= 90 and cache.head_dim & (cache.head_dim - 1) == 0
 
 
 @cache

@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from unittest.mock import patch
 
 import torch
 
@@ -84,17 +83,16 @@ def clear_margin(margins: torch.Tensor) -> float:
     return float(near[widest : widest + 2].mean())
 
 
-def run(batch: Batch, index: SparseIndex, options: AttendOptions | None, bulk: bool = False) -> torch.Tensor:
+def run(batch: Batch, index: SparseIndex, options: AttendOptions | None) -> torch.Tensor:
     out = batch.empty_out()
-    with patch.object(portable, "supports_bulk", lambda cache: bulk):
-        portable.attend(batch.call(index), out, options, batch.sinks)
+    portable.attend(batch.call(index), out, options, batch.sinks)
     return out
 
 
-def check(batch: Batch, index: SparseIndex, options: AttendOptions, bulk: bool = False) -> None:
+def check(batch: Batch, index: SparseIndex, options: AttendOptions) -> None:
     """Check the output against the reference with the same options, within the budget of attention without options."""
     exact, expected = expected_attention(batch, index), expected_attention(batch, index, options)
-    assert_close(Expected(expected.out, exact.budget), run(batch, index, options, bulk))
+    assert_close(Expected(expected.out, exact.budget), run(batch, index, options))
     if (margins := options.skip_margins) is not None:
         moved = (expected.out - exact.out)[:, margins > -math.inf].nan_to_num().abs().max()
         assert float(moved) > 1.5 * exact.budget, "what is skipped does not show: the case shows nothing"

@@ -305,6 +305,6 @@ def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
 
 
 def paged(x: torch.Tensor) -> torch.Tensor:
-    """Split keys or values into pages of vLLM's usual size. Unused places are 0: FlashAttention multiplies them by 0."""
+    """Split keys or values into pages of 16 tokens. Unused places are 0: FlashAttention multiplies them by 0."""
     padding = -len(x) % PAGE_TOKENS
     return pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, PAGE_TOKENS))

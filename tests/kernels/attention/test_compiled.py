@@ -19,7 +19,7 @@ MATRIX = [
     for capability, limit_kib in SHARED_KIB.items()
     for head_dim in (64, 128, 256, 512)
     if (block_tokens := widest_block(head_dim, limit_kib << 10))
-    for wanted in (("plain",) if head_dim == 64 else ("plain", "options", "pages"))
+    for wanted in (("plain",) if head_dim == 64 else ("plain", "options", "stripes"))
 ]
 """The widest blocks that the engine accepts, which need the most shared memory; it refuses all for head dim 512 on
 cards with less than 227 KiB. Head dim 64 needs less than 128 with the same options."""

@@ -9,14 +9,13 @@ import torch
 
 from tests.helpers.batches import random_batch, random_index
 from vllm_sparse_kernels.attention.hopper import engine as hopper
-from vllm_sparse_kernels.attention.portable.engine import matrix_args
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import key_args
 
 
 def _prepare(batch: Batch, index: SparseIndex, box: int) -> hopper.WorkArgs:
-    matrix = matrix_args(batch.cache)
+    matrix = hopper.matrix_args(batch.cache)
     assert matrix is not None
     group = batch.call(index).group
     shape = {"NUM_HEADS": index.num_heads, "GROUP": group, "BLOCK_N": index.block_tokens, "BOX": box}
@@ -51,7 +50,7 @@ def test_boxes_of_listed_blocks_hold_their_keys(page_size: int, layout: str) -> 
     """A page holds 16 or more keys of a block. Boxes past a row's end, which may have no page, repeat the last box."""
     batch = random_batch([(77, 40), (0, 50), (640, 129)], 4, 2, 64, page_size, layout=layout)
     index, cache, box = random_index(batch, 64, 0.5), batch.cache, gcd(64, page_size)
-    matrix = matrix_args(cache)
+    matrix = hopper.matrix_args(cache)
     assert matrix is not None
     with index.workspace.frame():
         places = _prepare(batch, index, box).places.view(index.num_heads, -1, 64 // box)

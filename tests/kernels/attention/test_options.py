@@ -18,7 +18,6 @@ from tests.helpers.option_cases import (
 )
 from vllm_sparse_kernels.attention import PORTABLE, reference
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.attention.portable.engine import supports_bulk
 from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
 from vllm_sparse_kernels.engine_trial import expected_attention
 from vllm_sparse_kernels.workspace import Workspace
@@ -168,13 +167,10 @@ def test_options_that_nobody_asks_for():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize(("head_dim", "block_tokens"), [(128, 64), (128, 128), (64, 128), (256, 64)])
 @pytest.mark.parametrize("lengths", [[(1000, 2049)], [(4000, 1000), (700, 63), (1300, 129)]], ids=str)
-def test_on_gpu(lengths, head_dim, block_tokens, bulk, dtype):
+def test_on_gpu(lengths, head_dim, block_tokens, dtype):
     batch = lossless_batch(lengths, 8, 2, head_dim, 128, dtype, "cuda")
-    if bulk and not supports_bulk(batch.cache):
-        pytest.skip("bulk tensor copies need Hopper or later")
     index = random_index(batch, block_tokens, 0.5, stripes=200)
-    check(batch, index, mixed_options(batch, index), bulk)
-    check(batch, index, mixed_options(batch, index, int8=False), bulk)
+    check(batch, index, mixed_options(batch, index))
+    check(batch, index, mixed_options(batch, index, int8=False))

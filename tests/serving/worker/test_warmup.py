@@ -32,7 +32,6 @@ from vllm_sparse_backend.serving.worker.warmup import warm_up
 from vllm_sparse_backend.streaming_heads import streaming_method
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import AttendEngine, FlashAttention
-from vllm_sparse_kernels.attention.portable import engine as portable
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
@@ -134,17 +133,13 @@ class TestKeys:
         monkeypatch.setattr(compat, "flash_attention", lambda: FlashAttention.of_version(3, uncomputed))
 
     @pytest.mark.full
-    @pytest.mark.parametrize(
-        ("page_size", "bulk", "engine"), [(16, False, "portable"), (128, True, "portable"), (128, True, "flash")]
-    )
+    @pytest.mark.parametrize(("page_size", "engine"), [(16, "portable"), (128, "portable"), (128, "flash")])
     @pytest.mark.parametrize(("method", "params"), CASES, ids=str)
     def test_no_step_brings_a_kernel_that_warm_up_did_not_meet(
-        self, method: str, params: dict[str, Any], page_size: int, bulk: bool, engine: str,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
+        self, method: str, params: dict[str, Any], page_size: int, engine: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         if engine == "flash" and ("int8_scores" in params or "skip_margin" in params):
             pytest.skip("FlashAttention has no such options")
-        monkeypatch.setattr(portable, "supports_bulk", lambda cache: bulk)
         steps = [*random_steps(seed=page_size, number=12), *SINGLE]
         served = check_keys(make_impls(method, params, CPU, engine), page_size, engine, steps, monkeypatch)
         assert {"portable": "attend_kernel", "flash": "finish_kernel"}[engine] in {name for name, _ in served}

@@ -14,12 +14,11 @@ import torch
 
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.attention.portable.engine import MatrixArgs, matrix_args
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.engine_choice import MISSING_GLUON, gluon_refusal
 from vllm_sparse_kernels.index import IndexArgs, SparseIndex
-from vllm_sparse_kernels.paged import KeyArgs, key_args
+from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import ceil_div
 
 if MISSING_GLUON is None:
@@ -35,6 +34,15 @@ BLOCKS = (32, 64, 128)
 
 LEAST_BOX = 16
 """Fewest keys of a bulk copy."""
+
+
+class MatrixArgs(NamedTuple):
+    """The cache viewed as a matrix whose rows are tokens: strides of kv heads and pages in it."""
+
+    num_rows: int
+    rows_per_page: int
+    rows_per_head: int
+    columns_per_head: int
 
 
 class HeadStrideArgs(NamedTuple):
@@ -100,6 +108,24 @@ def attend(
             queries, keys, values, AttendArgs.of(q, out, sinks), cache_args, head_strides, index_args, work,
             num_tiles, call.scale * LOG2_E.value, **shape, D=head_dim, STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
+
+
+def matrix_args(cache: PagedCache) -> MatrixArgs | None:
+    """View the cache as a matrix of tokens.
+
+    In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
+    """
+    stride_page, stride_token, stride_head = cache.strides
+    if stride_page % stride_token:
+        return None
+    rows_per_page = stride_page // stride_token
+    num_rows = (cache.keys.shape[0] - 1) * rows_per_page + cache.page_size
+    if stride_head * cache.num_kv_heads <= stride_token:
+        return MatrixArgs(num_rows, rows_per_page, 0, stride_head)
+    if stride_head % stride_token == 0:
+        rows_per_head = stride_head // stride_token
+        return MatrixArgs(num_rows + (cache.num_kv_heads - 1) * rows_per_head, rows_per_page, rows_per_head, 0)
+    return None
 
 
 def _prepare(

@@ -8,10 +8,6 @@ block touches the diagonal, then gathers the tile's stripes.
 Programs run kv head by kv head, with the heaviest tile first and the heads of a group side by side. The keys and values
 of one kv head therefore stay in the L2 cache while all of its readers run.
 
-Blocks are loaded in one of two ways. If a block lies within a page, its *place*, a row of the cache seen as a matrix,
-is looked up only once, and the block is fetched by a bulk tensor copy (Hopper and later) or by pointers. Smaller pages
-cost a look-up in the block table for every key.
-
 Heads may request the approximations of ``AttendOptions``. One launch serves a layer of mixed heads, and each program
 uses its head's options.
 """
@@ -20,18 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
-from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel, place_blocks_kernel
+from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel
 from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
+from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
-from vllm_sparse_kernels.engine_choice import capability_of
-from vllm_sparse_kernels.index import IndexArgs, SparseIndex
-from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args, padded_dim
+from vllm_sparse_kernels.index import SparseIndex
+from vllm_sparse_kernels.paged import PagedCache, key_args, padded_dim
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 STRIPE_STEP = 64
@@ -44,20 +38,10 @@ RESULT_ELEMENTS = 128 * 256
 """Largest result of a program, in float32 elements held in registers: 128 per thread of 8 warps."""
 
 
-class MatrixArgs(NamedTuple):
-    """The cache viewed as a matrix whose rows are tokens: strides of kv heads and pages in it."""
-
-    num_rows: int
-    rows_per_page: int
-    rows_per_head: int
-    columns_per_head: int
-
-
 class SmoothArgs(NamedTuple):
-    """8-bit keys (``SmoothKeys``) as arguments of kernels, with block ids, because these keys are not paged."""
+    """8-bit keys (``SmoothKeys``) as arguments of kernels."""
 
-    block_ids: Any  # [num_heads, block_capacity] int32, as in ``IndexArgs``
-    integers: Any  # the other tensors as in ``SmoothKeys``
+    integers: Any
     scales: Any
     means: Any
     rows: Any
@@ -74,14 +58,6 @@ def attend(
     """Compute attention, exact to rounding without ``options``, in fp16, bf16 or fp8; fp32 in the interpreter."""
     q, cache, index, rows = call.q, call.cache, call.index, call.rows
     num_heads, head_dim = index.num_heads, cache.head_dim
-    matrix = matrix_args(cache) if cache.page_size % index.block_tokens == 0 else None
-    bulk = matrix is not None and supports_bulk(cache)
-    cache_args, index_args = key_args(cache, rows.block_table, values=True), index.args
-    descriptors: list[TensorDescriptor] | tuple[None, None] = (None, None)
-    if matrix is not None:
-        index_args = index_args._replace(block_ids=_place_blocks(cache_args, matrix, index, index_args))
-        if bulk:
-            descriptors = descriptors_of(cache, matrix, index.block_tokens)
     block_d, limit_bytes = padded_dim(head_dim), shared_bytes(q.device)
     num_queries = program_queries(head_dim, limit_bytes)
     num_parts = TILE_TOKENS // num_queries
@@ -99,13 +75,13 @@ def attend(
         )
     )
     args = (
-        AttendArgs.of(q, out, sinks), cache_args, *descriptors, matrix, index_args, call.scale * LOG2_E.value,
-        cache.value_scale,
+        AttendArgs.of(q, out, sinks), key_args(cache, rows.block_table, values=True), index.args,
+        call.scale * LOG2_E.value, cache.value_scale,
     )  # fmt: skip
     grid = (rows.num_tiles * num_heads * num_parts,)
     num_warps = _num_warps(num_queries, block_d)
     num_stages = _num_stages(index.block_tokens, head_dim, limit_bytes)
-    option_args = _option_args(options, cache, index, bulk)
+    option_args = _option_args(options, cache, index)
     attend_kernel[grid](*args, *option_args, shape, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -166,68 +142,19 @@ def _buffers_ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_marg
     return 2 if _needed_bytes(block_tokens, head_dim, 2, limit_bytes) + extra <= limit_bytes else int(with_margins)
 
 
-def supports_bulk(cache: PagedCache) -> bool:
-    """Return whether a cache that is a matrix of tokens can be read by bulk tensor copies."""
-    keys = cache.keys
-    return (
-        capability_of(keys.device) >= HOPPER_CAPABILITY
-        and cache.head_dim & (cache.head_dim - 1) == 0
-        and keys.data_ptr() % 16 == 0
-        and cache.values.data_ptr() % 16 == 0
-        and all(s * keys.element_size() % 16 == 0 for s in cache.strides)
-    )
-
-
-def matrix_args(cache: PagedCache) -> MatrixArgs | None:
-    """View the cache as a matrix of tokens.
-
-    In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
-    """
-    stride_page, stride_token, stride_head = cache.strides
-    if stride_page % stride_token:
-        return None
-    rows_per_page = stride_page // stride_token
-    num_rows = (cache.keys.shape[0] - 1) * rows_per_page + cache.page_size
-    if stride_head * cache.num_kv_heads <= stride_token:
-        return MatrixArgs(num_rows, rows_per_page, 0, stride_head)
-    if stride_head % stride_token == 0:
-        rows_per_head = stride_head // stride_token
-        return MatrixArgs(num_rows + (cache.num_kv_heads - 1) * rows_per_head, rows_per_page, rows_per_head, 0)
-    return None
-
-
-def descriptors_of(cache: PagedCache, matrix: MatrixArgs, block_tokens: int) -> list[TensorDescriptor]:
-    """Build descriptors of keys and values for bulk copies."""
-    shape = [matrix.num_rows, matrix.columns_per_head * (cache.num_kv_heads - 1) + cache.head_dim]
-    strides, block = [cache.strides[1], 1], [block_tokens, cache.head_dim]
-    return [TensorDescriptor(x, shape, strides, block) for x in (cache.keys, cache.values)]
-
-
 def _option_args(
-    options: AttendOptions | None, cache: PagedCache, index: SparseIndex, bulk: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None, TensorDescriptor | None]:
-    """Return margins to skip, flags of the 8-bit heads, 8-bit keys and their descriptor, or None for each."""
+    options: AttendOptions | None, cache: PagedCache, index: SparseIndex
+) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None]:
+    """Return margins to skip, flags of the 8-bit heads and 8-bit keys, or None for each."""
     # The results are separate arguments: Triton 3.6 cannot compare a tuple that contains None with None.
     if options is None:
-        return None, None, None, None
+        return None, None, None
     if options.int8_heads is None:
-        return options.skip_margins, None, None, None
+        return options.skip_margins, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
     keys = smooth_keys(cache, index.rows, index.workspace)
-    _, num_keys, block_d = keys.integers.shape
-    smooth = SmoothArgs(index.block_ids, *keys, num_keys, keys.means.stride(0))
-    matrix = TensorDescriptor.from_tensor(keys.integers.view(-1, block_d), [index.block_tokens, block_d])
-    return options.skip_margins, int8_heads, smooth, matrix if bulk else None
-
-
-def _place_blocks(cache: KeyArgs, matrix: MatrixArgs, index: SparseIndex, index_args: IndexArgs) -> torch.Tensor:
-    """Compute each block's first row in the matrix, without the kv head's part: int32 like ``index.block_ids``."""
-    places = index.workspace.empty(*index.block_ids.shape, dtype=torch.int32)
-    place_blocks_kernel[(index.rows.num_tiles, index.num_heads)](
-        index_args, cache.block_table, cache.stride_table, places, cache.page_size, matrix.rows_per_page,
-        BLOCK_N=index.block_tokens,
-    )  # fmt: skip
-    return places
+    smooth = SmoothArgs(*keys, keys.integers.shape[1], keys.means.stride(0))
+    return options.skip_margins, int8_heads, smooth
 
 
 PORTABLE = AttendEngine("portable", refusal, attend)

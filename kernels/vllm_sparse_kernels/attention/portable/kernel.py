@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of the engine ``portable``: places of blocks in the cache, and attention of one (query head, tile)."""
+"""The kernel of the engine ``portable``: attention of one (query head, tile)."""
 
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ from vllm_sparse_kernels.attention.smooth_keys import quantize
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
 from vllm_sparse_kernels.paged import key_offsets, load_queries
-from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile
+from vllm_sparse_kernels.rows import ROW_FIELDS
+from vllm_sparse_kernels.selection.lists import load_tile
 
 KEYS = Constant(0)
 VALUES = Constant(1)
@@ -53,7 +53,7 @@ class Program(NamedTuple):
 class BlockList(NamedTuple):
     """The list of blocks of one tile and head."""
 
-    blocks: Any  # pointer to the ids of the blocks, or to their places
+    blocks: Any  # pointer to the ids of the blocks
     num_full: Any  # blocks before the tile's diagonal, which need no mask
     num_blocks: Any  # blocks up to the last query of the program
 
@@ -62,42 +62,13 @@ class KeyValueSource(NamedTuple):
     """The keys and values of one row and kv head."""
 
     cache: Any  # KeyArgs with values
-    k_matrix: Any  # descriptor of the keys for bulk copies, or None
-    v_matrix: Any
-    matrix: Any  # MatrixArgs; None if blocks have no places
-    int8_matrix: Any  # descriptor of the 8-bit keys for bulk copies, or None
     table: Any  # pointer to the row's pages
     i_kv: Any
     tile_end: Any  # position after the tile's last query
 
 
 @triton.jit
-def place_blocks_kernel(index, block_table, stride_table, places, page_size, rows_per_page, BLOCK_N: tl.constexpr):
-    """Write the places of the blocks of one (query head, tile) in the cache viewed as a matrix of tokens.
-
-    The place of block j of a row is block_table[row, BLOCK_N j // page_size] · rows_per_page + BLOCK_N j mod page_size.
-    Grid: (tiles, query heads). Bound by the latency of its dependent loads; it moves a few bytes per block.
-
-    Args:
-        block_table: [num_rows, max_pages] int32.
-        stride_table: Elements between two rows of ``block_table``.
-    """
-    i_tile, i_head = tl.program_id(0), tl.program_id(1)
-    i_row = tl.load(index.tiles + i_tile * TILE_FIELDS).to(tl.int64)
-    start = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
-    count = tl.load(index.block_counts + i_head * tl.num_programs(0) + i_tile)
-    for first in range(0, count, CHUNK_BLOCKS):
-        o_n = first + tl.arange(0, CHUNK_BLOCKS)
-        position = tl.load(index.block_ids + start + o_n, mask=o_n < count, other=0) * BLOCK_N
-        page = tl.load(block_table + i_row * stride_table + position // page_size, mask=o_n < count, other=0)
-        tl.store(places + start + o_n, page * rows_per_page + position % page_size, mask=o_n < count)
-
-
-@triton.jit
-def attend_kernel(
-    queries, cache, k_matrix, v_matrix, matrix, index, scale, value_scale, skip_margins, int8_heads, smooth,
-    smooth_matrix, SHAPE,
-):  # fmt: skip
+def attend_kernel(queries, cache, index, scale, value_scale, skip_margins, int8_heads, smooth, SHAPE):
     """Compute O = softmax(scale · Q Kᵀ) V of one (query head, tile), over the index's keys up to each query's position.
 
     If the GPU cannot hold all queries of a tile in one program, each of PARTS programs processes BLOCK_M of them.
@@ -113,12 +84,10 @@ def attend_kernel(
     Args:
         queries: ``AttendArgs``; q and out [tokens, NUM_HEADS, HEAD_DIM] in 16 bits.
         cache: ``KeyArgs`` with values, pages of [page_size, kv heads, HEAD_DIM].
-        k_matrix: Descriptor of the keys as a matrix of tokens, with boxes of [BLOCK_N, HEAD_DIM]; or None.
         skip_margins: [NUM_HEADS] float32, SpargeAttn's λ in natural units; None to skip nothing.
         int8_heads: [NUM_HEADS] uint8, 1 for heads with 8-bit scores. If it is None and ``smooth`` is not, all heads
             have them.
         smooth: ``SmoothArgs``; None if no head has 8-bit scores.
-        smooth_matrix: Descriptor of the 8-bit keys with boxes of [BLOCK_N, BLOCK_D]; or None.
     """
     program = _load_program(index, SHAPE)
     b_q = load_queries(
@@ -126,9 +95,7 @@ def attend_kernel(
     )  # [M, D]
     lists = _load_block_list(index, program, SHAPE)
     table = cache.block_table + program.i_row.to(tl.int64) * cache.stride_table
-    source = KeyValueSource(
-        cache, k_matrix, v_matrix, matrix, smooth_matrix, table, program.i_kv, program.tile_end
-    )  # fmt: skip
+    source = KeyValueSource(cache, table, program.i_kv, program.tile_end)
     margin = None
     b_max = tl.full([SHAPE.BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.BLOCK_M], tl.float32)
@@ -158,9 +125,7 @@ def _walk_int8(b_q, smooth, lists, index, program, source, scale, margin, softma
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
     b_int, query_scale = quantize(b_q.to(tl.float32))
     first_key = program.i_kv * smooth.num_keys + tl.load(smooth.rows + program.i_row * ROW_FIELDS + 3)
-    block_ids = smooth.block_ids + program.i_head.to(tl.int64) * index.stride_blocks
-    block_ids += tl.load(index.block_offsets + program.i_tile)
-    int8_keys = Int8Keys(block_ids, smooth.integers, smooth.scales, first_key, query_scale * scale)
+    int8_keys = Int8Keys(smooth.integers, smooth.scales, first_key, query_scale * scale)
     softmax = _walk(b_int, int8_keys, lists, index, program, source, 1.0, margin, softmax, SHAPE)
     return Softmax(softmax.b_acc, softmax.b_max + b_shift, softmax.b_sum)
 
@@ -239,16 +204,16 @@ def _full_blocks(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
     AHEAD buffers before. Without AHEAD there is no margin: see ``engine._buffers_ahead``.
     """
     for i in tl.range(0, lists.num_full, num_stages=SHAPE.AHEAD if SHAPE.AHEAD > 0 else None):
-        entry = tl.load(lists.blocks + i)
-        b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)  # [N, D]
+        i_block = tl.load(lists.blocks + i)
+        b_k, b_dot_scale = _load_keys(int8_keys, i_block, source, SHAPE)  # [N, D]
         if SHAPE.AHEAD > 0:
-            b_v = _load_block(VALUES, entry, source, SHAPE)
+            b_v = _load_block(VALUES, i_block, source, SHAPE)
             if lists.num_full > 0:
                 b_s = _score(b_q, b_k, b_dot_scale, int8_keys)  # [M, N]
                 softmax = softmax_step(b_s, b_v, scale, margin, softmax)
         else:
             b_s = _score(b_q, b_k, b_dot_scale, int8_keys)
-            b_v = _load_block(VALUES, entry, source, SHAPE)
+            b_v = _load_block(VALUES, i_block, source, SHAPE)
             softmax = softmax_step(b_s, b_v, scale, None, softmax)
     return softmax
 
@@ -259,13 +224,13 @@ def _diagonal_blocks(b_q, int8_keys, lists, program, source, scale, margin, soft
     first_block = program.tile_first // SHAPE.BLOCK_N
     o_m = program.first + tl.arange(0, SHAPE.BLOCK_M)
     for i in range(lists.num_full, lists.num_blocks):
-        entry = tl.load(lists.blocks + i)
+        i_block = tl.load(lists.blocks + i)
         o_n = (first_block + i - lists.num_full) * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
-        b_k, b_dot_scale = _load_keys(int8_keys, i, entry, source, SHAPE)
+        b_k, b_dot_scale = _load_keys(int8_keys, i_block, source, SHAPE)
         b_s = _score(b_q, b_k, b_dot_scale, int8_keys)
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
-        b_v = _load_block(VALUES, entry, source, SHAPE)
+        b_v = _load_block(VALUES, i_block, source, SHAPE)
         b_v = tl.where((o_n < source.tile_end)[:, None], b_v, 0.0)
         softmax = softmax_step(b_s, b_v, scale, margin, softmax)
     return softmax
@@ -297,36 +262,24 @@ def _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax,
 
 
 @triton.jit
-def _load_keys(int8_keys, i, entry, source, SHAPE):
-    """Load the keys [BLOCK_N, BLOCK_D] of the list's i-th block and, for 8-bit keys, the scale of each product."""
+def _load_keys(int8_keys, i_block, source, SHAPE):
+    """Load the keys [BLOCK_N, BLOCK_D] of a block and, for 8-bit keys, the scale of each product."""
     if int8_keys is None:
-        return _load_block(KEYS, entry, source, SHAPE), 1.0
+        return _load_block(KEYS, i_block, source, SHAPE), 1.0
     else:
-        return load_int8_block(int8_keys, i, source, SHAPE)
+        return load_int8_block(int8_keys, i_block, SHAPE)
 
 
 @triton.jit
-def _load_block(KIND: tl.constexpr, entry, source, SHAPE):
-    """Load the KEYS or VALUES [BLOCK_N, BLOCK_D] of a block; undefined past the sequence's end.
-
-    ``entry`` is the block's place if the cache is a matrix, otherwise its id.
-    """
-    cache, matrix, i_kv = source.cache, source.matrix, source.i_kv
-    if source.k_matrix is not None:
-        descriptor = source.k_matrix if KIND == KEYS else source.v_matrix
-        return descriptor.load([entry + i_kv * matrix.rows_per_head, i_kv * matrix.columns_per_head])
-    else:
-        o_d = tl.arange(0, SHAPE.BLOCK_D)
-        o_n = tl.arange(0, SHAPE.BLOCK_N)
-        if matrix is not None:
-            o_key = (entry + o_n).to(tl.int64) * cache.stride_token
-        else:
-            # The table may have no page past the sequence's end.
-            o_n += entry * SHAPE.BLOCK_N
-            in_row = o_n < source.tile_end
-            o_key = key_offsets(source.table, o_n, in_row, cache.page_size, cache.stride_page, cache.stride_token)
-        pointer = (cache.k if KIND == KEYS else cache.v) + i_kv.to(tl.int64) * cache.stride_head
-        return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
+def _load_block(KIND: tl.constexpr, i_block, source, SHAPE):
+    """Load the KEYS or VALUES [BLOCK_N, BLOCK_D] of a block; undefined past the sequence's end."""
+    cache, o_d = source.cache, tl.arange(0, SHAPE.BLOCK_D)
+    o_n = i_block * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
+    # The table may have no page past the sequence's end.
+    in_row = o_n < source.tile_end
+    o_key = key_offsets(source.table, o_n, in_row, cache.page_size, cache.stride_page, cache.stride_token)
+    pointer = (cache.k if KIND == KEYS else cache.v) + source.i_kv.to(tl.int64) * cache.stride_head
+    return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
 
 
 @triton.jit

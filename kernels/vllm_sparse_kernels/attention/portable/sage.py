@@ -12,7 +12,6 @@ from vllm_sparse_kernels.attention.smooth_keys import SCALE_TOKENS
 class Int8Keys(NamedTuple):
     """The 8-bit keys of one row and kv head."""
 
-    block_ids: Any  # pointer to the ids of the tile's blocks
     integers: Any  # as in SmoothKeys
     scales: Any
     first_key: Any  # number of the row's first key in ``integers``
@@ -20,15 +19,12 @@ class Int8Keys(NamedTuple):
 
 
 @triton.jit
-def load_int8_block(int8_keys, i, source, SHAPE):
-    """Load the 8-bit keys [BLOCK_N, BLOCK_D] of the list's i-th block, and the scale of each key's products."""
+def load_int8_block(int8_keys, i_block, SHAPE):
+    """Load the 8-bit keys [BLOCK_N, BLOCK_D] of a block, and the scale of each key's products."""
     o_n = tl.arange(0, SHAPE.BLOCK_N)
-    i_key = int8_keys.first_key + tl.load(int8_keys.block_ids + i) * SHAPE.BLOCK_N
-    if source.int8_matrix is not None:
-        b_k = source.int8_matrix.load([i_key, 0])
-    else:
-        o_int = (i_key + o_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)[None, :]
-        b_k = tl.load(int8_keys.integers + o_int)
+    i_key = int8_keys.first_key + i_block * SHAPE.BLOCK_N
+    o_int = (i_key + o_n).to(tl.int64)[:, None] * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)[None, :]
+    b_k = tl.load(int8_keys.integers + o_int)
     scales = int8_keys.scales + i_key // SCALE_TOKENS
     b_dot_scale = tl.full([SHAPE.BLOCK_N], 0.0, tl.float32) + tl.load(scales) * int8_keys.query_scale
     if SHAPE.BLOCK_N > SCALE_TOKENS:
