@@ -162,22 +162,3 @@ def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
     o_k = key_offsets(table, o_n, o_n < end, keys.page_size, keys.stride_page, keys.stride_token)
     base = keys.k + i_kv.to(tl.int64) * keys.stride_head
     return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
-
-
-@triton.jit
-def load_block(
-    keys, i_row, i_kv, start, end,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Load BLOCK consecutive keys of one row and kv head. Keys of a page are loaded by one address."""
-    start = tl.cast(start, tl.int32)  # the interpreter's loops use Python's integers
-    o_n, o_d = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
-    mask = (start + o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :]
-    if PAGE % BLOCK == 0:
-        table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
-        page = tl.load(table + start // PAGE, mask=start < end, other=0).to(tl.int64)
-        base = keys.k + i_kv.to(tl.int64) * keys.stride_head + page * keys.stride_page
-        base += start % PAGE * keys.stride_token
-        return tl.load(base + (o_n * keys.stride_token)[:, None] + o_d[None, :], mask=mask, other=0.0)
-    else:
-        return load_keys(keys, i_row, i_kv, start + o_n, end, HEAD_DIM, BLOCK_D)

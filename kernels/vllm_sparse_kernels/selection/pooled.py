@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import key_args, load_block, load_queries, padded_dim, query_args
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, query_args
 from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE, TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -116,7 +116,7 @@ def pool_keys(call: Call, slab: PooledSlab, centers: torch.Tensor | None) -> Poo
     _pool_keys_kernel[(num_kv_heads, ceil_div(slab.max_blocks, SPLIT_BLOCKS.value), slab.end_row - slab.first_row)](
         key_args(cache, call.rows.block_table), call.rows.row_table, slab.first_row, slab.num_blocks,
         call.head_ids if num_selected < call.q.shape[1] else None, num_selected, *pooled, centers,
-        HEAD_DIM=head_dim, BLOCK_D=padded_dim(head_dim), PAGE=cache.page_size, GROUP=call.group,
+        HEAD_DIM=head_dim, BLOCK_D=padded_dim(head_dim), GROUP=call.group,
         num_warps=_num_warps(head_dim),
     )  # fmt: skip
     return pooled
@@ -233,7 +233,7 @@ def _pool_queries_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _pool_keys_kernel(
     keys, rows, first_row, num_blocks, heads, num_heads, means, similarity, centers,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Pool blocks of one split of a row's keys, for one kv head: means and similarity.
 
@@ -263,7 +263,7 @@ def _pool_keys_kernel(
             b_center = tl.load(centers + (i_row * tl.num_programs(0) + i_kv) * BLOCK_D + o_d)
         end = tl.minimum(begin + SPLIT_BLOCKS * KEY_BLOCK, seq_len)
         for start in tl.range(begin, end, KEY_BLOCK, num_stages=STAGES):
-            b_k = load_block(keys, i_row, i_kv, start, seq_len, PAGE, KEY_BLOCK, HEAD_DIM, BLOCK_D)
+            b_k = load_keys(keys, i_row, i_kv, start + tl.arange(0, KEY_BLOCK), seq_len, HEAD_DIM, BLOCK_D)
             b_k = b_k.to(tl.float32)
             count = tl.minimum(seq_len - start, KEY_BLOCK).to(tl.float32)
             i_out = o_block + start // KEY_BLOCK

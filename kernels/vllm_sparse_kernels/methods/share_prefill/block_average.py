@@ -18,7 +18,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import key_args, load_block, load_queries, padded_dim, widen
+from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, widen
 from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
@@ -67,7 +67,6 @@ class TileShape(NamedTuple):
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     BLOCK_N: Any  # keys of a block
-    PAGE: Any  # tokens of a page
     GROUP: Any  # query heads of a kv head
     BLOCK_M: Any  # queries of a tile
     CHUNK_KEYS: Any  # keys of a diagonal block that are multiplied at a time
@@ -96,9 +95,7 @@ class BlockAverages:
     def __init__(self, call: Call, spans: Spans, clusters: torch.Tensor) -> None:
         q, cache, index, heads = call.q, call.cache, call.index, call.head_ids
         self.queries = ScaledQueries(q, q.stride(0), q.stride(1), call.scale)
-        keys = key_args(cache, index.rows.block_table)
-        # If the kernel is compiled with this stride, it loads a page's keys by one address.
-        self.keys = keys._replace(stride_token=tl.constexpr(keys.stride_token))
+        self.keys = key_args(cache, index.rows.block_table)
         num_kv_heads, num_heads, head_dim = cache.num_kv_heads, index.num_heads, cache.head_dim
         group = call.group
         self.shape = compile_time(
@@ -106,7 +103,6 @@ class BlockAverages:
                 HEAD_DIM=head_dim,
                 BLOCK_D=padded_dim(head_dim),
                 BLOCK_N=index.block_tokens,
-                PAGE=cache.page_size,
                 GROUP=group,
                 BLOCK_M=TILE_TOKENS,
                 CHUNK_KEYS=16 if q.dtype == torch.float32 else index.block_tokens,
@@ -203,7 +199,7 @@ def _mean_keys_kernel(
     b_q = tl.load(mean_queries + o_q, mask=(o_g < SHAPE.GROUP)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
     if (start >= seq_len) | (not is_clustered):
         return
-    b_k = load_block(keys, i_row, i_kv, start, seq_len, SHAPE.PAGE, SHAPE.BLOCK_N, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+    b_k = load_keys(keys, i_row, i_kv, start + tl.arange(0, SHAPE.BLOCK_N), seq_len, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_mean = _sum_of(b_k) / tl.minimum(seq_len - start, SHAPE.BLOCK_N)
     tl.store(mean_keys + (i_kv * num_blocks + i_out) * SHAPE.HEAD_DIM + o_d, b_mean, mask=o_d < SHAPE.HEAD_DIM)
     b_s = tl.sum(b_q * b_mean[None, :], 1)
@@ -277,7 +273,7 @@ def divergence(b_a, b_b):
 @triton.jit
 def _load_chunk(keys, i_row, i_kv, start, end, SHAPE):
     """Load CHUNK_KEYS keys from ``start`` on: [CHUNK_KEYS, BLOCK_D], 0 from ``end`` on."""
-    return load_block(keys, i_row, i_kv, start, end, SHAPE.PAGE, SHAPE.CHUNK_KEYS, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+    return load_keys(keys, i_row, i_kv, start + tl.arange(0, SHAPE.CHUNK_KEYS), end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
 
 
 @triton.jit
