@@ -253,7 +253,7 @@ def test_the_first_process_decides_for_all() -> None:
 
 
 def test_prefills_run_in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of models of experts, on one data-parallel rank. The operator's sizes stay."""
+    """Prefills of models of experts on one data-parallel rank run in graphs. The operator's sizes stay."""
 
     def captured(
         most: int, is_hopper: bool = True, sizes: Sequence[int] = (256, 512), experts: int = 128, ranks: int = 1

@@ -45,7 +45,7 @@ def prepare_kernel(
     o_blocks = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     BOXES: tl.constexpr = BLOCK_N // BOX
     num_boxes = tl.load(index.block_counts + o_count) * BOXES
-    last = tl.load(index.seq_lens + i_row) - 1  # boxes after it may have no page, and are not used
+    last = tl.load(index.seq_lens + i_row) - 1  # boxes after it may have no page; their keys are masked
     for start in range(0, num_boxes, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
         b_block = tl.load(index.block_ids + o_blocks + o_n // BOXES, mask=o_n < num_boxes, other=0)

@@ -31,7 +31,7 @@ class BlockList:
     def rows(self, begin, config):
         """Return the first rows of the boxes of a step, which begins at a block of the list.
 
-        Before the list's beginning and past its end, the rows are those of any listed boxes.
+        Places outside the list give the row of its first or last box.
         """
         BOXES: gl.constexpr = config.BLOCK_N // config.BOX
         rows = ()

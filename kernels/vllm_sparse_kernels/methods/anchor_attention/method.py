@@ -252,7 +252,7 @@ class AnchorAttention(Method):
         options = {
             "num_warps": 8,
             "num_stages": _num_stages(block_d, block_n, shared_bytes(q.device)),
-            # Uncapped, Hopper's assembler converts the first queries of 256 dims before it loads the last.
+            # Without a limit, Hopper's assembler converts the first queries of 256 channels before it loads the last.
             "maxnreg": 128 if narrow else None,
         }
         queries = max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS
