@@ -23,8 +23,10 @@ from vllm_sparse_kernels.workspace import Workspace
 META = torch.device("meta")
 
 PAGE_SIZE = 16
-"""The smallest page. FlashAttention's block tables are widest with it, and ``hopper`` copies the most boxes. Other pages
-need at most 0.1 % more, because ``flash`` rounds its parts to whole sequences."""
+"""The smallest page. FlashAttention's block tables are widest with it, and ``hopper`` copies the most boxes.
+
+With other pages, ``flash`` may need 0.1 % more, because it rounds parts to whole sequences. The arena's slack has that.
+"""
 
 
 @contextmanager
