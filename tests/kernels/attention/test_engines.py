@@ -357,7 +357,7 @@ class TestFlash:
 
 
 SPEC = AttendSpec(
-    torch.device("cpu"), torch.float16, 8, 2, 64, 16, (16 * 128, 128, 16 * 128), block_tokens=64, has_stripes=True
+    torch.device("cpu"), torch.float16, 64, 16, (16 * 128, 128, 16 * 128), block_tokens=64, has_stripes=True
 )
 
 
