@@ -380,6 +380,14 @@ def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
         assert (why is None) if says is None else (says in why)
 
 
+@pytest.mark.parametrize("strides", [(2000, 128, 64), (2048, 128, 192), (2048, 132, 4)])
+def test_hopper_refuses_caches_that_are_no_matrix_of_tokens(monkeypatch, strides):
+    """Pages, or kv heads beyond a token's row, do not begin at a row; or rows are not multiples of 16 bytes."""
+    monkeypatch.setattr(engine_choice, "capability_of", lambda device: (9, 0))
+    why = HOPPER.refusal(dataclasses.replace(SPEC, strides=strides))
+    assert f"the cache's strides {strides} do not form a matrix" in why
+
+
 def test_all_kernels_in_gluon_name_what_gluon_lacks(monkeypatch):
     monkeypatch.setattr(engine_choice, "HOPPER_CAPABILITY", (0, 0))  # that of a CPU
     monkeypatch.setattr(engine_choice, "MISSING_GLUON", "cannot import name 'tma'")
