@@ -80,6 +80,11 @@ class PagedCache:
         page, token, head, _ = self.keys.stride()
         return page, token, head
 
+    @property
+    def last_offset(self) -> int:
+        """Offset of the last key or value of the last page and kv head, in elements."""
+        return sum((size - 1) * stride for size, stride in zip(self.keys.shape, self.strides))
+
     def gather(self, block_table_row: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy the first positions of a row with pages ``block_table_row`` [max_pages] int32.
 

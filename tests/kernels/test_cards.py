@@ -74,7 +74,7 @@ def test_layers_that_do_not_fit_are_refused_with_the_reason(
     limit_bytes = BY_TARGET[target].shared_bytes
     monkeypatch.setattr(portable, "shared_bytes", lambda device: limit_bytes)
     strides = 128 * 4 * head_dim, 4 * head_dim, 2 * head_dim
-    spec = AttendSpec(torch.device("cuda"), torch.bfloat16, 8, 2, head_dim, 128, strides, 64, has_stripes=False)
+    spec = AttendSpec(torch.device("cuda"), torch.bfloat16, head_dim, 128, strides, 64, has_stripes=False)
     assert widest_block(head_dim, limit_bytes) == widest
     refused = f"blocks of 64 keys of {head_dim} do not fit the {limit_bytes} bytes of shared memory"
     assert portable.refusal(spec) == (None if widest else refused)

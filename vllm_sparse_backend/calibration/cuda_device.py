@@ -79,14 +79,12 @@ class Card:
             starts.append(starts[-1] + query_len)
         query_start_loc = to_device(starts, torch.int32, self.device)
         seq_lens = to_device(rows.seq_lens, torch.int32, self.device)
-        num_pages = batch.cache.keys.shape[0]
-        block_table = torch.where(rows.block_table < num_pages, rows.block_table, 0)
 
         def run() -> None:
             varlen(
                 q=batch.q, k=batch.cache.keys, v=batch.cache.values, out=out, cu_seqlens_q=query_start_loc,
                 max_seqlen_q=max(rows.query_lens), seqused_k=seq_lens, max_seqlen_k=max(rows.seq_lens),
-                softmax_scale=batch.scale, causal=True, block_table=block_table, fa_version=self.flash_version,
+                softmax_scale=batch.scale, causal=True, block_table=rows.block_table, fa_version=self.flash_version,
             )  # fmt: skip
 
         return run

@@ -51,9 +51,6 @@ LARGEST_USUAL_GRAPH = 512
 LARGEST_PREFILL_GRAPH = 8192
 """vLLM's default limit of a step on Hopper. Larger steps keep a GPU busy longer than the host needs to launch them."""
 
-TOKENS_FIRST = (0, 2, 1, 3)
-"""The usual order in memory: pages, then tokens, then heads."""
-
 FP8_STORAGE = torch.uint8
 """dtype of vLLM's tensor for an fp8 cache."""
 
@@ -325,9 +322,7 @@ def page_order(vllm_config: VllmConfig) -> tuple[int, ...]:
     return tuple(vllm_config.cache_config.get_resolved_kv_cache_layout().layer_view_order)
 
 
-def random_cache(
-    spec: AttentionSpec, num_pages: int, device: torch.device, order: Sequence[int] = TOKENS_FIRST
-) -> PagedCache:
+def random_cache(spec: AttentionSpec, num_pages: int, device: torch.device, order: Sequence[int]) -> PagedCache:
     """Allocate normally distributed keys and values in vLLM's layout of a layer's cache."""
     shape = (num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
     dtype = FP8 if spec.dtype == FP8_STORAGE else spec.dtype

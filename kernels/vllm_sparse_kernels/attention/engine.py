@@ -23,8 +23,6 @@ class AttendSpec:
     Attributes:
         device: Device of the tensors.
         dtype: Type of queries, keys and values. The result has 16 bits if this is fp8.
-        num_heads: Query heads of this rank.
-        num_kv_heads: Key-value heads of this rank.
         head_dim: Elements of a head's query or key.
         page_size: Tokens of a page of the cache.
         strides: (page, token, head) strides of the cache, in elements. The elements of a head are contiguous.
@@ -37,8 +35,6 @@ class AttendSpec:
 
     device: torch.device
     dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
     head_dim: int
     page_size: int
     strides: tuple[int, int, int]
@@ -56,8 +52,6 @@ class AttendSpec:
         return AttendSpec(
             device=cache.keys.device,
             dtype=cache.keys.dtype,
-            num_heads=index.num_heads,
-            num_kv_heads=cache.num_kv_heads,
             head_dim=cache.head_dim,
             page_size=cache.page_size,
             strides=cache.strides,

@@ -357,7 +357,7 @@ class TestFlash:
 
 
 SPEC = AttendSpec(
-    torch.device("cpu"), torch.float16, 8, 2, 64, 16, (16 * 128, 128, 16 * 128), block_tokens=64, has_stripes=True
+    torch.device("cpu"), torch.float16, 64, 16, (16 * 128, 128, 16 * 128), block_tokens=64, has_stripes=True
 )
 
 
@@ -378,6 +378,14 @@ def test_what_hopper_takes(monkeypatch, head_dim, block_tokens, says):
         changes = {"head_dim": head_dim, "block_tokens": block_tokens, "page_size": page_size, "strides": strides}
         why = HOPPER.refusal(dataclasses.replace(SPEC, **changes))
         assert (why is None) if says is None else (says in why)
+
+
+@pytest.mark.parametrize("strides", [(2000, 128, 64), (2048, 128, 192), (2048, 132, 4)])
+def test_hopper_refuses_caches_that_are_no_matrix_of_tokens(monkeypatch, strides):
+    """Pages, or kv heads beyond a token's row, do not begin at a row; or rows are not multiples of 16 bytes."""
+    monkeypatch.setattr(engine_choice, "capability_of", lambda device: (9, 0))
+    why = HOPPER.refusal(dataclasses.replace(SPEC, strides=strides))
+    assert f"the cache's strides {strides} do not form a matrix" in why
 
 
 def test_all_kernels_in_gluon_name_what_gluon_lacks(monkeypatch):

@@ -15,11 +15,9 @@ from vllm_sparse_kernels.paged import key_args
 
 
 def _prepare(batch: Batch, index: SparseIndex, box: int) -> hopper.WorkArgs:
-    matrix = hopper.matrix_args(batch.cache)
-    assert matrix is not None
     group = batch.call(index).group
     shape = {"NUM_HEADS": index.num_heads, "GROUP": group, "BLOCK_N": index.block_tokens, "BOX": box}
-    return hopper._prepare(index, key_args(batch.cache, batch.rows.block_table), index.args, matrix, shape)
+    return hopper._prepare(index, key_args(batch.cache, batch.rows.block_table), index.args, shape)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +48,15 @@ def test_boxes_of_listed_blocks_hold_their_keys(page_size: int, layout: str) -> 
     """A page holds 16 or more keys of a block. Boxes past a row's end, which may have no page, repeat the last box."""
     batch = random_batch([(77, 40), (0, 50), (640, 129)], 4, 2, 64, page_size, layout=layout)
     index, cache, box = random_index(batch, 64, 0.5), batch.cache, gcd(64, page_size)
-    matrix = hopper.matrix_args(cache)
-    assert matrix is not None
+    _, stride_token, stride_head = cache.strides
     with index.workspace.frame():
         places = _prepare(batch, index, box).places.view(index.num_heads, -1, 64 // box)
         for head, (i_tile, tile) in product(range(index.num_heads), enumerate(batch.rows.tile_list)):
             seq_len = int(batch.rows.seq_lens[tile.row])
             keys, _ = cache.gather(batch.rows.block_table[tile.row], seq_len)
+            first_column = head // 2 * (stride_head % stride_token)
             rows = cache.keys.as_strided(
-                (matrix.num_rows, 64), (cache.strides[1], 1), head // 2 * matrix.columns_per_head
+                (cache.last_offset // stride_token + 1, 64), (stride_token, 1), first_column
             )  # fmt: skip
             for i, block in enumerate(index.blocks_of(head, i_tile).tolist()):
                 for i_box, place in enumerate(places[head, int(index.block_offsets[i_tile]) + i].tolist()):

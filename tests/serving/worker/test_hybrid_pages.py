@@ -58,7 +58,7 @@ def test_hopper_reads_the_pages_of_hybrids(
     )  # fmt: skip
     stride_token = 2 * head_dim * num_kv_heads
     spec = AttendSpec(
-        torch.device("cpu"), torch.bfloat16, 8, num_kv_heads, head_dim, page,
+        torch.device("cpu"), torch.bfloat16, head_dim, page,
         (page * stride_token, stride_token, 2 * head_dim), block_tokens=32, has_stripes=False,
     )  # fmt: skip
     assert HOPPER.refusal(spec) is None

@@ -40,6 +40,8 @@ from vllm_sparse_kernels.paged import FP8
 from vllm_sparse_kernels.selection.engine import SelectEngine
 
 DTYPE = torch.float16
+TOKENS_FIRST = (0, 2, 1, 3)
+"""The usual order in memory: pages, then tokens, then heads."""
 
 PARAMS: dict[str, list[dict[str, Any]]] = {
     "share_prefill": [{"cluster": 0}],
@@ -203,7 +205,7 @@ def _warm_up(
     for impl in impls if in_fp8 else ():
         impl.out_dtype = torch.bfloat16
     spec = make_spec(page_size, torch.uint8 if in_fp8 else DTYPE)
-    warm_up(impls, spec, device, engine, compat.TOKENS_FIRST)
+    warm_up(impls, spec, device, engine, TOKENS_FIRST)
 
 
 def check_compilations(impls: Sequence[SparsePrefillImpl], engine: str, in_fp8: bool = False) -> None:
@@ -288,13 +290,15 @@ def test_the_trials_cache_lies_as_the_servers_will(order: tuple[int, ...]) -> No
 
 def test_pages_that_are_padded_to_those_of_other_layers_are_in_the_trial() -> None:
     spec = replace(make_spec(16), page_size_padded=3 * make_spec(16).page_size_bytes)
-    plain, padded = (compat.random_cache(layout, 3, torch.device("cpu")) for layout in (make_spec(16), spec))
+    plain, padded = (
+        compat.random_cache(layout, 3, torch.device("cpu"), TOKENS_FIRST) for layout in (make_spec(16), spec)
+    )
     assert padded.strides == (3 * plain.strides[0], *plain.strides[1:])
 
 
 def test_the_order_is_vllms() -> None:
     config = VllmConfig()
-    for layout, order in (("LBNHC", compat.TOKENS_FIRST), ("LBHNC", (0, 1, 2, 3))):
+    for layout, order in (("LBNHC", TOKENS_FIRST), ("LBHNC", (0, 1, 2, 3))):
         config.cache_config.kv_cache_layout = layout
         assert compat.page_order(config) == order
 

@@ -131,7 +131,7 @@ def forecast(shape: ModelShape, method: Method) -> tuple[EngineChoice[AttendEngi
     page_size = 16
     stride_token = 2 * shape.head_dim * shape.num_kv_heads
     spec = AttendSpec(
-        device, torch.bfloat16, shape.num_heads, shape.num_kv_heads, shape.head_dim, page_size,
+        device, torch.bfloat16, shape.head_dim, page_size,
         (page_size * stride_token, stride_token, 2 * shape.head_dim), block_tokens, has_stripes=True,
     )  # fmt: skip
     attention = choose_engine(engines(compat.flash_attention()).values(), spec)

@@ -183,8 +183,8 @@ def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: P
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return flash.varlen(
             q=sequences.q,
-            k=_units(cache.keys, unit, _granule(cache)),
-            v=_units(cache.values, unit, _granule(cache)),
+            k=_units(cache, cache.keys, unit),
+            v=_units(cache, cache.values, unit),
             out=index.workspace.empty(*sequences.q.shape, dtype=_result_dtype(cache)),
             cu_seqlens_q=sequences.ends,
             max_seqlen_q=flash.max_seqlen_q,
@@ -261,14 +261,9 @@ def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:
     return starts, to_device(starts, torch.int32, rows.device)
 
 
-def _granule(cache: PagedCache) -> int:
-    """Return the greatest common divisor of the cache's strides, in elements."""
-    return gcd(*cache.strides)
-
-
 def _granule_strides(cache: PagedCache) -> GranuleStrides:
-    granule = _granule(cache)
-    num_granules = sum((n - 1) * stride for n, stride in zip(cache.keys.shape, cache.strides)) // granule
+    granule = gcd(*cache.strides)
+    num_granules = cache.last_offset // granule
     if num_granules >= 1 << 31:
         raise ValueError(
             f"attend: given a cache of {num_granules} · {granule} elements, expected fewer than 2³¹ · {granule}"
@@ -276,10 +271,8 @@ def _granule_strides(cache: PagedCache) -> GranuleStrides:
     return GranuleStrides(cache.page_size, *(stride // granule for stride in cache.strides))
 
 
-def _units(x: torch.Tensor, unit: int, granule: int) -> torch.Tensor:
-    """View keys or values [num_pages, page_size, kv heads, head_dim] as overlapping units [n, unit, 1, head_dim]."""
-    head_dim, stride_token = x.shape[3], x.stride(1)
-    reach = sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()))
-    return x.as_strided(
-        ((reach - (unit - 1) * stride_token) // granule + 1, unit, 1, head_dim), (granule, stride_token, head_dim, 1)
-    )
+def _units(cache: PagedCache, x: torch.Tensor, unit: int) -> torch.Tensor:
+    """View the cache's keys or values as overlapping units [n, unit, 1, head_dim]."""
+    granule, stride_token, head_dim = gcd(*cache.strides), cache.strides[1], cache.head_dim
+    num_units = (cache.last_offset - (unit - 1) * stride_token) // granule + 1
+    return x.as_strided((num_units, unit, 1, head_dim), (granule, stride_token, head_dim, 1))

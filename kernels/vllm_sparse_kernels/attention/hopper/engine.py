@@ -18,7 +18,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.engine_choice import MISSING_GLUON, gluon_refusal
 from vllm_sparse_kernels.index import IndexArgs, SparseIndex
-from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
+from vllm_sparse_kernels.paged import KeyArgs, key_args
 from vllm_sparse_kernels.rows import ceil_div
 
 if MISSING_GLUON is None:
@@ -34,15 +34,6 @@ BLOCKS = (32, 64, 128)
 
 LEAST_BOX = 16
 """Fewest keys of a bulk copy."""
-
-
-class MatrixArgs(NamedTuple):
-    """The cache viewed as a matrix whose rows are tokens: strides of kv heads and pages in it."""
-
-    num_rows: int
-    rows_per_page: int
-    rows_per_head: int
-    columns_per_head: int
 
 
 class HeadStrideArgs(NamedTuple):
@@ -77,7 +68,10 @@ def refusal(spec: AttendSpec) -> str | None:
             f"it supports blocks of 32, 64 and 128 keys in pages of a multiple of {LEAST_BOX}, "
             f"not {spec.block_tokens} in pages of {spec.page_size}"
         )
-    if spec.strides[0] % spec.strides[1] or any(2 * stride % 16 for stride in spec.strides):
+    stride_page, stride_token, stride_head = spec.strides
+    # In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
+    is_matrix = stride_page % stride_token == 0 and (stride_head <= stride_token or stride_head % stride_token == 0)
+    if not is_matrix or any(2 * stride % 16 for stride in spec.strides):
         return f"the cache's strides {spec.strides} do not form a matrix of tokens with rows of multiples of 16 bytes"
     return None
 
@@ -90,47 +84,28 @@ def attend(
 ) -> None:
     """Compute attention of a layer that ``refusal`` accepts; see ``AttendEngine``."""
     q, cache, index = call.q, call.cache, call.index
-    matrix = matrix_args(cache)
-    assert matrix is not None
     if q.stride(1) * index.num_heads > q.stride(0):
         q = q.contiguous()
     num_heads, head_dim, num_tiles = index.num_heads, cache.head_dim, index.rows.num_tiles
     queries = _descriptor(q, q.shape[0], q.stride(1) * (num_heads - 1) + head_dim, q.stride(0), HALF.value)
-    columns = matrix.columns_per_head * (cache.num_kv_heads - 1) + head_dim
+    _, stride_token, stride_head = cache.strides
+    num_rows = cache.last_offset // stride_token + 1
+    columns_per_head = stride_head % stride_token  # 0 if heads are stacked
+    columns = columns_per_head * (cache.num_kv_heads - 1) + head_dim
     box = gcd(index.block_tokens, cache.page_size)
-    keys, values = (_descriptor(x, matrix.num_rows, columns, cache.strides[1], box) for x in (cache.keys, cache.values))
-    head_strides = HeadStrideArgs(q.stride(1), matrix.columns_per_head)
+    keys, values = (_descriptor(x, num_rows, columns, stride_token, box) for x in (cache.keys, cache.values))
+    head_strides = HeadStrideArgs(q.stride(1), columns_per_head)
     shape = {"NUM_HEADS": num_heads, "GROUP": call.group, "BLOCK_N": index.block_tokens}
     cache_args, index_args = key_args(cache, call.rows.block_table, values=True), index.args
     with index.workspace.frame():
-        work = _prepare(index, cache_args, index_args, matrix, shape | {"BOX": box})
+        work = _prepare(index, cache_args, index_args, shape | {"BOX": box})
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
             queries, keys, values, AttendArgs.of(q, out, sinks), cache_args, head_strides, index_args, work,
             num_tiles, call.scale * LOG2_E.value, **shape, D=head_dim, STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
 
 
-def matrix_args(cache: PagedCache) -> MatrixArgs | None:
-    """View the cache as a matrix of tokens.
-
-    In NHD the kv heads of a token lie side by side in its row; in HND they are stacked.
-    """
-    stride_page, stride_token, stride_head = cache.strides
-    if stride_page % stride_token:
-        return None
-    rows_per_page = stride_page // stride_token
-    num_rows = (cache.keys.shape[0] - 1) * rows_per_page + cache.page_size
-    if stride_head * cache.num_kv_heads <= stride_token:
-        return MatrixArgs(num_rows, rows_per_page, 0, stride_head)
-    if stride_head % stride_token == 0:
-        rows_per_head = stride_head // stride_token
-        return MatrixArgs(num_rows + (cache.num_kv_heads - 1) * rows_per_head, rows_per_page, rows_per_head, 0)
-    return None
-
-
-def _prepare(
-    index: SparseIndex, cache_args: KeyArgs, index_args: IndexArgs, matrix: MatrixArgs, shape: dict[str, int]
-) -> WorkArgs:
+def _prepare(index: SparseIndex, cache_args: KeyArgs, index_args: IndexArgs, shape: dict[str, int]) -> WorkArgs:
     """Launch ``prepare_kernel``, and return what it writes."""
     num_tiles, empty = index.rows.num_tiles, partial(index.workspace.empty, dtype=torch.int32)
     num_items = num_tiles * index.num_heads
@@ -140,8 +115,10 @@ def _prepare(
         order=empty(num_items),
         counter=empty(1),
     )
+    stride_token = cache_args.stride_token
+    rows_per_page, rows_per_head = cache_args.stride_page // stride_token, cache_args.stride_head // stride_token
     prepare_kernel[(ceil_div(num_items, RANKED.value) + num_items,)](
-        index_args, cache_args, num_tiles, matrix.rows_per_page, matrix.rows_per_head, work, **shape
+        index_args, cache_args, num_tiles, rows_per_page, rows_per_head, work, **shape
     )
     return work
 

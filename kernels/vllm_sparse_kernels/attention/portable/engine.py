@@ -74,15 +74,13 @@ def attend(
             AHEAD=_buffers_ahead(index.block_tokens, head_dim, limit_bytes, options is not None and options.skips),
         )
     )
-    args = (
-        AttendArgs.of(q, out, sinks), key_args(cache, rows.block_table, values=True), index.args,
-        call.scale * LOG2_E.value, cache.value_scale,
-    )  # fmt: skip
-    grid = (rows.num_tiles * num_heads * num_parts,)
     num_warps = _num_warps(num_queries, block_d)
     num_stages = _num_stages(index.block_tokens, head_dim, limit_bytes)
-    option_args = _option_args(options, cache, index)
-    attend_kernel[grid](*args, *option_args, shape, num_warps=num_warps, num_stages=num_stages)
+    attend_kernel[(rows.num_tiles * num_heads * num_parts,)](
+        AttendArgs.of(q, out, sinks), key_args(cache, rows.block_table, values=True), index.args,
+        call.scale * LOG2_E.value, cache.value_scale, *_option_args(options, cache, index),
+        shape, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
 
 
 def refusal(spec: AttendSpec) -> str | None:
