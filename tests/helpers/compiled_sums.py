@@ -15,7 +15,7 @@ KERNELS = ("split_lse_kernel", "sums_kernel")
 
 
 def sums_figures() -> dict[str, dict[str, int]]:
-    batch = random_batch([(3000, 200)], 32, 8, 128, page_size=128, dtype=torch.bfloat16)
+    batch = random_batch([(3000, 200)], 32, 8, 128, page_size=16, dtype=torch.bfloat16)
     call = batch.call(random_index(batch, 128, 0.2, 0, 0), every_head(None, 32))
     recorders = {name: Recorder(getattr(last_queries, name)) for name in (*KERNELS, "block_diagonals_kernel")}
     estimate = last_queries.Estimate(64, band=64)

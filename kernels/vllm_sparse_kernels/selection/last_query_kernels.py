@@ -192,30 +192,31 @@ def _unmasked_tiles(work, end, num_common, SHAPE):
 
 
 @triton.jit
-def _load_page(work, start, SHAPE):
-    """Load the page of the key tile at ``start``, if tiles lie within a page; the first page before position 0.
+def _load_pages(work, start, SHAPE):
+    """Load the pages of the key tile at ``start``, if there are bands; any page for positions outside the row.
 
-    Loops look up the page one tile ahead and keep it in a register. Otherwise a tile's copy would wait for the lookup,
-    and could not start before the previous tile is finished.
+    Loops look up the pages one tile ahead and keep them in registers. Otherwise a tile's copy would wait for the
+    lookup, and could not start before the previous tile is finished.
     """
-    if SHAPE.BAND > 1 and SHAPE.PAGE % SHAPE.BAND == 0:
-        return tl.load(work.table + tl.maximum(start, 0) // SHAPE.PAGE)
+    if SHAPE.BAND > 1:
+        o_n = tl.maximum(start + tl.arange(0, KEY_TILE), 0)
+        return tl.load(work.table + o_n // SHAPE.PAGE, mask=o_n < work.seq_len, other=0)
     else:
         return 0
 
 
 @triton.jit
-def _load_tile(keys, work, page, start, WHOLE: tl.constexpr, SHAPE):
+def _load_tile(keys, work, b_page, start, WHOLE: tl.constexpr, SHAPE):
     """Load the key tile at ``start``, with 0 past the row's keys. A WHOLE tile does not reach past them.
 
-    ``page`` is the tile's page, if tiles are counted from position 0 and lie within pages.
+    ``b_page`` is the page of each key, if there are bands.
     """
     o_t, o_d = tl.arange(0, KEY_TILE), tl.arange(0, SHAPE.BLOCK_D)
     k = keys.k + work.i_kv.to(tl.int64) * keys.stride_head
     in_row = (start + o_t >= 0) & (start + o_t < work.seq_len)
-    if SHAPE.BAND > 1 and SHAPE.PAGE % SHAPE.BAND == 0:
-        k += page.to(tl.int64) * keys.stride_page + start % SHAPE.PAGE * keys.stride_token
-        k_tile = k + (o_t * keys.stride_token)[:, None] + o_d[None, :]
+    if SHAPE.BAND > 1:
+        o_k = b_page.to(tl.int64) * keys.stride_page + (start + o_t) % SHAPE.PAGE * keys.stride_token
+        k_tile = k + o_k[:, None] + o_d[None, :]
     else:
         o_k = key_offsets(work.table, start + o_t, in_row, SHAPE.PAGE, keys.stride_page, keys.stride_token)
         k_tile = k + o_k[:, None]
@@ -229,12 +230,12 @@ def _load_tile(keys, work, page, start, WHOLE: tl.constexpr, SHAPE):
 
 
 @triton.jit
-def _scores(b_q, b_position, keys, work, page, start, WHOLE: tl.constexpr, SHAPE):
+def _scores(b_q, b_position, keys, work, b_page, start, WHOLE: tl.constexpr, SHAPE):
     """Compute unscaled scores of queries at ``b_position`` on the key tile at ``start``.
 
     Scores that the causal mask excludes are -inf. All queries see a WHOLE tile.
     """
-    b_k = _load_tile(keys, work, page, start, WHOLE, SHAPE)
+    b_k = _load_tile(keys, work, b_page, start, WHOLE, SHAPE)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [MEMBERS · QUERIES, KEY_TILE]
     if not WHOLE:
         o_n = start + tl.arange(0, KEY_TILE)
@@ -279,11 +280,11 @@ def split_lse_kernel(args, sums, num_selected, first_row, num_rows, SHAPE):
 @triton.jit
 def _lse_of_tiles(b_q, b_position, args, work, first, end, WHOLE: tl.constexpr, b_max, b_sum, SHAPE):
     """Add the scores on tiles [first, end) to each thread's maximum and sum [MEMBERS · QUERIES, LANES]."""
-    page = _load_page(work, work.tiles_end - (first + 1) * KEY_TILE, SHAPE)
+    b_page = _load_pages(work, work.tiles_end - (first + 1) * KEY_TILE, SHAPE)
     for i_tile in range(first, end):
         start = work.tiles_end - (i_tile + 1) * KEY_TILE
-        b_s = _scores(b_q, b_position, args.keys, work, page, start, WHOLE, SHAPE)
-        page = _load_page(work, start - KEY_TILE, SHAPE)
+        b_s = _scores(b_q, b_position, args.keys, work, b_page, start, WHOLE, SHAPE)
+        b_page = _load_pages(work, start - KEY_TILE, SHAPE)
         b_s = tl.reshape(b_s, [b_s.shape[0], KEY_TILE // (2 * LANES), LANES, 2])
         b_new = tl.maximum(b_max, tl.max(tl.max(b_s, 3), 1) * args.scale)
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # for queries that have seen no key
@@ -352,11 +353,11 @@ def _sums_of_tiles(b_q, args, work, first, end, WHOLE: tl.constexpr, target, b_b
     ``b_before`` is the part of the last tile's diagonals that the next tile completes; it is returned for that tile.
     """
     listed = work.b_selected >= 0
-    page = _load_page(work, work.tiles_end - (first + 1) * KEY_TILE, SHAPE)
+    b_page = _load_pages(work, work.tiles_end - (first + 1) * KEY_TILE, SHAPE)
     for i_tile in range(first, end):
         start = work.tiles_end - (i_tile + 1) * KEY_TILE
-        b_s = _scores(b_q, target.b_position, args.keys, work, page, start, WHOLE, SHAPE)
-        page = _load_page(work, start - KEY_TILE, SHAPE)
+        b_s = _scores(b_q, target.b_position, args.keys, work, b_page, start, WHOLE, SHAPE)
+        b_page = _load_pages(work, start - KEY_TILE, SHAPE)
         b_p = tl.exp2(b_s * args.scale - target.b_lse[:, None])
         o_n = start + tl.arange(0, KEY_TILE)
         b_column = tl.sum(tl.sum(tl.reshape(b_p, [SHAPE.QUERIES // 16, SHAPE.MEMBERS, 16, KEY_TILE]), 0), 1)
