@@ -72,9 +72,7 @@ class Serve(common.ServerOptions):
         return [Length(*map(int, part)) for part in parts]
 
 
-add_command(
-    bench, Serve, name="serve", example="sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768"
-)
+add_command(bench, Serve, "Example: sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768")
 
 
 @bench.command(epilog="Example: sparse-prefill bench crossover MODEL --out mine.json")

@@ -69,15 +69,12 @@ class Answers(common.ServerOptions):
 
 
 add_command(
-    evaluate,
-    Answers,
-    name="answers",
-    example="sparse-prefill eval answers MODEL --settings mine.yaml --lengths 32768 --json a.json",
+    evaluate, Answers, "Example: sparse-prefill eval answers MODEL --settings mine.yaml --lengths 32768 --json a.json"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalReport:
+class Report:
     """Report a model's speed and accuracy against stock vLLM.
 
     Speed and each answer are kept in --out FOLDER, and not measured again. FOLDER/report.md has the tables, and
@@ -131,4 +128,4 @@ class EvalReport:
         return tuple(common.fitting_lengths(option, defaults, OUTPUT_TOKENS, self.model))
 
 
-add_command(evaluate, EvalReport, name="report", example="sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")
+add_command(evaluate, Report, "Example: sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")

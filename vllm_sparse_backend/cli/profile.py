@@ -269,13 +269,8 @@ class Calibrate(JobOptions):
         return lambda job: Profile.of_heads(shared_heads(job), job.provenance(command), **job.profile_fields)
 
 
-add_command(profile_app, Best, name="best", example="sparse-prefill profile best MODEL --out mine.yaml")
-add_command(
-    profile_app,
-    Calibrate,
-    name="calibrate",
-    example="sparse-prefill profile calibrate MODEL --method sale --out mine.yaml",
-)
+add_command(profile_app, Best, "Example: sparse-prefill profile best MODEL --out mine.yaml")
+add_command(profile_app, Calibrate, "Example: sparse-prefill profile calibrate MODEL --method sale --out mine.yaml")
 
 
 def _report(profile: "Profile", out: Path) -> None:
