@@ -10,7 +10,7 @@ A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each to
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
@@ -34,7 +34,7 @@ from vllm_sparse_backend.calibration.search import (
     halved,
     ladder_of,
 )
-from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import Level, Profile
@@ -162,13 +162,6 @@ class Job:
 def independent_methods() -> list[str]:
     """List the methods whose heads do not depend on other layers. `profile best` chooses from these."""
     return [name for name, spec in METHODS.items() if spec.ladder]
-
-
-def require_methods(names: Iterable[str], allowed: Collection[str]) -> None:
-    """Check the names of --method."""
-    for name in names:
-        if name not in allowed:
-            raise ConfigurationError(f"--method: {not_one_of(name, allowed)}")
 
 
 def search_of_method(job: Job, name: str) -> Choose:

@@ -50,7 +50,8 @@ class Answers(common.ServerOptions):
 
             lengths = common.token_counts("--lengths", self.lengths)
             require_room(lengths, self.facts)
-            tasks = common.names_among("--tasks", self.tasks, TASKS)
+            tasks = common.split(self.tasks)
+            common.require_known("--tasks", tasks, TASKS)
             workload = AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
             servers = self.contestants(workload.longest)
             report = self.report("answers")

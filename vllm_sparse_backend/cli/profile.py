@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_sparse_backend.cli.commands import add_command
-from vllm_sparse_backend.cli.common import Chunk, MaybeModel, Model, NewProfile, exit_on_sigterm, failures, group, say
+from vllm_sparse_backend.cli.common import (
+    Chunk,
+    MaybeModel,
+    Model,
+    NewProfile,
+    exit_on_sigterm,
+    failures,
+    group,
+    require_known,
+    say,
+)
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -217,7 +227,7 @@ class Best(JobOptions):
 
         allowed = loop.independent_methods()
         methods = self.method or allowed
-        loop.require_methods(methods, allowed)
+        require_known("--method", methods, allowed)
         factors = {"high": self.high, "fast": self.fast}
         bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
 
@@ -255,7 +265,7 @@ class Calibrate(JobOptions):
         from vllm_sparse_backend.calibration.papers.share_prefill import require_scipy, shared_heads
         from vllm_sparse_backend.config.profile import Profile
 
-        loop.require_methods([self.method], {*loop.PAPERS, *loop.independent_methods()})
+        require_known("--method", [self.method], {*loop.PAPERS, *loop.independent_methods()})
         command = f"sparse-prefill profile calibrate --method {self.method}"
         if self.method != loop.SHARE_PREFILL:
             bounds = _parse_bounds(self.level)
