@@ -20,7 +20,6 @@ from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,8 @@ def _layers(card: Card, batches: Sequence[Batch], method: Method) -> list[TimedL
 
 
 def _alone(layer: TimedLayer, method: Method) -> TimedLayer:
-    """Return the layer with selection for the first head only. Its index still has room for all heads."""
-    spec = SelectSpec(method, layer.batch.q.device, layer.batch.cache.head_dim)
-    engine = choose_select_engine(spec).engine
-    served = replace(layer.served, plan=layer_plan([method]), select_engines=(engine,))
-    return replace(layer, served=served)
+    """Return the layer, whose heads have one method, with selection for the first head only.
+
+    Its index still has room for all heads.
+    """
+    return replace(layer, served=replace(layer.served, plan=layer_plan([method])))
