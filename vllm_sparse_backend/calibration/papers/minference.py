@@ -88,7 +88,7 @@ def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] =
                 candidate if (candidate, budget) == (TARGET, 1) else _fitted(judge, costs, candidate, aim)
                 for candidate in CANDIDATES
             ]
-            yield tuple(candidate for candidate in fitted if candidate is not None)
+            yield tuple(filter(None, fitted))
 
 
 def resized(candidate: Method, steps: int) -> Method:
