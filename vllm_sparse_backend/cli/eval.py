@@ -113,12 +113,12 @@ class Report:
                 answer_lengths=self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
                 count=self.count,
                 text=read_prompt_text(self.text) if self.text else project_text(),
-                server_args=self.server_args,
+                server_args=f"{model_report.MEMORY_ARGS} {self.server_args}".rstrip(),
                 device=device_name(),
             )
             with bar("report") as progress:
-                report.measure(progress)
-            common.say(report.write())
+                page = report.make(progress)
+            common.say(page)
 
     def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> tuple[int, ...]:
         """Parse prompt lengths; by default, return those that fit into the model's positions."""
