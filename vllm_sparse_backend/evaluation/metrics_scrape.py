@@ -67,7 +67,7 @@ class MetricsReport:
         return self.by("layers", "attention")
 
     def rows_of(self, path: str) -> int:
-        return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
+        return int(self.by("rows", "path")[path])
 
     @property
     def pairs(self) -> Pairs:
