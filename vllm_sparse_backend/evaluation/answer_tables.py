@@ -129,8 +129,8 @@ def ratio_of_answers(right: Sequence[int], baseline: Sequence[int]) -> tuple[flo
     total = sum(baseline)
     if not total:
         return None, None
-    changes = [(ours - theirs) / total for ours, theirs in zip(right, baseline)]
-    return sum(right) / total, math.sqrt(len(changes)) * stdev(changes) if len(changes) > 1 else None
+    _, error = mean_and_error([len(right) * (ours - theirs) / total for ours, theirs in zip(right, baseline)])
+    return sum(right) / total, error
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
