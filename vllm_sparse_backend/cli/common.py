@@ -183,11 +183,11 @@ def require_known(option: str, names: Iterable[str], known: Collection[str]) -> 
             raise ConfigurationError(f"{option}: {not_one_of(name, known)}")
 
 
-def fitting_lengths(option: str, lengths: Sequence[int], output_tokens: int, model: Path) -> list[int]:
+def fitting_lengths(option: str, lengths: Sequence[int], output_tokens: int, model: Path | None) -> list[int]:
     """Return the lengths of an option's default that fit into the model's positions with their answers."""
     from vllm_sparse_backend.config.model_check import max_positions, read_config
 
-    most = max_positions(read_config(model))
+    most = None if model is None else max_positions(read_config(model))
     fitting = [length for length in lengths if most is None or length + output_tokens <= most]
     if not fitting:
         raise BenchError(f"{option}: given none, expected lengths within the {most:,} positions of {model}")
