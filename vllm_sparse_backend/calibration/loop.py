@@ -109,8 +109,7 @@ class Job:
 
     def _batches(self) -> Sequence[Batch]:
         """Load the first prompt's chunks of the first layer that can run sparse."""
-        captured = self.captures.prompts[0]
-        return LayerPrompt.read(captured, self.layers[0], self.served, self.device).batches
+        return self.read_layer(self.captures.prompts[:1], self.layers[0]).prompts[0].batches
 
     @cached_property
     def card(self) -> Card | None:
