@@ -50,10 +50,6 @@ class ModelReport:
     device: str
 
     @property
-    def ttft_workload(self) -> ServeWorkload:
-        return ServeWorkload(tuple(map(Length, self.lengths)), OUTPUT_TOKENS, REPEATS, self.text)
-
-    @property
     def answer_workload(self) -> AnswerWorkload:
         """The prompts of all tasks."""
         shortest = min(self.answer_lengths)
@@ -69,19 +65,21 @@ class ModelReport:
 
         Raises BenchError if the folder's results have other options, a request failed or nothing ran sparse.
         """
-        longest = max(self.ttft_workload.longest, self.answer_workload.longest)
+        speed = ServeWorkload(tuple(map(Length, self.lengths)), OUTPUT_TOKENS, REPEATS, self.text)
+        questions = self.answer_workload
+        longest = max(speed.longest, questions.longest)
         servers = servers_to_start(self.model, self.settings, longest, self.server_args)
         # Files of other options are refused before a server starts.
-        ttft = self._read(TTFT, self.ttft_workload, servers)
-        answers = self._read(ANSWERS, self.answer_workload, servers)
+        ttft = self._read(TTFT, speed, servers)
+        answers = self._read(ANSWERS, questions, servers)
         if not ttft.cases:
             # Only a whole measurement is kept, so its cases are collected in a report without a file.
             measured = Report(TTFT, self.device)
-            serve_bench.compare_servers(servers, self.ttft_workload, measured, progress)
+            serve_bench.compare_servers(servers, speed, measured, progress)
             _require_none(TTFT, [said for case in measured.cases for said in case["said"]])
             ttft.cases = measured.cases
             ttft.write()
-        ask_all(servers, self.answer_workload, answers, progress)
+        ask_all(servers, questions, answers, progress)
         prompts = read_cases(answers.cases)
         _require_none(ANSWERS, answer_tables.failure_lines(prompts))
 
