@@ -23,11 +23,6 @@ class Pairs:
         """Kept pairs divided by causal pairs; None if no row was sparse."""
         return self.kept / self.causal if self.causal else None
 
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Fields of the cases of a report."""
-        return {"density": self.density, "kept_pairs": self.kept, "causal_pairs": self.causal}
-
     def __add__(self, other: "Pairs") -> "Pairs":
         return Pairs(self.kept + other.kept, self.causal + other.causal)
 
