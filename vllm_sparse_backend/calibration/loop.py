@@ -92,11 +92,6 @@ class Job:
         """Layers, heads and head size of the model."""
         return ModelShape.from_folder(self.model)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype to capture in. A CPU's bfloat16 is slow."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
     @cached_property
     def costs(self) -> Costs:
         """Times of selection and attention, measured on a CUDA device."""
@@ -126,7 +121,8 @@ class Job:
     def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
         """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
         self.progress.print(f"capturing {len(prompts)} prompts")
-        return capture_prompts(self.model, prompts, self.folder, self.device, self.dtype)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32  # a CPU's bfloat16 is slow
+        return capture_prompts(self.model, prompts, self.folder, self.device, dtype)
 
     @cached_property
     def layers(self) -> list[int]:
