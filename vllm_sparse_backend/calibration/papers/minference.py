@@ -69,8 +69,11 @@ def choose_pattern(
     for space in spaces:
         passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
         for head, judged in enumerate(zip(*passes, strict=True)):
-            holding = [result for result in judged if result.holds and result.sparsity >= LEAST_SPARSITY]
-            allowed = [result for result in holding if is_allowed(head, result.method)]
+            allowed = [
+                result
+                for result in judged
+                if result.holds and result.sparsity >= LEAST_SPARSITY and is_allowed(head, result.method)
+            ]
             if chosen[head] is None and allowed:
                 chosen[head] = min(allowed, key=lambda result: result.figures.seen.error).method
         if None not in chosen:
