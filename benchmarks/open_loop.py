@@ -186,6 +186,6 @@ def latest_ms(answers: Sequence[Answered]) -> float:
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    add_command(app, Capacity, name="capacity")
-    add_command(app, Latency, name="latency")
+    add_command(app, Capacity)
+    add_command(app, Latency)
     app()

@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 from tests.helpers.command_line import COMMANDS
 from tests.helpers.external_tools import ROOT
 from tests.helpers.stub_server import Api, running
-from vllm_sparse_backend.cli import app, common, profile
+from vllm_sparse_backend.calibration import loop
+from vllm_sparse_backend.cli import app, common
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
@@ -137,8 +138,8 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(profile.Calibrate, "search", stop)
-    monkeypatch.setattr(profile.Best, "search", stop)
+    monkeypatch.setattr(loop, "search_of_method", stop)
+    monkeypatch.setattr(loop, "search_for_cheapest", stop)
     for command in (("best",), ("calibrate", "--method", "sale")):
         result = run("profile", *command, BUNDLED, "--out", tmp_path / "out.yaml", "--tokens", 1024)
         assert result.exit_code == 130

@@ -20,7 +20,6 @@ from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
-from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def measure_costs(card: Card, read_batches: Callable[[], Sequence[Batch]]) -> Co
     for layer in plain:
         layer.select()
     dense = [("dense", card.dense(batch, batch.empty_out())) for batch in batches]
-    taken = _median_ms(card, batches, [_attentions(plain, "plain"), dense])
+    taken = _median_ms(card, batches, [[("plain", layer.attend) for layer in plain], dense])
     # A time per pair measured on very few pairs is meaningless. None is less than that of a layer that keeps all pairs.
     least_full_ms = _measure_kind(card, batches, Dense(), taken["plain"]).full_ms
 
@@ -79,17 +78,14 @@ def _measure_kind(card: Card, batches: Sequence[Batch], method: Method, base_ms:
     num_heads = batches[0].num_heads
     layers = _layers(card, batches, method)
     select = [("select", layer.select) for layer in layers]
+    attend = [("attend", layer.attend) for layer in layers]
     alone = [("alone", _alone(layer, method).select) for layer in layers]
-    taken = _median_ms(card, batches, [[*select, *_attentions(layers, "attend")], alone])
+    taken = _median_ms(card, batches, [[*select, *attend], alone])
     kept_pairs = sum(int(layer.index.kept_pairs()) for layer in layers)
     density = kept_pairs / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
     head_ms = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
     group_ms = max(0.0, taken["select"] - num_heads * head_ms)
     return Cost(group_ms, head_ms, max(0.0, taken["attend"] - base_ms) / (density * num_heads))
-
-
-def _attentions(layers: Sequence[TimedLayer], name: str) -> list[Span]:
-    return [(name, layer.attend) for layer in layers]
 
 
 def _median_ms(card: Card, batches: Sequence[Batch], contestants: Sequence[Sequence[Span]]) -> dict[str, float]:
@@ -107,8 +103,8 @@ def _layers(card: Card, batches: Sequence[Batch], method: Method) -> list[TimedL
 
 
 def _alone(layer: TimedLayer, method: Method) -> TimedLayer:
-    """Return the layer with selection for the first head only. Its index still has room for all heads."""
-    spec = SelectSpec(method, layer.batch.q.device, layer.batch.cache.head_dim)
-    engine = choose_select_engine(spec).engine
-    served = replace(layer.served, plan=layer_plan([method]), select_engines=(engine,))
-    return replace(layer, served=served)
+    """Return the layer, whose heads have one method, with selection for the first head only.
+
+    Its index still has room for all heads.
+    """
+    return replace(layer, served=replace(layer.served, plan=layer_plan([method])))

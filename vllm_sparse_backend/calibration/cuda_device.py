@@ -9,6 +9,7 @@ layer. Contestants alternate with FlashAttention in the same run, over several i
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -74,10 +75,7 @@ class Card:
         from vllm_sparse_backend.serving.compat import flash_attn_varlen_func
 
         varlen, rows = flash_attn_varlen_func(), batch.rows
-        starts = [0]
-        for query_len in rows.query_lens:
-            starts.append(starts[-1] + query_len)
-        query_start_loc = to_device(starts, torch.int32, self.device)
+        query_start_loc = to_device([0, *accumulate(rows.query_lens)], torch.int32, self.device)
         seq_lens = to_device(rows.seq_lens, torch.int32, self.device)
 
         def run() -> None:

@@ -117,8 +117,7 @@ class Bound:
     @property
     def numbers(self) -> dict[str, float]:
         """The finite limits by name."""
-        limits = {name: getattr(self, name) for name in HeadErrors._fields}
-        return {name: limit for name, limit in limits.items() if math.isfinite(limit)}
+        return {name: limit for name, limit in vars(self).items() if math.isfinite(limit)}
 
 
 class Outcome(NamedTuple):
@@ -147,7 +146,6 @@ class LayerPrompt:
     batches: list[Batch]
     dense: list[torch.Tensor]
     """For each chunk, its output under dense attention [query_len, num_heads, head_dim]."""
-    served: Served
     engines: Mapping[str, AttendEngine] | None
     """Attention engines of the device; None to use the references."""
     windows: Mapping[int, int] | None
@@ -173,7 +171,7 @@ class LayerPrompt:
             # By the rule of a server, on the prompt's first tokens.
             query, key, value = (x[:PROMPT_TOKENS] for x in tensors)
             windows = attend_and_measure(query, key, value, AttentionTraits(scale))[1].windows()
-        return LayerPrompt(batches, [whole[span] for span in spans], served, engines, windows)
+        return LayerPrompt(batches, [whole[span] for span in spans], engines, windows)
 
     @property
     def num_pairs(self) -> int:

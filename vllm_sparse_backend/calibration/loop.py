@@ -10,7 +10,7 @@ A capture takes (heads + 2 · kv heads) · head_dim elements on disk for each to
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
@@ -34,7 +34,7 @@ from vllm_sparse_backend.calibration.search import (
     halved,
     ladder_of,
 )
-from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import Level, Profile
@@ -92,11 +92,6 @@ class Job:
         """Layers, heads and head size of the model."""
         return ModelShape.from_folder(self.model)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype to capture in. A CPU's bfloat16 is slow."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
-
     @cached_property
     def costs(self) -> Costs:
         """Times of selection and attention, measured on a CUDA device."""
@@ -109,8 +104,7 @@ class Job:
 
     def _batches(self) -> Sequence[Batch]:
         """Load the first prompt's chunks of the first layer that can run sparse."""
-        captured = self.captures.prompts[0]
-        return LayerPrompt.read(captured, self.layers[0], self.served, self.device).batches
+        return self.read_layer(self.captures.prompts[:1], self.layers[0]).prompts[0].batches
 
     @cached_property
     def card(self) -> Card | None:
@@ -127,7 +121,8 @@ class Job:
     def capture(self, prompts: Sequence[Sequence[int]]) -> list[Capture]:
         """Run the model on prompts, and write the inputs of its attention layers to the job's folder."""
         self.progress.print(f"capturing {len(prompts)} prompts")
-        return capture_prompts(self.model, prompts, self.folder, self.device, self.dtype)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32  # a CPU's bfloat16 is slow
+        return capture_prompts(self.model, prompts, self.folder, self.device, dtype)
 
     @cached_property
     def layers(self) -> list[int]:
@@ -162,13 +157,6 @@ class Job:
 def independent_methods() -> list[str]:
     """List the methods whose heads do not depend on other layers. `profile best` chooses from these."""
     return [name for name, spec in METHODS.items() if spec.ladder]
-
-
-def require_methods(names: Iterable[str], allowed: Collection[str]) -> None:
-    """Check the names of --method."""
-    for name in names:
-        if name not in allowed:
-            raise ConfigurationError(f"--method: {not_one_of(name, allowed)}")
 
 
 def search_of_method(job: Job, name: str) -> Choose:

@@ -95,10 +95,8 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
         near_pairs = pairs_in_windows(num_tokens, window)
     elif chunk := config.get("attention_chunk_size"):
         near_pairs = pairs_in_chunks(num_tokens, chunk)
-    rate = next(
-        (rate for head_dim, rate in ATTENTION_FLOPS.items() if shape.head_dim <= head_dim), ATTENTION_FLOPS[256]
-    )
-    pair_s = 4 * shape.head_dim * shape.num_heads / rate
+    rate_head_dim = min((head_dim for head_dim in ATTENTION_FLOPS if head_dim >= shape.head_dim), default=256)
+    pair_s = 4 * shape.head_dim * shape.num_heads / ATTENTION_FLOPS[rate_head_dim]
     seconds = {"sparse": 0.0, "dense": 0.0}
     for reason in layer_reasons(config):
         if reason is not Fallback.NOT_DECODER:

@@ -62,8 +62,6 @@ class Serve(common.ServerOptions):
         from vllm_sparse_backend.evaluation.serve_bench import LENGTHS, Length
 
         if self.lengths is None:
-            if self.model is None:
-                return [Length(n) for n in LENGTHS]
             return [Length(n) for n in common.fitting_lengths("--lengths", LENGTHS, self.output_tokens, self.model)]
         parts = [part.split("+") for part in common.split(self.lengths)]
         if not parts or any(len(part) > 2 or not all(n.isdecimal() and int(n) for n in part) for part in parts):
@@ -72,9 +70,7 @@ class Serve(common.ServerOptions):
         return [Length(*map(int, part)) for part in parts]
 
 
-add_command(
-    bench, Serve, name="serve", example="sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768"
-)
+add_command(bench, Serve, "Example: sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768")
 
 
 @bench.command(epilog="Example: sparse-prefill bench crossover MODEL --out mine.json")

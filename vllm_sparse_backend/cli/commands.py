@@ -24,13 +24,12 @@ class OptionsCommand(TyperCommand):
     """A command whose callback returns an options object, which then runs."""
 
     def invoke(self, ctx: Any) -> None:
-        options: Command = super().invoke(ctx)
-        options.run()
+        super().invoke(ctx).run()
 
 
-def add_command(app: typer.Typer, options: type[Command], *, name: str | None = None, example: str = "") -> None:
-    epilog = f"Example: {example}" if example else None
-    app.command(name, cls=OptionsCommand, epilog=epilog)(options)
+def add_command(app: typer.Typer, options: type[Command], epilog: str | None = None) -> None:
+    """Add a command with the class's name in lower case."""
+    app.command(cls=OptionsCommand, epilog=epilog)(options)
 
 
 def run_alone(options: type[Command]) -> None:

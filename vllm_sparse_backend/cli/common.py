@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -176,20 +176,18 @@ def settings_of(texts: Sequence[str] | None, model: Path) -> "list[Settings]":
     return [Settings.parse(text, model) for text in texts or ["{}"]]
 
 
-def names_among(option: str, text: str, known: Collection[str]) -> list[str]:
-    """Parse comma-separated names, each of which must be known."""
-    names = split(text)
+def require_known(option: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Check the names that an option has."""
     for name in names:
         if name not in known:
-            raise BenchError(f"{option}: {not_one_of(name, known)}")
-    return names
+            raise ConfigurationError(f"{option}: {not_one_of(name, known)}")
 
 
-def fitting_lengths(option: str, lengths: Sequence[int], output_tokens: int, model: Path) -> list[int]:
+def fitting_lengths(option: str, lengths: Sequence[int], output_tokens: int, model: Path | None) -> list[int]:
     """Return the lengths of an option's default that fit into the model's positions with their answers."""
     from vllm_sparse_backend.config.model_check import max_positions, read_config
 
-    most = max_positions(read_config(model))
+    most = None if model is None else max_positions(read_config(model))
     fitting = [length for length in lengths if most is None or length + output_tokens <= most]
     if not fitting:
         raise BenchError(f"{option}: given none, expected lengths within the {most:,} positions of {model}")

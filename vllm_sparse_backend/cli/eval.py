@@ -50,7 +50,8 @@ class Answers(common.ServerOptions):
 
             lengths = common.token_counts("--lengths", self.lengths)
             require_room(lengths, self.facts)
-            tasks = common.names_among("--tasks", self.tasks, TASKS)
+            tasks = common.split(self.tasks)
+            common.require_known("--tasks", tasks, TASKS)
             workload = AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
             servers = self.contestants(workload.longest)
             report = self.report("answers")
@@ -69,15 +70,12 @@ class Answers(common.ServerOptions):
 
 
 add_command(
-    evaluate,
-    Answers,
-    name="answers",
-    example="sparse-prefill eval answers MODEL --settings mine.yaml --lengths 32768 --json a.json",
+    evaluate, Answers, "Example: sparse-prefill eval answers MODEL --settings mine.yaml --lengths 32768 --json a.json"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalReport:
+class Report:
     """Report a model's speed and accuracy against stock vLLM.
 
     Speed and each answer are kept in --out FOLDER, and not measured again. FOLDER/report.md has the tables, and
@@ -115,12 +113,12 @@ class EvalReport:
                 answer_lengths=self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
                 count=self.count,
                 text=read_prompt_text(self.text) if self.text else project_text(),
-                server_args=self.server_args,
+                server_args=f"{model_report.MEMORY_ARGS} {self.server_args}".rstrip(),
                 device=device_name(),
             )
             with bar("report") as progress:
-                report.measure(progress)
-            common.say(report.write())
+                page = report.make(progress)
+            common.say(page)
 
     def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> tuple[int, ...]:
         """Parse prompt lengths; by default, return those that fit into the model's positions."""
@@ -131,4 +129,4 @@ class EvalReport:
         return tuple(common.fitting_lengths(option, defaults, OUTPUT_TOKENS, self.model))
 
 
-add_command(evaluate, EvalReport, name="report", example="sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")
+add_command(evaluate, Report, "Example: sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")

@@ -3,7 +3,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vllm_sparse_backend.cli.commands import add_command
-from vllm_sparse_backend.cli.common import Chunk, MaybeModel, Model, NewProfile, exit_on_sigterm, failures, group, say
+from vllm_sparse_backend.cli.common import (
+    Chunk,
+    MaybeModel,
+    Model,
+    NewProfile,
+    exit_on_sigterm,
+    failures,
+    group,
+    require_known,
+    say,
+)
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -145,12 +155,8 @@ class JobOptions(ABC):
     ] = None
 
     @abstractmethod
-    def bounds(self) -> "Mapping[str, Bound]":
-        """Check the options, and return the bound of each level. Called before prompts are made, which takes time."""
-
-    @abstractmethod
-    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
-        """Make the profile."""
+    def search(self) -> "Callable[[Job], Profile]":
+        """Check the options, and return the search. Called before prompts are made, which takes time."""
 
     def run(self) -> None:
         """Make the profile, write it, and report its figures."""
@@ -160,9 +166,8 @@ class JobOptions(ABC):
             bar("prompts") as progress,
             TemporaryDirectory(prefix=".sparse-prefill-", dir=self.out.parent) as folder,
         ):
-            bounds = self.bounds()
-            job = self._job(Path(folder), progress)
-            profile = self.search(job, bounds)
+            search = self.search()
+            profile = search(self._job(Path(folder), progress))
             write_text(self.out, profile.to_yaml())
         _report(profile, self.out)
 
@@ -215,23 +220,26 @@ class Best(JobOptions):
         typer.Option("--method", metavar="METHOD", help="A method to choose from; repeatable. Default: all."),
     ] = None
 
-    def bounds(self) -> "Mapping[str, Bound]":
+    def search(self) -> "Callable[[Job], Profile]":
         from vllm_sparse_backend.calibration import loop
         from vllm_sparse_backend.calibration.judge import Bound
-
-        loop.require_methods(self.method or (), loop.independent_methods())
-        factors = {"high": self.high, "fast": self.fast}
-        return {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
-
-    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
-        from vllm_sparse_backend.calibration import loop
         from vllm_sparse_backend.config.method_parameters import make_method
 
-        choose = loop.search_for_cheapest(job, self.method or loop.independent_methods())
-        profile = loop.calibrate(job, choose, bounds, "sparse-prefill profile best")
-        # The default method is a candidate for every head, so no head takes longer than with it, and its lengths apply.
-        # The lengths of other methods were measured with one method in all heads, and would keep longer prompts dense.
-        return profile.model_copy(update={"lengths_of": make_method("default", {})})
+        allowed = loop.independent_methods()
+        methods = self.method or allowed
+        require_known("--method", methods, allowed)
+        factors = {"high": self.high, "fast": self.fast}
+        bounds = {name: Bound(of_default=factor) for name, factor in factors.items() if factor}
+
+        def search(job: "Job") -> "Profile":
+            choose = loop.search_for_cheapest(job, methods)
+            profile = loop.calibrate(job, choose, bounds, "sparse-prefill profile best")
+            # The default method is a candidate for every head, so no head takes longer than with it, and its lengths
+            # apply. The lengths of other methods were measured with one method in all heads, and would keep longer
+            # prompts dense.
+            return profile.model_copy(update={"lengths_of": make_method("default", {})})
+
+        return search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,39 +260,27 @@ class Calibrate(JobOptions):
     ]
     level: LevelBounds = None
 
-    def bounds(self) -> "Mapping[str, Bound]":
+    def search(self) -> "Callable[[Job], Profile]":
         from vllm_sparse_backend.calibration import loop
-        from vllm_sparse_backend.calibration.papers.share_prefill import require_scipy
+        from vllm_sparse_backend.calibration.papers.share_prefill import require_scipy, shared_heads
+        from vllm_sparse_backend.config.profile import Profile
 
-        loop.require_methods([self.method], {*loop.PAPERS, *loop.independent_methods()})
+        require_known("--method", [self.method], {*loop.PAPERS, *loop.independent_methods()})
+        command = f"sparse-prefill profile calibrate --method {self.method}"
         if self.method != loop.SHARE_PREFILL:
-            return _parse_bounds(self.level)
+            bounds = _parse_bounds(self.level)
+            return lambda job: loop.calibrate(job, loop.search_of_method(job, self.method), bounds, command)
         if self.level is not None:
             raise ConfigurationError(
                 "--level: given with --method share_prefill, expected none: the paper has one γ for all heads; leave "
                 "it out"
             )
         require_scipy()
-        return {}
-
-    def search(self, job: "Job", bounds: "Mapping[str, Bound]") -> "Profile":
-        from vllm_sparse_backend.calibration import loop
-        from vllm_sparse_backend.calibration.papers.share_prefill import shared_heads
-        from vllm_sparse_backend.config.profile import Profile
-
-        command = f"sparse-prefill profile calibrate --method {self.method}"
-        if self.method == loop.SHARE_PREFILL:
-            return Profile.of_heads(shared_heads(job), job.provenance(command), **job.profile_fields)
-        return loop.calibrate(job, loop.search_of_method(job, self.method), bounds, command)
+        return lambda job: Profile.of_heads(shared_heads(job), job.provenance(command), **job.profile_fields)
 
 
-add_command(profile_app, Best, name="best", example="sparse-prefill profile best MODEL --out mine.yaml")
-add_command(
-    profile_app,
-    Calibrate,
-    name="calibrate",
-    example="sparse-prefill profile calibrate MODEL --method sale --out mine.yaml",
-)
+add_command(profile_app, Best, "Example: sparse-prefill profile best MODEL --out mine.yaml")
+add_command(profile_app, Calibrate, "Example: sparse-prefill profile calibrate MODEL --method sale --out mine.yaml")
 
 
 def _report(profile: "Profile", out: Path) -> None:

@@ -124,8 +124,7 @@ def build_prompt(
         )
     if len(text_ids) < room:
         raise BenchError(f"text: given {len(text_ids):,} tokens, expected at least {room:,}")
-    cuts = [[room] if len(thread) == 1 else sorted(rng.randint(0, room) for _ in thread) for thread in threads]
-    ids, places = weave(begin_ids, text_ids[:room], [[line.token_ids for line in thread] for thread in lines], cuts)
+    ids, places = weave(begin_ids, text_ids[:room], [[line.token_ids for line in thread] for thread in lines], rng)
     placed = list(zip(chain.from_iterable(places), chain.from_iterable(lines), strict=True))
     answers = [(at + begin, at + end) for at, line in placed for begin, end in line.answers]
     return Prompt(ids, answers, [(at, at + len(line.token_ids)) for at, line in placed])

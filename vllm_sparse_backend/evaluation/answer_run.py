@@ -25,18 +25,13 @@ def ask(endpoint: Endpoint, prompt: Prompt) -> PromptScores:
     return PromptScores.of(prompt, returned, time.perf_counter() - began)
 
 
-def missing_requests(
-    contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report
-) -> dict[str, list[PromptKey]]:
-    """Return, by label, the prompts that a report lacks."""
-    answered = {(prompt.label, prompt.key) for prompt in read_cases(report.cases)}
-    labels = (contestant.label for contestant in contestants)
-    return {label: [key for key in workload.wanted if (label, key) not in answered] for label in labels}
-
-
 def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report, progress: Progress) -> None:
     """Add a case for each server and prompt that the report lacks. Raises BenchError or ServerError."""
-    missing = missing_requests(contestants, workload, report)
+    answered = {(prompt.label, prompt.key) for prompt in read_cases(report.cases)}
+    missing = {
+        contestant.label: [key for key in workload.wanted if (contestant.label, key) not in answered]
+        for contestant in contestants
+    }
     progress.begin(report.bench, sum(map(len, missing.values())))
     prompts: dict[PromptKey, Prompt] = {}
     sample: list[int] = []

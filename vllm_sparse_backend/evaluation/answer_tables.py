@@ -2,7 +2,7 @@
 """Results of ``eval answers``: shares of right answers, and comparisons with the first server."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
@@ -129,8 +129,8 @@ def ratio_of_answers(right: Sequence[int], baseline: Sequence[int]) -> tuple[flo
     total = sum(baseline)
     if not total:
         return None, None
-    changes = [(ours - theirs) / total for ours, theirs in zip(right, baseline)]
-    return sum(right) / total, math.sqrt(len(changes)) * stdev(changes) if len(changes) > 1 else None
+    _, error = mean_and_error([len(right) * (ours - theirs) / total for ours, theirs in zip(right, baseline)])
+    return sum(right) / total, error
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -166,12 +166,12 @@ def failure_lines(prompts: Sequence[AnsweredPrompt]) -> list[str]:
     """Return a line for each failed request, and for each server of this backend without sparse prefill."""
     lines = [f"failed, and not counted: {prompt}: {prompt.error}" for prompt in prompts if prompt.error]
     explained = {fallback.value: fallback.explain for fallback in Fallback}
-    pairs: dict[str, Pairs] = {}
-    dense_rows: dict[str, Counter[str]] = {}
+    pairs: dict[str, Pairs] = defaultdict(Pairs)
+    dense_rows: dict[str, Counter[str]] = defaultdict(Counter)
     for prompt in prompts:
         if prompt.pairs is not None and prompt.level not in (0, EXACT):
-            pairs[prompt.label] = pairs.get(prompt.label, Pairs()) + prompt.pairs
-            dense_rows.setdefault(prompt.label, Counter()).update(prompt.dense_rows or {})
+            pairs[prompt.label] += prompt.pairs
+            dense_rows[prompt.label].update(prompt.dense_rows or {})
     for label, of_label in pairs.items():
         if of_label.density is None:
             reasons = [f"{explained.get(why, why)} (dense rows: {n:,})" for why, n in dense_rows[label].items()]

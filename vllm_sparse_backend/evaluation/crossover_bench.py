@@ -143,14 +143,10 @@ class Crossover:
         args = (*steps, *split_server_args(self.server_args), *sparse_args(values))
         return Contestant.served(str(self.settings), self.model, args, str(self.settings)).at([0, 1])
 
-    @property
-    def workload(self) -> ServeWorkload:
-        return ServeWorkload(lengths_to_measure(self.longest), 1, REPEATS, None)
-
     def measure(self, progress: Progress) -> tuple[str, list[Cell]]:
         """Return the server's engine, and the cells."""
         self.model_size()  # refuses a model that it cannot read before minutes of measuring
-        workload, cells = self.workload, list[Cell]()
+        workload, cells = ServeWorkload(lengths_to_measure(self.longest), 1, REPEATS, None), list[Cell]()
         progress.begin(f"crossover of {self.settings}", 2 * workload.num_requests)
         with opened(self.contestants(), progress) as servers:
             layers = parse_metrics(servers[0].metrics()).attention
@@ -191,7 +187,7 @@ class Crossover:
         )
 
 
-SAME = ("device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim", "layer_weights")
+SAME = {"device", "engine", "method", "params", "num_heads", "num_kv_heads", "head_dim", "layer_weights"}
 
 
 def read_table(path: Path) -> CrossoverTable:
@@ -202,5 +198,5 @@ def read_table(path: Path) -> CrossoverTable:
 def replace_entry(path: Path, entry: Entry) -> None:
     """Write an entry into a table, instead of that of the same card, engine, method and layers."""
     table = read_table(path)
-    others = [old for old in table.entries if any(getattr(old, name) != getattr(entry, name) for name in SAME)]
+    others = [old for old in table.entries if old.model_dump(include=SAME) != entry.model_dump(include=SAME)]
     write_json(path, table.model_copy(update={"entries": (*others, entry)}).model_dump())

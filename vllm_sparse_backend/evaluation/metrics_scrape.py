@@ -23,11 +23,6 @@ class Pairs:
         """Kept pairs divided by causal pairs; None if no row was sparse."""
         return self.kept / self.causal if self.causal else None
 
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Fields of the cases of a report."""
-        return {"density": self.density, "kept_pairs": self.kept, "causal_pairs": self.causal}
-
     def __add__(self, other: "Pairs") -> "Pairs":
         return Pairs(self.kept + other.kept, self.causal + other.causal)
 
@@ -67,7 +62,7 @@ class MetricsReport:
         return self.by("layers", "attention")
 
     def rows_of(self, path: str) -> int:
-        return sum(count for (row_path, _), count in self.rows.items() if row_path == path)
+        return int(self.by("rows", "path")[path])
 
     @property
     def pairs(self) -> Pairs:

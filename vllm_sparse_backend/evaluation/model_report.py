@@ -7,7 +7,6 @@ of all lengths together and each prompt's answers, so an interrupted run continu
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
@@ -47,11 +46,8 @@ class ModelReport:
     """Prompts of each task and answer length."""
     text: str
     server_args: str
+    """Arguments of all servers."""
     device: str
-
-    @property
-    def ttft_workload(self) -> ServeWorkload:
-        return ServeWorkload(tuple(map(Length, self.lengths)), OUTPUT_TOKENS, REPEATS, self.text)
 
     @property
     def answer_workload(self) -> AnswerWorkload:
@@ -64,62 +60,41 @@ class ModelReport:
         facts = min(MOST_FACTS, shortest // FACT_TOKENS)
         return AnswerWorkload(self.answer_lengths, self.count, facts, self.text, tuple(TASKS))
 
-    @cached_property
-    def servers(self) -> list[Contestant]:
-        """Stock vLLM, and this backend with each of the settings, with room for the longest prompt."""
-        longest = max(self.ttft_workload.longest, self.answer_workload.longest)
-        return servers_to_start(self.model, self.settings, longest, self.all_args)
+    def make(self, progress: Progress) -> str:
+        """Measure what is not in the folder, write the page and its JSON from all results, and return the page.
 
-    @property
-    def all_args(self) -> str:
-        return f"{MEMORY_ARGS} {self.server_args}".rstrip()
-
-    @cached_property
-    def ttft(self) -> Report:
-        """Results of ``ttft`` so far: those of all lengths, or none."""
-        return self._read(TTFT, self.ttft_workload)
-
-    @cached_property
-    def answers(self) -> Report:
-        """Answers so far."""
-        return self._read(ANSWERS, self.answer_workload)
-
-    def _read(self, name: str, workload: ServeWorkload | AnswerWorkload) -> Report:
-        """Return the results in a file of the folder. Raises BenchError if they were measured with other options."""
-        options = options_of(workload, server_args=self.all_args, seed=SEED)
-        report = Report(name, self.device, self.folder / f"{name}.json")
-        resume(report, options | versions(), self.servers)
-        return report
-
-    def measure(self, progress: Progress) -> None:
-        """Measure what is not in the folder. Raises BenchError if a request failed or nothing ran sparse."""
-        ttft, answers = self.ttft, self.answers  # a file of other options is refused before a server starts
+        Raises BenchError if the folder's results have other options, a request failed or nothing ran sparse.
+        """
+        speed = ServeWorkload(tuple(map(Length, self.lengths)), OUTPUT_TOKENS, REPEATS, self.text)
+        questions = self.answer_workload
+        longest = max(speed.longest, questions.longest)
+        servers = servers_to_start(self.model, self.settings, longest, self.server_args)
+        # Files of other options are refused before a server starts.
+        ttft = self._read(TTFT, speed, servers)
+        answers = self._read(ANSWERS, questions, servers)
         if not ttft.cases:
             # Only a whole measurement is kept, so its cases are collected in a report without a file.
             measured = Report(TTFT, self.device)
-            serve_bench.compare_servers(self.servers, self.ttft_workload, measured, progress)
+            serve_bench.compare_servers(servers, speed, measured, progress)
             _require_none(TTFT, [said for case in measured.cases for said in case["said"]])
             ttft.cases = measured.cases
             ttft.write()
-        ask_all(self.servers, self.answer_workload, answers, progress)
-        _require_none(ANSWERS, answer_tables.failure_lines(read_cases(answers.cases)))
+        ask_all(servers, questions, answers, progress)
+        prompts = read_cases(answers.cases)
+        _require_none(ANSWERS, answer_tables.failure_lines(prompts))
 
-    def write(self) -> str:
-        """Write the page and its JSON from all results, and return the page."""
-        ttft, answers = self.ttft, self.answers
-        labels = [server.label for server in self.servers]
-        rows = answer_tables.summaries(read_cases(answers.cases), labels)
+        rows = answer_tables.summaries(prompts, [server.label for server in servers])
         medians = [{key: value for key, value in case.items() if key != "answers"} for case in ttft.cases]
         options = {TTFT: ttft.options, ANSWERS: answers.options}
         write_json(self.folder / "report.json", {"options": options, TTFT: medians, ANSWERS: rows})
-        settings = [server.what for server in self.servers[1:]]
+        settings = [server.what for server in servers[1:]]
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         page = "\n".join(
             [
-                f"# {self.servers[0].model} on {self.device}\n",
+                f"# {servers[0].model} on {self.device}\n",
                 f"* Versions: {packages}.\n"
                 f"* Settings: `{'`, `'.join(settings)}`.\n"
-                f"* Arguments of both servers: `{self.all_args}`.\n"
+                f"* Arguments of both servers: `{self.server_args}`.\n"
                 f"* Prompts: seed {SEED}, text {answers.options['text']} (SHA-256).\n",
                 serve_bench.tables(ttft.cases),
                 answer_tables.tables(rows),
@@ -127,6 +102,12 @@ class ModelReport:
         )
         write_text(self.folder / "report.md", page)
         return page
+
+    def _read(self, name: str, workload: ServeWorkload | AnswerWorkload, servers: Sequence[Contestant]) -> Report:
+        """Return the results so far in a file of the folder. Raises BenchError if they have other options."""
+        report = Report(name, self.device, self.folder / f"{name}.json")
+        resume(report, options_of(workload, server_args=self.server_args, seed=SEED) | versions(), servers)
+        return report
 
 
 def _require_none(name: str, problems: Sequence[str]) -> None:

@@ -2,7 +2,8 @@
 """Output files of all commands: checked before the work begins, and written atomically."""
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -14,11 +15,8 @@ PROBE_BYTES = 4096
 def require_output_file(option: str, path: Path) -> None:
     """Check that a file can be written at ``path``, by writing and deleting a few bytes next to it."""
     try:
-        probe = _beside(_target(path))
-        try:
-            _write(probe, bytes(PROBE_BYTES))
-        finally:
-            _delete(probe)
+        with _written_beside(_target(path), bytes(PROBE_BYTES)):
+            pass
     except OSError as error:
         problem = f"there is no folder {path.parent}" if not path.parent.exists() else error.strerror
         expected = "a file in an existing, writable folder"
@@ -30,12 +28,8 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         target = _target(path)
-        partial = _beside(target)
-        try:
-            _write(partial, text.encode())
+        with _written_beside(target, text.encode()) as partial:
             partial.replace(target)
-        finally:
-            _delete(partial)
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -48,17 +42,16 @@ def _target(path: Path) -> Path:
     return target
 
 
-def _beside(target: Path) -> Path:
-    return target.with_name(f".{target.name}.new")
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # some file systems report a full disk only here
-
-
-def _delete(path: Path) -> None:
-    with suppress(OSError):  # if creating it also failed, the first error says why
-        path.unlink(missing_ok=True)
+@contextmanager
+def _written_beside(target: Path, content: bytes) -> Iterator[Path]:
+    """Write a file next to ``target``, and delete it afterwards unless it was moved."""
+    path = target.with_name(f".{target.name}.new")
+    try:
+        with path.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # some file systems report a full disk only here
+        yield path
+    finally:
+        with suppress(OSError):  # if creating it also failed, the first error says why
+            path.unlink(missing_ok=True)

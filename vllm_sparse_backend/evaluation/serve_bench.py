@@ -86,9 +86,11 @@ def case_of(
     length: Length, baseline_label: str, baseline: ServerResults, label: str, compared: ServerResults
 ) -> dict[str, Any]:
     """Return the case that compares a server with the baseline. A server without answers has no ratios."""
+    pairs = compared.pairs
     case: dict[str, Any] = {
         "label": label, "first": baseline_label, "case": str(length), "new_tokens": length.new_tokens,
-        "cached_tokens": length.cached_tokens, "repeats": len(compared.answers), **compared.pairs.figures,
+        "cached_tokens": length.cached_tokens, "repeats": len(compared.answers),
+        "density": pairs.density, "kept_pairs": pairs.kept, "causal_pairs": pairs.causal,
         "failures": len(baseline.failures) + len(compared.failures), "said": [], "answers": {},
     }  # fmt: skip
     for key, name, results in ((BASELINE_KEY, baseline_label, baseline), (COMPARED_KEY, COMPARED_KEY, compared)):

@@ -38,7 +38,6 @@ HOPS = 3
 QUESTION = "# Question: what is the number of {name}? Answer: {value}."
 PASSAGE_TOKENS = (16, 256)
 
-KINDS = ("retrieval", "hops", "repeats")
 TOKENS_A_THREAD = {"retrieval": 512, "hops": 1024, "repeats": 2048}
 """Average number of prompt tokens per thread of each kind."""
 
@@ -60,28 +59,27 @@ def insert_threads(
     Raises ConfigurationError if they do not fit.
     """
     num_tokens = len(stretch)
-    threads = {kind: list(_threads(kind, num_tokens, encode, passages, rng)) for kind in KINDS}
+    threads = [list(_threads(kind, num_tokens, encode, passages, rng)) for kind in TOKENS_A_THREAD]
     _drop_threads(threads, num_tokens, len(start))
-    every = list(chain.from_iterable(threads.values()))
+    every = list(chain.from_iterable(threads))
     room = num_tokens - len(start) - _tokens(every)
-    cuts = [sorted(rng.randint(0, room) for _ in thread) for thread in every]
-    return weave(start, stretch[:room], every, cuts)[0]
+    return weave(start, stretch[:room], every, rng)[0]
 
 
-def _drop_threads(threads: dict[str, list[Thread]], num_tokens: int, num_start: int) -> None:
+def _drop_threads(threads: Sequence[list[Thread]], num_tokens: int, num_start: int) -> None:
     """Drop threads, the longest kind first, until they take at most half of a prompt.
 
     One tokenizer may need several times as many tokens for a line as another. Raises ConfigurationError if one thread
     of each kind takes more than half.
     """
-    while (needed := 2 * (num_start + sum(map(_tokens, threads.values())))) > num_tokens:
-        kinds = [kind for kind in KINDS if len(threads[kind]) > 1]
-        if not kinds:
+    while (needed := 2 * (num_start + sum(map(_tokens, threads)))) > num_tokens:
+        several = [of_kind for of_kind in threads if len(of_kind) > 1]
+        if not several:
             raise ConfigurationError(
                 f"generated prompt: given {num_tokens:,} tokens, expected at least {needed:,} with this tokenizer: "
                 "lines with facts and questions may fill half of a prompt; use longer prompts"
             )
-        threads[max(kinds, key=lambda kind: _tokens(threads[kind]))].pop()
+        max(several, key=_tokens).pop()
 
 
 def _tokens(threads: Sequence[Thread]) -> int:
@@ -120,16 +118,18 @@ def weave(
     start: Sequence[int],
     text_ids: Sequence[int],
     threads: Sequence[Sequence[Sequence[int]]],
-    cuts: Sequence[Sequence[int]],
+    rng: random.Random,
 ) -> tuple[list[int], list[list[int]]]:
     """Insert lines into a text that follows ``start``, and return the tokens and the place of each line.
 
-    A thread is a sequence of lines. ``cuts`` has the number of the text's tokens before each line, in
-    ascending order.
+    A thread is a sequence of lines, whose places are uniformly random in the text, and in order. A single line comes
+    last.
     """
+    end = len(text_ids)
+    cuts = [[end] if len(thread) == 1 else sorted(rng.randint(0, end) for _ in thread) for thread in threads]
     placed = sorted((cut, step, i) for i, thread_cuts in enumerate(cuts) for step, cut in enumerate(thread_cuts))
     ids, at = list(start), 0
-    places = [[0] * len(thread_cuts) for thread_cuts in cuts]
+    places = [[0] * len(thread) for thread in threads]
     for cut, step, i in placed:
         ids += text_ids[at:cut]
         at = cut

@@ -3,9 +3,9 @@
 
 import gzip
 import hashlib
-import importlib.util
 import random
-from collections.abc import Iterator
+from importlib import resources
+from itertools import chain
 from pathlib import Path
 
 from vllm_sparse_backend.config.errors import ConfigurationError
@@ -43,17 +43,11 @@ def _files(path: Path) -> list[Path]:
     return sorted(files, key=lambda file: hashlib.sha256(str(file.relative_to(path)).encode()).digest())
 
 
-def project_files() -> Iterator[str]:
-    """Yield the sources of this project's two packages."""
-    for package in ("vllm_sparse_backend", "vllm_sparse_kernels"):
-        spec = importlib.util.find_spec(package)
-        for folder in (spec and spec.submodule_search_locations) or ():
-            for path in sorted(Path(folder).rglob("*.py")):
-                yield path.read_text(encoding="utf-8")
-
-
 def project_text() -> str:
-    return "".join(project_files())
+    """Return the sources of this project's two packages."""
+    folders = [Path(str(resources.files(package))) for package in ("vllm_sparse_backend", "vllm_sparse_kernels")]
+    paths = chain.from_iterable(sorted(folder.rglob("*.py")) for folder in folders)
+    return "".join(path.read_text(encoding="utf-8") for path in paths)
 
 
 def measuring_text() -> str:

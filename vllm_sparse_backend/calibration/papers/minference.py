@@ -69,8 +69,11 @@ def choose_pattern(
     for space in spaces:
         passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
         for head, judged in enumerate(zip(*passes, strict=True)):
-            holding = [result for result in judged if result.holds and result.sparsity >= LEAST_SPARSITY]
-            allowed = [result for result in holding if is_allowed(head, result.method)]
+            allowed = [
+                result
+                for result in judged
+                if result.holds and result.sparsity >= LEAST_SPARSITY and is_allowed(head, result.method)
+            ]
             if chosen[head] is None and allowed:
                 chosen[head] = min(allowed, key=lambda result: result.figures.seen.error).method
         if None not in chosen:
@@ -88,7 +91,7 @@ def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] =
                 candidate if (candidate, budget) == (TARGET, 1) else _fitted(judge, costs, candidate, aim)
                 for candidate in CANDIDATES
             ]
-            yield tuple(candidate for candidate in fitted if candidate is not None)
+            yield tuple(filter(None, fitted))
 
 
 def resized(candidate: Method, steps: int) -> Method:

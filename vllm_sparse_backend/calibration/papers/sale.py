@@ -9,7 +9,6 @@ every larger τ is dense.
 from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer
 from vllm_sparse_backend.calibration.search import IsAllowed, Judged, judge_all, sparse_enough
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.sale.method import Sale
 
 TAUS = tuple(0.008 / 2**halvings for halvings in range(7))
@@ -26,4 +25,4 @@ def choose_threshold(judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed) 
                 chosen[head] = judged
         if None not in chosen:
             break
-    return [Dense() if judged is None else sparse_enough(judged) for judged in chosen]
+    return [sparse_enough(judged) for judged in chosen]

@@ -166,9 +166,8 @@ def representations(maps: torch.Tensor, device: torch.device, progress: Progress
 
 def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
     """Cluster at least two points with Ward's linkage."""
-    hierarchy = require_scipy()
-    tree = hierarchy.linkage(points.double().cpu().numpy(), "ward")
-    return list(hierarchy.fcluster(tree, distance, "distance").tolist())
+    labels = require_scipy().fclusterdata(points.double().cpu().numpy(), distance, "distance", method="ward")
+    return list(labels.tolist())
 
 
 def require_scipy() -> Any:
