@@ -10,9 +10,9 @@ This module imports nothing that imports vLLM: plugins are loaded before vLLM kn
 """
 
 import functools
-import importlib
 import inspect
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import CARRIED, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
-from vllm_sparse_backend.identity import BACKEND, LOGGER, MLA_BACKEND
+from vllm_sparse_backend.identity import BACKEND, LOGGER
 from vllm_sparse_backend.serving.registration import (
     is_our_mla_prefill,
     is_ours,
@@ -130,16 +130,12 @@ def select_mla_on_cpu(original: Function) -> Function:
 
     def get_mla_prefill_backend(vllm_config: Any) -> Any:
         if vllm_config is not None and is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
-            return _imported(MLA_BACKEND)
+            from vllm_sparse_backend.serving.worker.mla_prefill import SparseMlaPrefillBackend
+
+            return SparseMlaPrefillBackend
         return original(vllm_config)
 
     return get_mla_prefill_backend
-
-
-def _imported(path: str) -> Any:
-    """Import a class or function by its qualified name."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 # --- servers: request levels and /metrics ---
@@ -366,29 +362,29 @@ def name_mla_layer(original: Function) -> Function:
 
 
 class Hook(NamedTuple):
-    """A wrapped function of a class of vLLM or, if ``owner`` is empty, of a module. It sees all engines."""
+    """A wrapped function of a module or class of vLLM. It sees all engines."""
 
     where: str
-    module: str
     owner: str
+    """``module:class``, or ``module:``."""
     function: str
     wrapper: Callable[[Function], Function]
 
 
-_MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
+_MLA_SELECTOR = "vllm.v1.attention.backends.mla.prefill.selector:"
 _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
 # fmt: off
 HOOKS = (
-    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", check_configuration),
-    Hook(EVERY, "vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", begin_core),
-    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", begin_worker),
-    Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls", select_on_cpu),
-    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", select_mla_on_cpu),
-    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", add_endpoints),
-    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", set_levels),
-    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build", classify_mla_rows),
-    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha", name_mla_layer),
+    Hook(EVERY, "vllm.platforms:current_platform", "check_and_update_config", check_configuration),
+    Hook(EVERY, "vllm.v1.engine.core:EngineCore", "_initialize_kv_caches", begin_core),
+    Hook(EVERY, "vllm.v1.worker.worker_base:WorkerWrapperBase", "init_device", begin_worker),
+    Hook(ON_CPU, "vllm.platforms:current_platform", "get_attn_backend_cls", select_on_cpu),
+    Hook(ON_CPU, _MLA_SELECTOR, "get_mla_prefill_backend", select_mla_on_cpu),
+    Hook(SERVER, "vllm.plugins:", "load_endpoint_plugins", add_endpoints),
+    Hook(SERVER, "vllm.v1.engine.input_processor:InputProcessor", "process_inputs", set_levels),
+    Hook(MLA_WORKER, f"{_MLA_ATTENTION}:MLACommonMetadataBuilder", "build", classify_mla_rows),
+    Hook(MLA_WORKER, f"{_MLA_ATTENTION}:MLACommonBaseImpl", "forward_mha", name_mla_layer),
 )
 # fmt: on
 
@@ -403,7 +399,7 @@ def install() -> None:
     _install(EVERY)
     if current_platform.is_cpu():
         _install(ON_CPU)
-        _replace_by_name("get_mla_prefill_backend", _imported(f"{_MLA_PREFILL}.selector.get_mla_prefill_backend"))
+        _replace_by_name("get_mla_prefill_backend", pkgutil.resolve_name(f"{_MLA_SELECTOR}get_mla_prefill_backend"))
 
 
 def _replace_by_name(name: str, function: Function) -> None:
@@ -417,9 +413,7 @@ def _install(where: str) -> None:
     """Install the hooks of a kind of process."""
     for hook in HOOKS:
         if hook.where == where:
-            owner = importlib.import_module(hook.module)
-            if hook.owner:
-                owner = getattr(owner, hook.owner)
+            owner = pkgutil.resolve_name(hook.owner)
             is_object = not (inspect.isclass(owner) or inspect.ismodule(owner))
             put_around(type(owner) if is_object else owner, hook.function, hook.wrapper)
 
