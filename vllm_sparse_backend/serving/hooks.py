@@ -259,9 +259,10 @@ def own(vllm_worker: Any) -> "Worker":
     if vllm_config.use_v2_model_runner:
         wrap_method(runner, "prepare_attn", name_rows, worker)
     if current_platform.is_cpu():
-        wrap_method(vllm_worker, "determine_available_memory", find_heads_on_cpu, runner, worker)
-    else:
-        wrap_method(runner, "profile_run", profile_model, runner, worker)
+        # vLLM may skip the profile run here.
+        wrap_method(vllm_worker, "determine_available_memory", measure_model, runner, worker, False)
+    else:  # vLLM measures our memory in this run
+        wrap_method(runner, "profile_run", measure_model, runner, worker, True)
     if is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
     return worker
@@ -296,30 +297,19 @@ def name_rows(original: Function, worker: "Worker") -> Function:
     return prepare_attn
 
 
-def profile_model(original: Function, runner: Any, worker: "Worker") -> Function:
-    """Allocate our memory where vLLM measures it, and find the streaming heads once vLLM has compiled the model."""
+def measure_model(original: Function, runner: Any, worker: "Worker", reserves: bool) -> Function:
+    """Find the streaming heads once vLLM has compiled the model. With ``reserves``, allocate our memory before."""
     from vllm_sparse_backend.serving.worker.layers import reserve_memory
     from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
 
-    def profile_run(*args: Any, **kwargs: Any) -> Any:
-        reserve_memory(worker)
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        if reserves:
+            reserve_memory(worker)
         result = original(*args, **kwargs)
         find_streaming_heads(worker, runner.get_model)
         return result
 
-    return profile_run
-
-
-def find_heads_on_cpu(original: Function, runner: Any, worker: "Worker") -> Function:
-    """Find the streaming heads on a CPU, where vLLM may skip the profile run."""
-    from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
-
-    def determine_available_memory(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        find_streaming_heads(worker, runner.get_model)
-        return result
-
-    return determine_available_memory
+    return measure
 
 
 # --- workers: multi-head latent attention ---
