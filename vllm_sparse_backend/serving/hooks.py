@@ -97,19 +97,17 @@ def serves(vllm_config: Any) -> bool:
     return False
 
 
-def _end_in_one_line(error: ConfigurationError) -> None:
+def _end_in_one_line(refusal: ConfigurationError) -> None:
     """Make an uncaught error end the process with a one-line message instead of a traceback."""
-    sys.excepthook = functools.partial(_print_in_one_line, error, sys.excepthook)
+    others = sys.excepthook
 
+    def print_in_one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if error is refusal:
+            print(f"sparse-prefill: {error}", file=sys.stderr)
+        else:
+            others(kind, error, trace)
 
-def _print_in_one_line(
-    refusal: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
-) -> None:
-    """``sys.excepthook``: print only the message of our error, without a traceback; pass other errors on."""
-    if error is refusal:
-        print(f"sparse-prefill: {error}", file=sys.stderr)
-    else:
-        others(kind, error, trace)
+    sys.excepthook = print_in_one_line
 
 
 def select_on_cpu(original: Function) -> Function:
