@@ -23,16 +23,14 @@ STOCK_PREFILL = ("FLASH_ATTN", "CPU_SDPA_MLA")
 
 def check(vllm_config: VllmConfig) -> None:
     """Validate vLLM's configuration before the model loads, and carry the settings as ``startup.check`` does."""
-    refuse(MLA_FLAG, _model_problems(vllm_config))
-    refuse(MLA_FLAG, setting_problems(settings_of(vllm_config)))
+    refuse(MLA_FLAG, _problems(vllm_config))
     carry_settings(vllm_config)
-    refuse(MLA_FLAG, _option_problems(vllm_config))
     level_policy(vllm_config)
     warn_of_stores(vllm_config)
 
 
-def _model_problems(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield why the model cannot prefill sparsely through this flag."""
+def _problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield why the model, the settings or vLLM's options do not work with sparse MLA prefill."""
     if not vllm_config.model_config.use_mla:
         yield (
             "the model does not use multi-head latent attention, so vLLM would ignore the flag; serve it with "
@@ -48,10 +46,7 @@ def _model_problems(vllm_config: VllmConfig) -> Iterator[str]:
     dtypes = CPU_DTYPES if compat.IS_CPU else DTYPES
     if dtype not in dtypes:
         yield f"given --dtype {dtype}, expected {' or '.join(dtypes)}; use one of these"
-
-
-def _option_problems(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield why options of vLLM do not work with sparse MLA prefill."""
+    yield from setting_problems(settings_of(vllm_config))
     parallel = vllm_config.parallel_config
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, option)
