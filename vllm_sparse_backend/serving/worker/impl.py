@@ -32,10 +32,9 @@ class SparsePrefillImpl(compat.DenseImpl):
         arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         config = get_current_vllm_config()
         self.out_dtype = config.model_config.dtype
-        attn_type = arguments.get("attn_type", "decoder")
         traits = LayerTraits(
             head_dim=self.head_size,
-            attn_type=str(getattr(attn_type, "value", attn_type)),
+            attn_type=arguments.get("attn_type", "decoder"),
             sliding_window=arguments["sliding_window"],
             alibi=arguments["alibi_slopes"] is not None,
             softcap=arguments.get("logits_soft_cap"),
@@ -104,7 +103,7 @@ class SparsePrefillImpl(compat.DenseImpl):
         return bool(self.levels) and not all(self.levels[slab.level.name].stays_dense for slab in step.slabs)
 
     def attend_sparse(
-        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, is_counted: bool = True
+        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, is_counted: bool
     ) -> None:
         """Select and attend for some of the step's rows."""
         assert self.worker is not None

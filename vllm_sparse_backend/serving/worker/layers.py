@@ -91,7 +91,7 @@ class SparseGroup(NamedTuple):
     """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
 
 
-def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str = "") -> SparseGroup | None:
+def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str) -> SparseGroup | None:
     """Prepare the layers of a cache group to run sparse, and log the result; None if none of them does."""
     vllm_config, resolved = worker.vllm_config, worker.resolved
     plain = plain_impls(vllm_config)

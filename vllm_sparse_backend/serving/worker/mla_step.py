@@ -46,7 +46,7 @@ class StepCall:
 
     dense: Sequence[MlaDenseRun]
     sparse: Sequence[SparseRows]
-    has_gaps: bool = False
+    has_gaps: bool
     """Whether some row has no key in the call."""
 
 
