@@ -178,12 +178,14 @@ def test_what_is_no_model_is_refused(path: str) -> None:
     assert result.stderr.startswith(f"MODEL: given {path!r}, expected a model folder, or the name of a model")
 
 
-def test_one_line_for_a_wrong_setting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_for_a_wrong_setting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that ends with this error prints no traceback."""
     hooks = pytest.importorskip("vllm_sparse_backend.serving.hooks")
     ours, others = ConfigurationError("method: given 'sales', expected one of sale"), []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: others.append(given))
+    hooks._end_in_one_line(ours)
     for error in (ours, ValueError("x")):
-        hooks._print_in_one_line(ours, lambda *given: others.append(given), type(error), error, None)
+        sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == f"sparse-prefill: {ours}\n"
     assert [kind for kind, *_ in others] == [ValueError]
 

@@ -51,7 +51,7 @@ def layer_weights_if_known(config: Mapping[str, Any], shape: ModelShape) -> int 
 def layer_sizes(config: Mapping[str, Any], shape: ModelShape, source: str) -> Iterator[tuple[int, int]]:
     """Yield for each layer the weights that apply to each token, and the elements of its recurrence's state."""
     widths = _widths(config, source)
-    hidden = _hidden_size(widths, shape)
+    hidden = widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
     model_type = config.get("model_type")
     matrices = 2 if model_type in UNGATED_MODELS else 3
     gates = shape.num_heads if config.get("attn_output_gate", model_type in GATED_ATTENTION_MODELS) else 0
@@ -86,10 +86,6 @@ def _widths(config: Mapping[str, Any], source: str) -> dict[str, int]:
             raise ConfigurationError(f"{source}: {name}: {unexpected(width, expected)}")
         widths[name] = round(fmean(numbers))
     return widths
-
-
-def _hidden_size(widths: Mapping[str, int], shape: ModelShape) -> int:
-    return widths["hidden_size"] or widths["n_embd"] or shape.num_heads * shape.head_dim
 
 
 def _recurrence_weights(widths: Mapping[str, int], hidden: int) -> int:

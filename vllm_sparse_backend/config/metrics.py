@@ -41,10 +41,9 @@ class Metric:
         return (MODEL, ENGINE, *self.labels)
 
 
-LAYER = ("layer",)
 LEVEL = "level"
 """Label: the level of the rows' requests. ``on`` is the server's own."""
-LAYER_LEVEL = (*LAYER, LEVEL)
+LAYER_LEVEL = ("layer", LEVEL)
 # fmt: off
 _TABLE = (
     Metric("rows", "counter", "Rows (one request in one step) by path, and by the reason where the path is dense.",

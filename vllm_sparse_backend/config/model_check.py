@@ -146,9 +146,12 @@ def mla_problems(config: Mapping[str, Any]) -> Iterator[str]:
             f"the model selects keys itself (index_topk {config['index_topk']} in its config, as DeepSeek-V3.2), "
             "expected dense multi-head latent attention (DeepSeek-V3 and R1, Kimi-K2); serve it without this flag"
         )
-    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    expected = dict(zip(names, (QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM), strict=True))
-    dims = {name: config.get(name) for name in names}
+    expected = {
+        "qk_nope_head_dim": QK_NOPE_HEAD_DIM,
+        "qk_rope_head_dim": QK_ROPE_HEAD_DIM,
+        "v_head_dim": V_HEAD_DIM,
+    }
+    dims = {name: config.get(name) for name in expected}
     if dims != expected:
         actual = ", ".join(f"{name} {value}" for name, value in dims.items())
         wanted = ", ".join(map(str, expected.values()))

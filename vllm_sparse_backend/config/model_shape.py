@@ -112,11 +112,14 @@ def text_part(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
 
 def usual_numbers(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of layers and heads of a config under the usual keys."""
-    numbers = {keys[0]: _first(text, keys) for keys in _CONFIG_NAMES.values()}
-    if numbers["num_hidden_layers"] is None:
-        kinds = layer_kinds(text)
-        numbers["num_hidden_layers"] = len(kinds) if kinds else None
-    return {key: value for key, value in numbers.items() if value is not None}
+    numbers = {}
+    for keys in _CONFIG_NAMES.values():
+        values = [text[key] for key in keys if text.get(key) is not None]
+        if values:
+            numbers[keys[0]] = values[0]
+    if kinds := layer_kinds(text):
+        numbers.setdefault("num_hidden_layers", len(kinds))
+    return numbers
 
 
 def layer_kinds(text: Mapping[str, Any]) -> list[Any] | None:
@@ -133,10 +136,6 @@ def _mapping(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, 
     if not isinstance(value, Mapping):
         raise ConfigurationError(f"{source}: {name}: {unexpected(value, 'a mapping of fields to values')}")
     return value
-
-
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def name_of_path(path: str) -> str:

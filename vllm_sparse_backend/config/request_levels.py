@@ -39,34 +39,25 @@ class RequestLevel(NamedTuple):
         """Format the level for logs and salts: its name, or ``p`` with its value."""
         return self.name if self.kept_mass is None else f"{self.name}={self.kept_mass!r}"
 
-    def encode(self) -> bytes:
-        """Return the canonical form: bytes, which JSON cannot express, so no client can send it."""
-        return str(self).encode()
-
-    @staticmethod
-    def decode(canonical: bytes) -> "RequestLevel":
-        """Parse the canonical form."""
-        name, _, kept_mass = canonical.decode().partition("=")
-        return RequestLevel(name, float(kept_mass) if kept_mass else None)
-
 
 SERVER_LEVEL = RequestLevel()
 
 
 def with_level(extra_args: Mapping[str, Any] | None, level: RequestLevel) -> dict[str, Any]:
-    """Return a request's ``extra_args`` with its checked level in canonical form."""
-    return {**(extra_args or {}), FIELD: level.encode()}
+    """Return a request's ``extra_args`` with its checked level in canonical form.
+
+    The form is bytes, which JSON cannot express, so no client can send it.
+    """
+    return {**(extra_args or {}), FIELD: str(level).encode()}
 
 
-def is_checked(extra_args: Mapping[str, Any] | None) -> bool:
-    """Return whether the ``extra_args`` have a level in canonical form."""
-    return extra_args is not None and type(extra_args.get(FIELD)) is bytes
-
-
-def level_in(extra_args: Mapping[str, Any] | None) -> RequestLevel:
-    """Return the level of a request that a worker gets; the server's own for vLLM's internal requests."""
+def level_in(extra_args: Mapping[str, Any] | None) -> RequestLevel | None:
+    """Return the level in canonical form; None if there is none, as in vLLM's internal requests."""
     canonical = (extra_args or {}).get(FIELD)
-    return RequestLevel.decode(canonical) if type(canonical) is bytes else SERVER_LEVEL
+    if type(canonical) is not bytes:
+        return None
+    name, _, kept_mass = canonical.decode().partition("=")
+    return RequestLevel(name, float(kept_mass) if kept_mass else None)
 
 
 @dataclass(frozen=True)

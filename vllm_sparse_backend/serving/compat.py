@@ -395,31 +395,6 @@ def mla_chunk_tokens(vllm_config: VllmConfig) -> int:
     return int(MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config))
 
 
-def mla_chunks(prefill_metadata: Any) -> list[tuple[Any, slice, list[int]]]:
-    """Return each chunk of context of a step with its rows and their lengths, from data that the host knows."""
-    context = prefill_metadata.chunked_context
-    chunks = () if context is None else context.chunks
-    return [(chunk, chunk.request_slice, chunk.seq_lens.tolist()) for chunk in chunks]
-
-
-def mla_new_tokens_part(prefill_metadata: Any, query_starts: torch.Tensor, max_query_len: int) -> Any:
-    """Return metadata of some of the rows, for a prefill backend that runs only their new tokens."""
-    return replace(prefill_metadata, query_start_loc=query_starts, max_query_len=max_query_len, chunked_context=None)
-
-
-def mla_chunk_part(
-    chunk: Any, query_starts: torch.Tensor, max_query_len: int, key_starts: torch.Tensor, max_keys: int
-) -> Any:
-    """Return metadata of some of the rows of a chunk of context, for a prefill backend that runs only these."""
-    return replace(
-        chunk,
-        query_start_loc=query_starts,
-        max_query_len=max_query_len,
-        cu_seq_lens=key_starts,
-        max_seq_len=max_keys,
-    )
-
-
 def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:
     """Return vLLM's cache of a layer as keys and values."""
     if kv_cache.dtype == FP8_STORAGE:

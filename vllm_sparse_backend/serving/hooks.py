@@ -10,9 +10,9 @@ This module imports nothing that imports vLLM: plugins are loaded before vLLM kn
 """
 
 import functools
-import importlib
 import inspect
 import logging
+import pkgutil
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import CARRIED, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
-from vllm_sparse_backend.identity import BACKEND, LOGGER, MLA_BACKEND
+from vllm_sparse_backend.identity import BACKEND, LOGGER
 from vllm_sparse_backend.serving.registration import (
     is_our_mla_prefill,
     is_ours,
@@ -97,19 +97,17 @@ def serves(vllm_config: Any) -> bool:
     return False
 
 
-def _end_in_one_line(error: ConfigurationError) -> None:
+def _end_in_one_line(refusal: ConfigurationError) -> None:
     """Make an uncaught error end the process with a one-line message instead of a traceback."""
-    sys.excepthook = functools.partial(_print_in_one_line, error, sys.excepthook)
+    others = sys.excepthook
 
+    def print_in_one_line(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if error is refusal:
+            print(f"sparse-prefill: {error}", file=sys.stderr)
+        else:
+            others(kind, error, trace)
 
-def _print_in_one_line(
-    refusal: ConfigurationError, others: Callable[..., object], kind: type, error: BaseException, trace: Any
-) -> None:
-    """``sys.excepthook``: print only the message of our error, without a traceback; pass other errors on."""
-    if error is refusal:
-        print(f"sparse-prefill: {error}", file=sys.stderr)
-    else:
-        others(kind, error, trace)
+    sys.excepthook = print_in_one_line
 
 
 def select_on_cpu(original: Function) -> Function:
@@ -130,16 +128,12 @@ def select_mla_on_cpu(original: Function) -> Function:
 
     def get_mla_prefill_backend(vllm_config: Any) -> Any:
         if vllm_config is not None and is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
-            return _imported(MLA_BACKEND)
+            from vllm_sparse_backend.serving.worker.mla_prefill import SparseMlaPrefillBackend
+
+            return SparseMlaPrefillBackend
         return original(vllm_config)
 
     return get_mla_prefill_backend
-
-
-def _imported(path: str) -> Any:
-    """Import a class or function by its qualified name."""
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 # --- servers: request levels and /metrics ---
@@ -263,9 +257,10 @@ def own(vllm_worker: Any) -> "Worker":
     if vllm_config.use_v2_model_runner:
         wrap_method(runner, "prepare_attn", name_rows, worker)
     if current_platform.is_cpu():
-        wrap_method(vllm_worker, "determine_available_memory", find_heads_on_cpu, runner, worker)
-    else:
-        wrap_method(runner, "profile_run", profile_model, runner, worker)
+        # vLLM may skip the profile run here.
+        wrap_method(vllm_worker, "determine_available_memory", measure_model, runner, worker, False)
+    else:  # vLLM measures our memory in this run
+        wrap_method(runner, "profile_run", measure_model, runner, worker, True)
     if is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
     return worker
@@ -300,30 +295,19 @@ def name_rows(original: Function, worker: "Worker") -> Function:
     return prepare_attn
 
 
-def profile_model(original: Function, runner: Any, worker: "Worker") -> Function:
-    """Allocate our memory where vLLM measures it, and find the streaming heads once vLLM has compiled the model."""
+def measure_model(original: Function, runner: Any, worker: "Worker", reserves: bool) -> Function:
+    """Find the streaming heads once vLLM has compiled the model. With ``reserves``, allocate our memory before."""
     from vllm_sparse_backend.serving.worker.layers import reserve_memory
     from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
 
-    def profile_run(*args: Any, **kwargs: Any) -> Any:
-        reserve_memory(worker)
+    def measure(*args: Any, **kwargs: Any) -> Any:
+        if reserves:
+            reserve_memory(worker)
         result = original(*args, **kwargs)
         find_streaming_heads(worker, runner.get_model)
         return result
 
-    return profile_run
-
-
-def find_heads_on_cpu(original: Function, runner: Any, worker: "Worker") -> Function:
-    """Find the streaming heads on a CPU, where vLLM may skip the profile run."""
-    from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
-
-    def determine_available_memory(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        find_streaming_heads(worker, runner.get_model)
-        return result
-
-    return determine_available_memory
+    return measure
 
 
 # --- workers: multi-head latent attention ---
@@ -366,29 +350,29 @@ def name_mla_layer(original: Function) -> Function:
 
 
 class Hook(NamedTuple):
-    """A wrapped function of a class of vLLM or, if ``owner`` is empty, of a module. It sees all engines."""
+    """A wrapped function of a module or class of vLLM. It sees all engines."""
 
     where: str
-    module: str
     owner: str
+    """``module:class``, or ``module:``."""
     function: str
     wrapper: Callable[[Function], Function]
 
 
-_MLA_PREFILL = "vllm.v1.attention.backends.mla.prefill"
+_MLA_SELECTOR = "vllm.v1.attention.backends.mla.prefill.selector:"
 _MLA_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
 
 # fmt: off
 HOOKS = (
-    Hook(EVERY, "vllm.platforms", "current_platform", "check_and_update_config", check_configuration),
-    Hook(EVERY, "vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches", begin_core),
-    Hook(EVERY, "vllm.v1.worker.worker_base", "WorkerWrapperBase", "init_device", begin_worker),
-    Hook(ON_CPU, "vllm.platforms", "current_platform", "get_attn_backend_cls", select_on_cpu),
-    Hook(ON_CPU, f"{_MLA_PREFILL}.selector", "", "get_mla_prefill_backend", select_mla_on_cpu),
-    Hook(SERVER, "vllm.plugins", "", "load_endpoint_plugins", add_endpoints),
-    Hook(SERVER, "vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", set_levels),
-    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonMetadataBuilder", "build", classify_mla_rows),
-    Hook(MLA_WORKER, _MLA_ATTENTION, "MLACommonBaseImpl", "forward_mha", name_mla_layer),
+    Hook(EVERY, "vllm.platforms:current_platform", "check_and_update_config", check_configuration),
+    Hook(EVERY, "vllm.v1.engine.core:EngineCore", "_initialize_kv_caches", begin_core),
+    Hook(EVERY, "vllm.v1.worker.worker_base:WorkerWrapperBase", "init_device", begin_worker),
+    Hook(ON_CPU, "vllm.platforms:current_platform", "get_attn_backend_cls", select_on_cpu),
+    Hook(ON_CPU, _MLA_SELECTOR, "get_mla_prefill_backend", select_mla_on_cpu),
+    Hook(SERVER, "vllm.plugins:", "load_endpoint_plugins", add_endpoints),
+    Hook(SERVER, "vllm.v1.engine.input_processor:InputProcessor", "process_inputs", set_levels),
+    Hook(MLA_WORKER, f"{_MLA_ATTENTION}:MLACommonMetadataBuilder", "build", classify_mla_rows),
+    Hook(MLA_WORKER, f"{_MLA_ATTENTION}:MLACommonBaseImpl", "forward_mha", name_mla_layer),
 )
 # fmt: on
 
@@ -403,7 +387,7 @@ def install() -> None:
     _install(EVERY)
     if current_platform.is_cpu():
         _install(ON_CPU)
-        _replace_by_name("get_mla_prefill_backend", _imported(f"{_MLA_PREFILL}.selector.get_mla_prefill_backend"))
+        _replace_by_name("get_mla_prefill_backend", pkgutil.resolve_name(f"{_MLA_SELECTOR}get_mla_prefill_backend"))
 
 
 def _replace_by_name(name: str, function: Function) -> None:
@@ -417,9 +401,7 @@ def _install(where: str) -> None:
     """Install the hooks of a kind of process."""
     for hook in HOOKS:
         if hook.where == where:
-            owner = importlib.import_module(hook.module)
-            if hook.owner:
-                owner = getattr(owner, hook.owner)
+            owner = pkgutil.resolve_name(hook.owner)
             is_object = not (inspect.isclass(owner) or inspect.ismodule(owner))
             put_around(type(owner) if is_object else owner, hook.function, hook.wrapper)
 

@@ -26,7 +26,6 @@ from vllm_sparse_backend.config.request_levels import (
     LevelPolicy,
     RequestLevel,
     fingerprint,
-    is_checked,
     level_in,
     with_level,
 )
@@ -101,17 +100,19 @@ def refuse_unchecked(request: Any, levels: Collection[str]) -> None:
     a node that was started with other settings.
     """
     params = request.sampling_params
-    prefills = params is not None and not request.abort_immediately
-    if prefills and not is_checked(params.extra_args):
+    if params is None or request.abort_immediately:
+        return
+    level = level_in(params.extra_args)
+    if level is None:
         raise VLLMValidationError(
             f"sparse-prefill: given a request whose level ({FIELD} in vllm_xargs) no front process of this package has "
             "checked, expected vLLM's front end in Python with this package (`vllm serve` without "
             f"{RUST_FRONTEND})",
             parameter="vllm_xargs",
         )
-    if prefills and (name := level_in(params.extra_args).name) not in (EXACT, *levels):
+    if level.name not in (EXACT, *levels):
         raise VLLMValidationError(
-            f"sparse-prefill: given level {name!r}, which this engine does not have, expected one of "
+            f"sparse-prefill: given level {level.name!r}, which this engine does not have, expected one of "
             f"{', '.join((EXACT, *levels))}; start all nodes of the server with the same settings",
             parameter="vllm_xargs",
         )

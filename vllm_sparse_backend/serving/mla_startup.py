@@ -15,7 +15,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import level_policy, warn_of_stores
 from vllm_sparse_backend.serving.registration import is_ours
 from vllm_sparse_backend.serving.resolution import carry_settings, settings_of
-from vllm_sparse_backend.serving.startup import shared_refusals
+from vllm_sparse_backend.serving.startup import refuse, shared_refusals
 
 STOCK_PREFILL = ("FLASH_ATTN", "CPU_SDPA_MLA")
 """vLLM's prefill backends that run rows dense here: their metadata can be divided among rows."""
@@ -23,22 +23,14 @@ STOCK_PREFILL = ("FLASH_ATTN", "CPU_SDPA_MLA")
 
 def check(vllm_config: VllmConfig) -> None:
     """Validate vLLM's configuration before the model loads, and carry the settings as ``startup.check`` does."""
-    _refuse(_model_problems(vllm_config))
-    _refuse(setting_problems(settings_of(vllm_config)))
+    refuse(MLA_FLAG, _problems(vllm_config))
     carry_settings(vllm_config)
-    _refuse(_option_problems(vllm_config))
     level_policy(vllm_config)
     warn_of_stores(vllm_config)
 
 
-def _refuse(problems: Iterator[str]) -> None:
-    problem = next(problems, None)
-    if problem is not None:
-        raise ConfigurationError(f"{MLA_FLAG}: {problem}")
-
-
-def _model_problems(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield why the model cannot prefill sparsely through this flag."""
+def _problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield why the model, the settings or vLLM's options do not work with sparse MLA prefill."""
     if not vllm_config.model_config.use_mla:
         yield (
             "the model does not use multi-head latent attention, so vLLM would ignore the flag; serve it with "
@@ -54,10 +46,7 @@ def _model_problems(vllm_config: VllmConfig) -> Iterator[str]:
     dtypes = CPU_DTYPES if compat.IS_CPU else DTYPES
     if dtype not in dtypes:
         yield f"given --dtype {dtype}, expected {' or '.join(dtypes)}; use one of these"
-
-
-def _option_problems(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield why options of vLLM do not work with sparse MLA prefill."""
+    yield from setting_problems(settings_of(vllm_config))
     parallel = vllm_config.parallel_config
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, option)

@@ -5,7 +5,7 @@ Some options of vLLM do not work with this backend or make it slow. The list com
 0.33; docs/compatibility.md explains each option.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from vllm import envs
 from vllm.config import VllmConfig
@@ -14,7 +14,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.model_check import layer_reasons
 from vllm_sparse_backend.config.model_shape import ModelShape
-from vllm_sparse_backend.identity import RELEASES
+from vllm_sparse_backend.identity import FLAG, RELEASES
 from vllm_sparse_backend.serving import compat, streaming_startup
 from vllm_sparse_backend.serving.level_policy import RUST_FRONTEND, level_policy, warn_of_stores
 from vllm_sparse_backend.serving.resolution import carry_settings, resolve
@@ -30,7 +30,7 @@ def check(vllm_config: VllmConfig) -> None:
     carry_settings(vllm_config)
     resolved = resolve(vllm_config, tp_rank=0)
     refuse_on_cpu(resolved.config.engine)
-    refuse(vllm_config)
+    refuse(FLAG, _reasons(vllm_config))
     streaming_startup.decide(vllm_config, resolved)
     level_policy(vllm_config)
     hf_config, plan = compat.hf_config(vllm_config), resolved.plan
@@ -42,7 +42,7 @@ def check(vllm_config: VllmConfig) -> None:
         reasons = [server_reason] * shape.num_layers
     sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
     if not sparse:
-        raise ConfigurationError(no_layer_message({reason for reason in reasons if reason is not None}))
+        raise ConfigurationError(no_layer_message(reasons))
     compat.capture_prefills(vllm_config)
     warn_of_stores(vllm_config)
 
@@ -55,16 +55,18 @@ def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | Non
     return layer_fallback(LayerTraits(head_dim=shape.head_dim, **limits))
 
 
-def no_layer_message(reasons: set[Fallback]) -> str:
+def no_layer_message(layer_reasons: Iterable[Fallback | None]) -> str:
     """Format the error of a server whose layers all run dense."""
-    why = "; ".join(f"{reason.value}: {reason.explain}" for reason in sorted(reasons)) or "all are in dense_layers"
+    reasons = sorted({reason for reason in layer_reasons if reason is not None})
+    why = "; ".join(f"{reason.value}: {reason.explain}" for reason in reasons) or "all are in dense_layers"
     return f"--attention-backend sparse-prefill: no layer of this model can prefill sparsely ({why})"
 
 
-def refuse(vllm_config: VllmConfig) -> None:
-    """Refuse options of vLLM that would make answers wrong, or whose guarantee this backend cannot give."""
-    if (why := next(_reasons(vllm_config), None)) is not None:
-        raise ConfigurationError(f"--attention-backend sparse-prefill: {why}")
+def refuse(flag: str, problems: Iterator[str]) -> None:
+    """Raise ConfigurationError for the first problem, if there is one."""
+    problem = next(problems, None)
+    if problem is not None:
+        raise ConfigurationError(f"{flag}: {problem}")
 
 
 def shared_refusals(vllm_config: VllmConfig) -> Iterator[str]:
@@ -87,6 +89,7 @@ def shared_refusals(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield options of vLLM that would make answers wrong, or whose guarantee this backend cannot give."""
     yield from shared_refusals(vllm_config)
     # It needs graphs for decodes of any length. Ours have drafts of a single length (compat.uniform_decode_graphs).
     if vllm_config.speculative_config is not None and vllm_config.speculative_config.enable_adaptive_verification:

@@ -19,11 +19,10 @@ from tests.helpers.virtual_time import VirtualTime
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.serving.frontend import metrics_endpoint
-from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
+from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint, SparsePrefillMiddleware
 from vllm_sparse_backend.serving.frontend.metrics_endpoint import (
     WAIT_S,
     EnginePolls,
-    MetricsMiddleware,
     exported_metrics,
 )
 
@@ -340,7 +339,9 @@ class TestMiddleware:
 
         endpoint = SparsePrefillEndpoint()
         endpoint.polls = polls
-        CLOCK.run(MetricsMiddleware(app, endpoint)({"type": "http", "path": path, **scope}, None, None))
+        CLOCK.run(
+            SparsePrefillMiddleware(app, endpoint)({"type": "http", "method": "GET", "path": path, **scope}, None, None)
+        )
         (shown,) = seen
         return shown
 

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.batches import random_batch, random_index
 from tests.helpers.masks import mask_of
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, PADDING_ROW, Recorder, RowKind
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, PADDING_ROW, PendingCounts, Recorder, RowKind
 from vllm_sparse_backend.serving.worker.owner import Worker
 
 CPU = torch.device("cpu")
@@ -88,14 +88,13 @@ class TestPendingCounts:
 
     @pytest.fixture
     def event(self, monkeypatch: pytest.MonkeyPatch) -> Event:
-        event, start_copy = self.Event(), Recorder._start_copy
+        event, begin = self.Event(), PendingCounts.__init__
 
-        def late(self: Recorder) -> None:
-            start_copy(self)
-            assert self._pending is not None
-            self._pending._event = event  # type: ignore[assignment]
+        def late(self: PendingCounts, *args: Any) -> None:
+            begin(self, *args)
+            self._event = event  # type: ignore[assignment]
 
-        monkeypatch.setattr(Recorder, "_start_copy", late)
+        monkeypatch.setattr(PendingCounts, "__init__", late)
         return event
 
     def test_what_arrives_is_of_one_moment(self, event: Event) -> None:

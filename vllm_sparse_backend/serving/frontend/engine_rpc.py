@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls from an API server process to its engines' workers, and the path of an ASGI request."""
+"""Calls from an API server process to its engines' workers."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 Call = Callable[[], Awaitable[Any]]
@@ -20,9 +20,3 @@ def engine_calls(engine_client: Any, method: str) -> dict[str, Call]:
         return lambda: core._call_utility_async("collective_rpc", method, None, (), None, engine=engine)
 
     return {number: call_of(engine) for number, engine in zip(numbers, core.core_engines)}
-
-
-def path_of(scope: Mapping[str, Any]) -> str:
-    """Return a request's path below the app's mount point."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.rstrip("/")

@@ -19,16 +19,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import prometheus_client
 
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.frontend.engine_rpc import Call, engine_calls, path_of
-
-if TYPE_CHECKING:
-    from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
+from vllm_sparse_backend.serving.frontend.engine_rpc import Call, engine_calls
 
 logger = logging.getLogger(LOGGER)
 
@@ -159,23 +156,10 @@ class EnginePolls:
             poll.show_state()
 
 
-class MetricsMiddleware:
-    """ASGI middleware that polls the engines before a GET /metrics."""
-
-    def __init__(self, app: Any, endpoint: "SparsePrefillEndpoint") -> None:
-        self.app = app
-        self.endpoint = endpoint
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        polls = self.endpoint.polls
-        if polls is not None and scope["type"] == "http" and path_of(scope) == "/metrics":
-            try:
-                await polls.refresh(asks_for_fresh(scope))
-            except Exception:  # vLLM's own metrics must be served even if ours fail
-                logger.exception("sparse-prefill: this answer to /metrics has no new counts")
-        await self.app(scope, receive, send)
-
-
-def asks_for_fresh(scope: Mapping[str, Any]) -> bool:
-    """Return whether a request's query asks for fresh counts."""
-    return FRESH_QUERY.encode() in scope.get("query_string", b"").split(b"&")
+async def poll_for_page(polls: EnginePolls, scope: Mapping[str, Any]) -> None:
+    """Poll the engines before a request for /metrics is answered."""
+    is_fresh = FRESH_QUERY.encode() in scope.get("query_string", b"").split(b"&")
+    try:
+        await polls.refresh(is_fresh)
+    except Exception:  # vLLM's own metrics must be served even if ours fail
+        logger.exception("sparse-prefill: this answer to /metrics has no new counts")

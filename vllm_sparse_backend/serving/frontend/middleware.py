@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware that refuses levels where vLLM would drop them.
+"""Refuses levels where vLLM would drop them, for the ASGI middleware (``endpoint.py``).
 
 On the paths below, vLLM makes new sampling parameters or has no field for ``vllm_xargs``, so an exact request would
 silently run at the server's default level. On all other paths the level arrives with the sampling parameters, and is
@@ -10,15 +10,11 @@ path, no authorisation) costs nothing. It is parsed only if it contains the key 
 import asyncio
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import HTTPException
 
 from vllm_sparse_backend.config.request_levels import FIELD
-from vllm_sparse_backend.serving.frontend.engine_rpc import path_of
-
-if TYPE_CHECKING:
-    from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
 
 NO_FIELD = "vLLM has no field for it on this path"
 DROPS_LEVEL = {
@@ -43,19 +39,6 @@ FORM_BEAMS = re.compile(
 """``use_beam_search`` in a form, with a value that vLLM reads as true."""
 FORM_WINDOW = 512
 """Bytes of a form that are kept, to find a field that two chunks share."""
-
-
-class LevelsMiddleware:
-    """Refuses levels. It runs inside vLLM's own middleware, which has already checked the API key."""
-
-    def __init__(self, app: Any, endpoint: "SparsePrefillEndpoint") -> None:
-        self.app = app
-        self.endpoint = endpoint
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if self.endpoint.runs_backend and scope["type"] == "http" and scope["method"] == "POST":
-            receive = inspect(scope, receive)
-        await self.app(scope, receive, send)
 
 
 class JsonBody:
@@ -122,9 +105,8 @@ def refusal(reason: str) -> HTTPException:
     return HTTPException(400, f"{where}: {reason}, so this request runs at the server's default level; remove the key")
 
 
-def inspect(scope: dict[str, Any], receive: Any) -> Any:
-    """Return the ``receive`` with which an app reads the body of a request."""
-    path = path_of(scope)
+def inspect(path: str, scope: dict[str, Any], receive: Any) -> Any:
+    """Return the ``receive`` with which an app reads the body of a POST."""
     reason = DROPS_LEVEL.get(path)
     if reason is None and path not in HAS_BEAMS:
         return receive

@@ -268,7 +268,7 @@ class Memory:
 
     @staticmethod
     def reserve(
-        vllm_config: VllmConfig, layers: LayerMemory, lengths: Lengths, device: torch.device, rank: int = 0
+        vllm_config: VllmConfig, layers: LayerMemory, lengths: Lengths, device: torch.device, rank: int
     ) -> "Memory | None":
         """Allocate a worker's arena."""
         scheduler = vllm_config.scheduler_config

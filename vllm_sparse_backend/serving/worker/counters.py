@@ -122,14 +122,11 @@ class Recorder:
         """Return the latest counts that have arrived on the host. Waits ``COPY_WAIT_S`` for the device."""
         self._take_arrived()
         if self._pending is None:
-            self._start_copy()
-            if self._pending is not None and not self._pending.arrived():
+            self._pending = PendingCounts(dict(self._counts), self._listed)
+            if not self._pending.arrived():
                 time.sleep(COPY_WAIT_S)
             self._take_arrived()
         return self._arrived
-
-    def _start_copy(self) -> None:
-        self._pending = PendingCounts(dict(self._counts), self._listed)
 
     def _take_arrived(self) -> None:
         """Turn pending counts into samples, if they have arrived."""

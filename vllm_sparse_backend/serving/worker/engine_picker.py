@@ -47,8 +47,8 @@ class EnginePicker:
     def __init__(self, wanted: str, table: Mapping[str, AttendEngine]) -> None:
         self.wanted = wanted
         self.candidates = list(table.values()) if wanted == AUTO else [table[wanted]]
-        self.passed_over: dict[tuple[Spec, str], str] = {}
-        """Why engines are not used, by kind of work and name of the engine."""
+        self._not_used: set[tuple[str, str, str]] = set()
+        """What kind of engine is not used, its name, and why."""
         self._chosen: dict[Spec, Any] = {}
 
     def pick_all(self, layer: Layer, batch: Batch) -> Layer:
@@ -86,7 +86,8 @@ class EnginePicker:
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
             self._chosen[spec] = choice.engine
-            self.passed_over |= {(spec, name): why for name, why in choice.passed_over.items()}
+            kind = "engine" if isinstance(spec, AttendSpec) else "selection engine"
+            self._not_used |= {(kind, name, why) for name, why in choice.passed_over.items()}
         engine: EngineT = self._chosen[spec]
         return engine
 
@@ -95,11 +96,7 @@ class EnginePicker:
 
         Methods with a single selection engine are left out.
         """
-        reasons = {
-            ("engine" if isinstance(spec, AttendSpec) else "selection engine", name, why)
-            for (spec, name), why in self.passed_over.items()
-        }
-        for reason in sorted(reasons):
+        for reason in sorted(self._not_used):
             logger.info("sparse-prefill: %s %s not used: %s", *reason)
         used: dict[tuple[str, str], list[int]] = defaultdict(list)
         for number, layer in layers.items():

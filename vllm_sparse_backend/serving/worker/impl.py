@@ -32,10 +32,9 @@ class SparsePrefillImpl(compat.DenseImpl):
         arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         config = get_current_vllm_config()
         self.out_dtype = config.model_config.dtype
-        attn_type = arguments.get("attn_type", "decoder")
         traits = LayerTraits(
             head_dim=self.head_size,
-            attn_type=str(getattr(attn_type, "value", attn_type)),
+            attn_type=arguments.get("attn_type", "decoder"),
             sliding_window=arguments["sliding_window"],
             alibi=arguments["alibi_slopes"] is not None,
             softcap=arguments.get("logits_soft_cap"),
@@ -67,7 +66,7 @@ class SparsePrefillImpl(compat.DenseImpl):
     def adopt(self, number: int, levels: Mapping[str, LayerLevel], worker: Worker) -> None:
         """Make the layer run sparse from now on."""
         self.number = number
-        self.levels = dict(levels)
+        self.levels = levels
         self.worker = worker
 
     def forward(
@@ -104,20 +103,17 @@ class SparsePrefillImpl(compat.DenseImpl):
         return bool(self.levels) and not all(self.levels[slab.level.name].stays_dense for slab in step.slabs)
 
     def attend_sparse(
-        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, is_counted: bool = True
+        self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, is_counted: bool
     ) -> None:
         """Select and attend for some of the step's rows."""
         assert self.worker is not None
         assert self.worker.memory is not None
         arena = self.worker.memory.arena
+        layer = self.levels[slab.level.name].layer
+        if slab.level.kept_mass is not None:  # the p that its requests set
+            layer = with_kept_mass(layer, slab.level.kept_mass)
         with arena.frame():
-            layer = self._layer_of(slab)
             call = layer.new_call(query, cache, slab.rows, self.scale * cache.score_scale, arena)
             run(layer, call, output, self.sinks, self.worker.resolved.config.check_index)
             if is_counted:
                 self.worker.recorder.count_pairs(self.number, call.index, slab.level.name)
-
-    def _layer_of(self, slab: Slab) -> Layer:
-        """Return the methods and engines for the level of a slab, with the p that its requests set."""
-        level, kept_mass = self.levels[slab.level.name], slab.level.kept_mass
-        return level.layer if kept_mass is None else with_kept_mass(level.layer, kept_mass)

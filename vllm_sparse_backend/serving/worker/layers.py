@@ -37,12 +37,11 @@ T = TypeVar("T")
 def plain_impls(vllm_config: VllmConfig) -> dict[str, SparsePrefillImpl]:
     """Return the layers that run this backend itself, by name. Others run backends that vLLM derives from it."""
     layers = vllm_config.compilation_config.static_forward_context
-    impls = {name: getattr(layer, "impl", None) for name, layer in layers.items()}
     return {
-        name: impl
-        for name, impl in impls.items()
+        name: layer.impl
+        for name, layer in layers.items()
         # vLLM derives backends for chunked and cross attention, static sinks and pooled blocks.
-        if type(impl) is SparsePrefillImpl and layers[name].get_attn_backend() is SparsePrefillBackend
+        if type(getattr(layer, "impl", None)) is SparsePrefillImpl and layer.get_attn_backend() is SparsePrefillBackend
     }
 
 
@@ -66,7 +65,7 @@ def require_sparse_layer(vllm_config: VllmConfig) -> None:
     reasons = {impl.fallback for impl in plain_impls(vllm_config).values()} or {Fallback.NOT_DECODER}
     if None in reasons:
         return
-    message = no_layer_message({reason for reason in reasons if reason is not None})
+    message = no_layer_message(reasons)
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         raise ConfigurationError(message)
     logger.warning("%s, in this pipeline stage", message)
@@ -92,7 +91,7 @@ class SparseGroup(NamedTuple):
     """Whether this group counts the rows of steps. All groups of a worker see the same rows."""
 
 
-def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str = "") -> SparseGroup | None:
+def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_isa: str) -> SparseGroup | None:
     """Prepare the layers of a cache group to run sparse, and log the result; None if none of them does."""
     vllm_config, resolved = worker.vllm_config, worker.resolved
     plain = plain_impls(vllm_config)

@@ -248,7 +248,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
                 q=q, k=k, v=v, return_softmax_lse=return_softmax_lse, out=out, output_scale=output_scale
             )
         assert output_scale is None  # supports_quant_output is False
-        out, lse = self._run(step.new_tokens, q, k, v, out, return_softmax_lse)
+        out, lse = self._run(step.new_tokens, q, k, v, out)
         return (out, lse) if return_softmax_lse else out
 
     def run_prefill_context_chunk(
@@ -265,7 +265,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
             return self.stock.run_prefill_context_chunk(chunk=chunk, q=q, k=k, v=v, out=out)
         call = step.chunks[chunk.index]
         if call.sparse:
-            return self._run(call, q, k, v, out, True)
+            return self._run(call, q, k, v, out)
         stock_out, lse = self.stock.run_prefill_context_chunk(chunk=chunk, q=q, k=k, v=v, out=out)
         # FlashAttention 2 pads values to the keys' width, but all parts of a step's output need the same layout.
         return stock_out[..., : self.v_head_dim].contiguous(), lse
@@ -277,7 +277,6 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor | None,
-        return_softmax_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the dense and the sparse rows of a call into a single output."""
         assert self.shared.kernels is not None
@@ -288,13 +287,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
             out.zero_()
             lse.fill_(-torch.inf)
         for run in call.dense:
-            tensors = {"q": q[run.queries], "k": k[run.keys], "v": v[run.keys]}
-            if run.chunk is not None:
-                part, lse[:, run.queries] = run.stock.run_prefill_context_chunk(chunk=run.chunk, **tensors)
-            elif return_softmax_lse:
-                part, lse[:, run.queries] = run.stock.run_prefill_new_tokens(**tensors, return_softmax_lse=True)
-            else:
-                part = run.stock.run_prefill_new_tokens(**tensors, return_softmax_lse=False)
+            part, lse[:, run.queries] = run.attend(q=q[run.queries], k=k[run.keys], v=v[run.keys])
             out[run.queries] = part[..., : self.v_head_dim]
         for rows in call.sparse:
             kept_pairs = self._pair_counter(rows) if self._is_counted else self.shared.uncounted

@@ -8,14 +8,14 @@ here are known to the host, so nothing waits for the device. A row runs either d
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_sparse_backend.config.request_levels import RequestLevel
-from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.rows import BatchRow, dense_runs
 from vllm_sparse_kernels.mla import MlaCall, MlaRow
 from vllm_sparse_kernels.rows import to_device
@@ -29,9 +29,8 @@ class MlaDenseRun(NamedTuple):
 
     queries: slice
     keys: slice
-    stock: Any
-    chunk: Any = None
-    """vLLM's metadata of these rows' part of a chunk of context; None for new tokens."""
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    """Computes the output and its log-sum-exp, given ``q``, ``k`` and ``v``."""
 
 
 class SparseRows(NamedTuple):
@@ -47,7 +46,7 @@ class StepCall:
 
     dense: Sequence[MlaDenseRun]
     sparse: Sequence[SparseRows]
-    has_gaps: bool = False
+    has_gaps: bool
     """Whether some row has no key in the call."""
 
 
@@ -67,7 +66,10 @@ class MlaStep:
             return None
         divider = _Divider(rows, prefill_metadata, stock, prepare)
         contexts, chunks = [0] * num_rows, []
-        for chunk, chunk_rows, num_keys in compat.mla_chunks(prefill_metadata):
+        context = prefill_metadata.chunked_context
+        vllm_chunks = () if context is None else context.chunks
+        for chunk in vllm_chunks:
+            chunk_rows, num_keys = chunk.request_slice, chunk.seq_lens.tolist()  # on the host
             chunks.append(divider.call(chunk, chunk_rows, num_keys, contexts[chunk_rows]))
             contexts[chunk_rows] = [c + n for c, n in zip(contexts[chunk_rows], num_keys, strict=True)]
         return MlaStep(divider.new_tokens(), chunks)
@@ -94,14 +96,15 @@ class _Divider:
         """
         key_starts, first_query = list(accumulate(num_keys, initial=0)), self.starts[rows.start]
         query_starts = [start - first_query for start in self.starts]
-        dense, sparse = [], []
+        dense = []
         for run in self.runs:
             run_rows = range(max(run[0], rows.start), min(run[-1] + 1, rows.stop))
             places = slice(run_rows.start - rows.start, run_rows.stop - rows.start)
             if run_rows and any(num_keys[places]):
                 queries = slice(query_starts[run_rows.start], query_starts[run_rows.stop])
                 keys = slice(key_starts[places.start], key_starts[places.stop])
-                dense.append(MlaDenseRun(queries, keys, *self._stock_part(chunk, run_rows, num_keys[places])))
+                dense.append(MlaDenseRun(queries, keys, self._stock_attend(chunk, run_rows, num_keys[places])))
+        groups: dict[RequestLevel, list[MlaRow]] = defaultdict(list)
         for place, i in enumerate(range(rows.start, rows.stop)):
             if self.rows[i].is_sparse and num_keys[place]:
                 row = MlaRow(
@@ -113,26 +116,22 @@ class _Divider:
                     num_keys=num_keys[place],
                     key_position=positions[place],
                 )
-                sparse.append((self.rows[i].level, row))
-        return StepCall(dense, self._grouped(sparse, is_causal=chunk is None), has_gaps=not all(num_keys))
+                groups[self.rows[i].level].append(row)
+        sparse = [SparseRows(level.name, self.prepare(level, group, chunk is None)) for level, group in groups.items()]
+        return StepCall(dense, sparse, has_gaps=not all(num_keys))
 
-    def _stock_part(self, chunk: Any, rows: range, num_keys: Sequence[int]) -> tuple[Any, Any]:
-        """Return vLLM's own backend for consecutive rows of a call, and the metadata of their part of the chunk."""
+    def _stock_attend(
+        self, chunk: Any, rows: range, num_keys: Sequence[int]
+    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+        """Return how vLLM's own backend runs consecutive rows of a call."""
         lengths = [self.rows[i].query_len for i in rows]
-        query_starts = self._offsets(lengths)
+        queries = {"query_start_loc": self._offsets(lengths), "max_query_len": max(lengths)}
         if chunk is not None:
-            key_starts = self._offsets(num_keys)
-            return self.stock, compat.mla_chunk_part(chunk, query_starts, max(lengths), key_starts, max(num_keys))
+            part = replace(chunk, **queries, cu_seq_lens=self._offsets(num_keys), max_seq_len=max(num_keys))
+            return partial(self.stock.run_prefill_context_chunk, chunk=part)
         stock = copy.copy(self.stock)
-        stock.prepare_metadata(compat.mla_new_tokens_part(self.metadata, query_starts, max(lengths)))
-        return stock, None
-
-    def _grouped(self, rows: Sequence[tuple[RequestLevel, MlaRow]], is_causal: bool) -> list[SparseRows]:
-        """Group rows by their requests' levels."""
-        groups: dict[RequestLevel, list[MlaRow]] = defaultdict(list)
-        for level, row in rows:
-            groups[level].append(row)
-        return [SparseRows(level.name, self.prepare(level, group, is_causal)) for level, group in groups.items()]
+        stock.prepare_metadata(replace(self.metadata, **queries, chunked_context=None))
+        return partial(stock.run_prefill_new_tokens, return_softmax_lse=True)
 
     def _offsets(self, lengths: Sequence[int]) -> torch.Tensor:
         """Return the offsets of parts with these lengths, on the device."""

@@ -4,6 +4,7 @@
 A hook makes it when vLLM's worker is connected with the others, before the model loads. ``worker_of`` leads to it.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +43,6 @@ class StreamingHeads:
     by_layer: Mapping[int, Mapping[int, int]]
     """By layer, the windows of its streaming heads."""
     fingerprint: str
-
-    @property
-    def count(self) -> int:
-        """Number of streaming heads on this rank."""
-        return sum(map(len, self.by_layer.values()))
 
 
 class Worker:
@@ -158,17 +154,15 @@ class Worker:
         return {"rank": self.vllm_config.parallel_config.rank, "samples": samples}
 
     def _gauges(self) -> list[Sample]:
-        samples: list[Sample] = [
-            ("compilations", [when], float(n)) for when, n in compile_monitor.listener().counts.items()
-        ]
-        names = list(self.attention_names.values())
+        samples: list[Sample] = [("compilations", [when], n) for when, n in compile_monitor.listener().counts.items()]
         if self.rank == 0:
-            samples += [("layers", [name], float(names.count(name))) for name in dict.fromkeys(names)]
-        samples.append(("streaming_heads", [self.streaming.fingerprint], float(self.streaming.count)))
+            samples += [("layers", [name], number) for name, number in Counter(self.attention_names.values()).items()]
+        num_heads = sum(map(len, self.streaming.by_layer.values()))
+        samples.append(("streaming_heads", [self.streaming.fingerprint], num_heads))
         if self.memory is not None:
-            samples.append(("arena_overflows", [], float(self.memory.arena.overflows)))
+            samples.append(("arena_overflows", [], self.memory.arena.overflows))
             if self.device.type == "cuda":
-                samples.append(("device_bytes", [], float(torch.cuda.memory_reserved(self.device))))
+                samples.append(("device_bytes", [], torch.cuda.memory_reserved(self.device)))
         return samples
 
 

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import EXACT
-from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, is_checked, level_in
+from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel, level_in
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, PADDING_ROW, SPARSE, RowKind
 from vllm_sparse_kernels import Rows
@@ -53,9 +53,9 @@ class Requests:
         for req_id in scheduler_output.finished_req_ids:
             self._levels.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            extra_args = new.sampling_params.extra_args
-            if is_checked(extra_args):
-                self._levels[new.req_id] = level_in(extra_args)
+            level = level_in(new.sampling_params.extra_args)
+            if level is not None:
+                self._levels[new.req_id] = level
         self.step = Step(self._levels, scheduler_output.num_scheduled_tokens)
         try:
             yield self.step

@@ -50,19 +50,18 @@ def warm_up(
     start = time.monotonic()
     batches = _Batches(spec, device, order)
     picker = EnginePicker(engine, engines(compat.flash_attention()))
-    first_impls: dict[LayerKey, SparsePrefillImpl] = {}
-    for impl in impls:
-        for level in impl.levels.values():
-            first_impls.setdefault(_key(impl, level.layer), impl)
+    chosen: dict[LayerKey, Layer] = {}
     with warming_up():
-        chosen = {key: picker.pick_all(key[0], batches.of(impl, BATCHES[0])) for key, impl in first_impls.items()}
-        for key, impl in first_impls.items():
-            for lengths in BATCHES:
-                _run(chosen[key], batches.of(impl, lengths))
         for impl in impls:
-            impl.levels = {
-                name: replace(level, layer=chosen[_key(impl, level.layer)]) for name, level in impl.levels.items()
-            }
+            levels = {}
+            for name, level in impl.levels.items():
+                key = level.layer, impl.sinks is not None
+                if key not in chosen:
+                    chosen[key] = picker.pick_all(level.layer, batches.of(impl, BATCHES[0]))
+                    for lengths in BATCHES:
+                        _run(chosen[key], batches.of(impl, lengths))
+                levels[name] = replace(level, layer=chosen[key])
+            impl.levels = levels
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # vLLM is about to allocate the free memory for the KV cache
@@ -72,10 +71,6 @@ def warm_up(
 
 LayerKey = tuple[Layer, bool]
 """The plan of a layer at a level, and whether the layer has learnt sinks. Equal keys get the same engines."""
-
-
-def _key(impl: SparsePrefillImpl, layer: Layer) -> LayerKey:
-    return layer, impl.sinks is not None
 
 
 def _first_sparse_layer(impl: SparsePrefillImpl) -> Layer:
