@@ -158,8 +158,8 @@ class EnginePolls:
 
 async def poll_for_page(polls: EnginePolls, scope: Mapping[str, Any]) -> None:
     """Poll the engines before a request for /metrics is answered."""
-    is_fresh = FRESH_QUERY.encode() in scope.get("query_string", b"").split(b"&")
     try:
+        is_fresh = FRESH_QUERY.encode() in scope.get("query_string", b"").split(b"&")
         await polls.refresh(is_fresh)
     except Exception:  # vLLM's own metrics must be served even if ours fail
         logger.exception("sparse-prefill: this answer to /metrics has no new counts")
