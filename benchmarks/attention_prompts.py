@@ -13,11 +13,11 @@ import torch
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.engine_trial import Batch
+from vllm_sparse_kernels.paged import USUAL_PAGE_SIZE
 from vllm_sparse_kernels.rows import ceil_div
 
 DENSITY = 0.1
 RUN_TOKENS = 64
-PAGE_TOKENS = 16
 PLANTED = 9.0
 """Length of the vector that queries and planted keys share. It raises scaled scores by about 7 at head_dim 128."""
 
@@ -58,7 +58,7 @@ def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: in
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    num_kv_heads, head_dim, page = heads.num_kv_heads, heads.head_dim, PAGE_TOKENS
+    num_kv_heads, head_dim, page = heads.num_kv_heads, heads.head_dim, USUAL_PAGE_SIZE
     wanted = PLANTED * torch.nn.functional.normalize(normal(num_kv_heads, 1, head_dim), dim=-1)
     runs = torch.rand(ceil_div(num_tokens, RUN_TOKENS), num_kv_heads, 1, generator=generator, device=device) < DENSITY
     planted = runs.repeat_interleave(RUN_TOKENS, 0)[:num_tokens]

@@ -9,9 +9,9 @@ fastest. Narrower blocks are used if three conditions are met:
   which would keep more pairs. Dense heads do: they keep most pairs, and run fastest in wide blocks.
 * No head needs an option that only the engine ``portable`` has.
 * The GPU's engines run them at almost no cost. These are the engines for Hopper: on ``hopper``, a kept pair costs at
-  most 7 % more in blocks of 32 keys than in blocks of 128, and in vLLM's usual pages of 16 tokens, ``flash`` reads
-  units of 16 keys for blocks of any width. The engine ``portable`` handles one block per step. Blocks of 32 keys do
-  not fill its matrix products, so it runs them slowly.
+  most 7 % more in blocks of 32 keys than in blocks of 128 (measured in pages of 128 tokens). ``flash`` reads units of
+  16 keys in vLLM's usual pages, whatever the width of a block. The engine ``portable`` handles one block per step.
+  Blocks of 32 keys do not fill its matrix products, so it runs them slowly.
 
 Without a CUDA device, blocks are as on Hopper. Quality measured on a CPU is then the quality on such a GPU, and the
 time of the references depends only on the number of kept keys.

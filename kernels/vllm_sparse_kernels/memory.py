@@ -15,18 +15,12 @@ from triton.runtime.jit import KernelInterface
 
 from vllm_sparse_kernels.attention import AttendSpec, FlashAttention, engines
 from vllm_sparse_kernels.layer import Layer
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import USUAL_PAGE_SIZE, PagedCache
 from vllm_sparse_kernels.rows import Rows
 from vllm_sparse_kernels.selection.engine import SelectSpec
 from vllm_sparse_kernels.workspace import Workspace
 
 META = torch.device("meta")
-
-PAGE_SIZE = 16
-"""The smallest page. FlashAttention's block tables are widest with it, and ``hopper`` copies the most boxes.
-
-With other pages, ``flash`` may need 0.1 % more, because it rounds parts to whole sequences. The arena's slack has that.
-"""
 
 
 @contextmanager
@@ -50,6 +44,10 @@ def without_launches() -> Iterator[None]:
 def count_bytes(layer: Layer, rows: Rows, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return the workspace memory that a layer needs for some rows, with any of the engines that may run it.
 
+    The smallest pages count: FlashAttention's block tables are widest with them, and ``hopper`` copies the most boxes.
+    In other pages, ``flash`` may need 0.1 % more, because it rounds parts to whole sequences. The arena's slack has
+    room for that.
+
     Args:
         layer: The layer.
         rows: Rows whose block table is on the meta device.
@@ -59,7 +57,7 @@ def count_bytes(layer: Layer, rows: Rows, num_kv_heads: int, head_dim: int, dtyp
     """
     workspace = Workspace(META)
     q = torch.empty(rows.end_token, layer.num_heads, head_dim, dtype=dtype, device=META)
-    page = torch.empty(1, PAGE_SIZE, num_kv_heads, 2 * head_dim, dtype=dtype, device=META)
+    page = torch.empty(1, USUAL_PAGE_SIZE, num_kv_heads, 2 * head_dim, dtype=dtype, device=META)
     cache = PagedCache(*page.split(head_dim, dim=-1))
     with workspace.frame(), without_launches():
         call = layer.new_call(q, cache, rows, 1.0, workspace)

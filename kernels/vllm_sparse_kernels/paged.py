@@ -22,6 +22,9 @@ from vllm_sparse_kernels.rows import ceil_div
 
 FP8 = torch.float8_e4m3fn
 
+USUAL_PAGE_SIZE = 16
+"""vLLM's page size by default, and the smallest on GPUs."""
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for means and weights of elements."""
@@ -80,7 +83,7 @@ class PagedCache:
         page, token, head, _ = self.keys.stride()
         return page, token, head
 
-    @property
+    @cached_property
     def last_offset(self) -> int:
         """Offset of the last key or value of the last page and kv head, in elements."""
         return sum((size - 1) * stride for size, stride in zip(self.keys.shape, self.strides))

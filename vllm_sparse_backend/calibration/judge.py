@@ -33,9 +33,8 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
 from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.paged import USUAL_PAGE_SIZE
 from vllm_sparse_kernels.rows import ceil_div
-
-PAGE_TOKENS = 16
 
 BEYOND_P99 = 0.01
 """Share of queries whose error is above ``HeadErrors.p99``. Few queries retrieve, so a mean hides their errors."""
@@ -288,7 +287,7 @@ def extrapolate_unseen(errors: torch.Tensor) -> torch.Tensor:
 
 def chunk_rows(num_tokens: int, chunk_tokens: int, device: torch.device, min_tokens: int = 0) -> list[Rows]:
     """Return the steps in which a server prefills a prompt, starting at position ``min_tokens``."""
-    table = torch.arange(ceil_div(num_tokens, PAGE_TOKENS), dtype=torch.int32, device=device)[None]
+    table = torch.arange(ceil_div(num_tokens, USUAL_PAGE_SIZE), dtype=torch.int32, device=device)[None]
     spans = [
         (max(start, min_tokens), min(start + chunk_tokens, num_tokens)) for start in range(0, num_tokens, chunk_tokens)
     ]
@@ -303,6 +302,6 @@ def dense_attention(tensors: LayerTensors, scale: float) -> torch.Tensor:
 
 
 def paged(x: torch.Tensor) -> torch.Tensor:
-    """Split keys or values into pages of 16 tokens. Unused places are 0: FlashAttention multiplies them by 0."""
-    padding = -len(x) % PAGE_TOKENS
-    return pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, PAGE_TOKENS))
+    """Split keys or values into pages of the usual size. Unused places are 0: FlashAttention multiplies them by 0."""
+    padding = -len(x) % USUAL_PAGE_SIZE
+    return pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, USUAL_PAGE_SIZE))

@@ -205,9 +205,8 @@ def begin_core(original: Function) -> Function:
 def refuse_unchecked_requests(original: Function, heads: str, levels: Collection[str]) -> Function:
     """Refuse requests whose level is not checked, or not this engine's; complete the salts of the others.
 
-    ``heads`` is the fingerprint of the streaming heads that this engine's workers found. The front process, which
-    writes the salts, does not know it: an offline engine does not ask its workers at start-up, and a server's engines
-    may find different heads.
+    ``heads`` is the fingerprint of the streaming heads of this engine. The front process writes the salts but does not
+    know it: an offline engine does not ask its workers at start-up, and a server's engines may find different heads.
     """
     from vllm_sparse_backend.serving.level_policy import add_heads_to_salt, refuse_unchecked
 

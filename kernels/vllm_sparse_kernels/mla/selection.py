@@ -225,7 +225,7 @@ def _choose_kernel(
 
     The average is that of scored queries. Sinks and the diagonal are always kept.
 
-    Grid: (tiles, heads). Bound by latency: up to 30 halvings over masses in registers.
+    Grid: (tiles, heads). Bound by latency: up to 30 bisection steps on masses in registers.
 
     Args:
         tiles: [num_tiles, 8] int32, ``TileFields``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses levels where vLLM would drop them, for the ASGI middleware (``endpoint.py``).
+"""ASGI middleware that polls the engines before a GET /metrics, and refuses levels where vLLM would drop them.
 
 On the paths below, vLLM makes new sampling parameters or has no field for ``vllm_xargs``, so an exact request would
 silently run at the server's default level. On all other paths the level arrives with the sampling parameters, and is
@@ -10,11 +10,15 @@ path, no authorisation) costs nothing. It is parsed only if it contains the key 
 import asyncio
 import json
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 
 from vllm_sparse_backend.config.request_levels import FIELD
+from vllm_sparse_backend.serving.frontend.metrics_endpoint import poll_for_page
+
+if TYPE_CHECKING:
+    from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
 
 NO_FIELD = "vLLM has no field for it on this path"
 DROPS_LEVEL = {
@@ -39,6 +43,24 @@ FORM_BEAMS = re.compile(
 """``use_beam_search`` in a form, with a value that vLLM reads as true."""
 FORM_WINDOW = 512
 """Bytes of a form that are kept, to find a field that two chunks share."""
+
+
+class SparsePrefillMiddleware:
+    """Runs inside vLLM's own middleware, which has already checked the API key."""
+
+    def __init__(self, app: Any, endpoint: "SparsePrefillEndpoint") -> None:
+        self.app = app
+        self.endpoint = endpoint
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        polls = self.endpoint.polls
+        if polls is not None and scope["type"] == "http":
+            path = scope["path"].removeprefix(scope.get("root_path", "")).rstrip("/")  # below the app's mount point
+            if path == "/metrics":
+                await poll_for_page(polls, scope)
+            elif scope["method"] == "POST":
+                receive = inspect(path, scope, receive)
+        await self.app(scope, receive, send)
 
 
 class JsonBody:

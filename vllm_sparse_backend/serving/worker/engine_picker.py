@@ -31,6 +31,7 @@ from vllm_sparse_kernels.engine_trial import Batch, failure, selection_failure
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
+from vllm_sparse_kernels.paged import USUAL_PAGE_SIZE
 from vllm_sparse_kernels.selection.engine import SelectEngine, SelectSpec, choose_select_engine
 
 logger = logging.getLogger(LOGGER)
@@ -125,11 +126,10 @@ def forecast(shape: ModelShape, method: Method) -> tuple[EngineChoice[AttendEngi
     block_tokens = widest_block(shape.head_dim, shared_bytes(device))
     if block_tokens is None:
         raise ConfigurationError(f"no block of keys with head_dim {shape.head_dim} fits into the GPU's shared memory")
-    page_size = 16
     stride_token = 2 * shape.head_dim * shape.num_kv_heads
     spec = AttendSpec(
-        device, torch.bfloat16, shape.head_dim, page_size,
-        (page_size * stride_token, stride_token, 2 * shape.head_dim), block_tokens, has_stripes=True,
+        device, torch.bfloat16, shape.head_dim, USUAL_PAGE_SIZE,
+        (USUAL_PAGE_SIZE * stride_token, stride_token, 2 * shape.head_dim), block_tokens, has_stripes=True,
     )  # fmt: skip
     attention = choose_engine(engines(compat.flash_attention()).values(), spec)
     return attention, choose_select_engine(SelectSpec(method, device, shape.head_dim))

@@ -45,13 +45,13 @@ def prepare_kernel(
     o_blocks = i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
     BOXES: tl.constexpr = BLOCK_N // BOX
     num_boxes = tl.load(index.block_counts + o_count) * BOXES
+    head_row = i_head // GROUP * rows_per_head
     last = tl.load(index.seq_lens + i_row) - 1  # boxes after it may have no page; their keys are masked
     for start in range(0, num_boxes, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
         b_block = tl.load(index.block_ids + o_blocks + o_n // BOXES, mask=o_n < num_boxes, other=0)
         b_position = tl.minimum(b_block * BLOCK_N + o_n % BOXES * BOX, last // BOX * BOX)
         target = work.places + o_blocks * BOXES + o_n
-        head_row = i_head // GROUP * rows_per_head
         _store_places(target, b_position, o_n < num_boxes, table, cache.page_size, rows_per_page, head_row)
     if work.stripe_places is not None:
         o_stripes = tl.load(index.stripe_offsets + o_count)

@@ -14,9 +14,6 @@ from vllm_sparse_kernels.paged import key_offsets, load_queries
 from vllm_sparse_kernels.rows import ROW_FIELDS
 from vllm_sparse_kernels.selection.lists import load_tile
 
-KEYS = Constant(0)
-VALUES = Constant(1)
-
 UNREACHED = Constant(1e30)
 """Running maximum of rows past the tile's last query, so high that these rows never prevent a skip."""
 
@@ -207,13 +204,13 @@ def _full_blocks(b_q, int8_keys, lists, source, scale, margin, softmax, SHAPE):
         i_block = tl.load(lists.blocks + i)
         b_k, b_dot_scale = _load_keys(int8_keys, i_block, source, SHAPE)  # [N, D]
         if SHAPE.AHEAD > 0:
-            b_v = _load_block(VALUES, i_block, source, SHAPE)
+            b_v = _load_block(source.cache.v, i_block, source, SHAPE)
             if lists.num_full > 0:
                 b_s = _score(b_q, b_k, b_dot_scale, int8_keys)  # [M, N]
                 softmax = softmax_step(b_s, b_v, scale, margin, softmax)
         else:
             b_s = _score(b_q, b_k, b_dot_scale, int8_keys)
-            b_v = _load_block(VALUES, i_block, source, SHAPE)
+            b_v = _load_block(source.cache.v, i_block, source, SHAPE)
             softmax = softmax_step(b_s, b_v, scale, None, softmax)
     return softmax
 
@@ -230,7 +227,7 @@ def _diagonal_blocks(b_q, int8_keys, lists, program, source, scale, margin, soft
         b_s = _score(b_q, b_k, b_dot_scale, int8_keys)
         b_s = tl.where(o_n[None, :] <= o_m[:, None], b_s, float("-inf"))
         # Past the sequence's end the cache may hold NaN, and 0 · NaN is NaN.
-        b_v = _load_block(VALUES, i_block, source, SHAPE)
+        b_v = _load_block(source.cache.v, i_block, source, SHAPE)
         b_v = tl.where((o_n < source.tile_end)[:, None], b_v, 0.0)
         softmax = softmax_step(b_s, b_v, scale, margin, softmax)
     return softmax
@@ -265,20 +262,20 @@ def _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax,
 def _load_keys(int8_keys, i_block, source, SHAPE):
     """Load the keys [BLOCK_N, BLOCK_D] of a block and, for 8-bit keys, the scale of each product."""
     if int8_keys is None:
-        return _load_block(KEYS, i_block, source, SHAPE), 1.0
+        return _load_block(source.cache.k, i_block, source, SHAPE), 1.0
     else:
         return load_int8_block(int8_keys, i_block, SHAPE)
 
 
 @triton.jit
-def _load_block(KIND: tl.constexpr, i_block, source, SHAPE):
-    """Load the KEYS or VALUES [BLOCK_N, BLOCK_D] of a block; undefined past the sequence's end."""
+def _load_block(vectors, i_block, source, SHAPE):
+    """Load a block of the cache's keys or values [BLOCK_N, BLOCK_D]; undefined past the sequence's end."""
     cache, o_d = source.cache, tl.arange(0, SHAPE.BLOCK_D)
     o_n = i_block * SHAPE.BLOCK_N + tl.arange(0, SHAPE.BLOCK_N)
     # The table may have no page past the sequence's end.
     in_row = o_n < source.tile_end
     o_key = key_offsets(source.table, o_n, in_row, cache.page_size, cache.stride_page, cache.stride_token)
-    pointer = (cache.k if KIND == KEYS else cache.v) + source.i_kv.to(tl.int64) * cache.stride_head
+    pointer = vectors + source.i_kv.to(tl.int64) * cache.stride_head
     return tl.load(pointer + o_key[:, None] + o_d[None, :], mask=(o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
 
 

@@ -65,7 +65,7 @@ def _top_blocks_kernel(scores, width, counts, heads, first_tile, index, num_tile
 
     The kept blocks follow from the scores of its two query blocks (``width`` · 64 each) and from the diagonal.
 
-    Grid: (tiles of the run, n). Bound by latency: 32 halvings over scores in registers.
+    Grid: (tiles of the run, n). Bound by latency: 32 bisection steps on scores in registers.
 
     Args:
         scores: [n, 2 · tiles, width · 64] float32.

@@ -166,7 +166,7 @@ def _keep_top_blocks_kernel(
     keys are not similar, which are kept. A tile whose queries' mean cosine is below θ keeps every block; sink and
     diagonal are always kept. HALVES neighbouring blocks form one block of the index, which is kept if one of them is.
 
-    Grid: (tiles of the run, n). Bound by latency: up to 31 halvings over ranks in registers.
+    Grid: (tiles of the run, n). Bound by latency: up to 31 bisection steps on ranks in registers.
 
     Args:
         similarity: [n, num_tiles] float32.

@@ -81,8 +81,8 @@ def _choose_kernel(
     count towards the share, and at most ``most_blocks`` blocks are kept for it. ``sink`` and ``local`` are
     numbers of tokens. FINE_BLOCKS neighbouring blocks form a block of the index, which is kept if one of them is.
 
-    Grid: (tiles of the run, n). Bound by latency: up to 30 halvings over masses in registers, which end once a single
-    mass decides.
+    Grid: (tiles of the run, n). Bound by latency: up to 30 bisection steps on masses in registers, which
+    end once a single mass decides.
 
     Args:
         stride_head: Elements between two heads of ``masses``.
