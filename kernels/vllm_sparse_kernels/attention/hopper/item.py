@@ -21,6 +21,9 @@ SIZES = {
 }
 """Sizes that fit into shared memory, by head_dim: keys of a step, buffered steps, buffered query tiles."""
 
+AHEAD = Constant(4)
+"""Steps whose places the scheduler looks up ahead. Looking up a new item takes about as long as a step and a half."""
+
 
 @aggregate
 class Config:
@@ -36,6 +39,8 @@ class Config:
     STAGES: gl.constexpr  # steps of keys, and of values, in shared memory
     SLOTS: gl.constexpr  # items whose queries are in shared memory
     BLOCKS: gl.constexpr  # index blocks of a step
+    BOXES: gl.constexpr  # bulk copies of a step and part
+    PLACES: gl.constexpr  # room for places of a step: of boxes, or of stripes
     PARTS: gl.constexpr  # parts of COLUMNS columns in a vector
     PIECES: gl.constexpr  # pieces of ATOM_ROWS rows in a part of a step
     TURNS: gl.constexpr  # whether the consumer groups issue their products in turn
@@ -55,6 +60,8 @@ class Config:
         self.STAGES = gl.constexpr(sizes["STAGES"])
         self.SLOTS = gl.constexpr(sizes["SLOTS"])
         self.BLOCKS = gl.constexpr(sizes["STEP"] // BLOCK_N)
+        self.BOXES = gl.constexpr(sizes["STEP"] // BOX)
+        self.PLACES = gl.constexpr(sizes["STEP"] if STRIPES else sizes["STEP"] // BOX)
         self.PARTS = gl.constexpr(D // COLUMNS.value)
         self.PIECES = gl.constexpr(sizes["STEP"] // ATOM_ROWS.value)
         self.TURNS = gl.constexpr(D == 128 and not STRIPES)
@@ -66,30 +73,34 @@ class Config:
         """Return the number of blocks of step 0 that makes all other steps full."""
         return (num_blocks - 1) % self.BLOCKS + 1
 
+    @gluon.jit
+    def block_steps(self, num_blocks):
+        """Return the number of steps over an item's blocks."""
+        return (num_blocks + self.BLOCKS - 1) // self.BLOCKS
+
 
 @aggregate
 class Item:
     """One query head and tile. All fields are int32 scalars."""
 
     i_head: gl.tensor  # negative: no item is left
-    i_tile: gl.tensor
     token: gl.tensor  # of the first query, in q
     length: gl.tensor  # queries
     position: gl.tensor  # of the first query, in its sequence
     num_blocks: gl.tensor
     num_stripes: gl.tensor
+    tail: gl.tensor  # keys of the last block up to the row's end, or BLOCK_N or more
 
 
 WORDS = Constant(8)
-"""Room for an item in ``ItemSlots``, of which six words are used."""
+"""Room for an item in ``ItemSlots``, of which seven words are used."""
 
 
 @aggregate
 class ItemSlots:
-    """Items in shared memory, through which the producer passes work to the consumers.
+    """Items in shared memory, through which the scheduler passes work to the producers and consumers.
 
-    A slot is written before the barrier that its queries complete, and read after it. Consumers do not need the tile's
-    number. Words are numbered, not named, because Triton compares each global constant of a kernel at every launch.
+    Producers read a slot after the scheduler's signal, and consumers after its queries arrived. Words are numbered, not named, because Triton compares each global constant of a kernel at every launch.
     """
 
     words: gl.shared_memory_descriptor  # [SLOTS · WORDS, 1] int32
@@ -103,6 +114,7 @@ class ItemSlots:
         self._store(slot, 3, item.position)
         self._store(slot, 4, item.num_blocks)
         self._store(slot, 5, item.num_stripes)
+        self._store(slot, 6, item.tail)
         barrier()
 
     @gluon.jit
@@ -136,14 +148,25 @@ class ItemSlots:
         return self._load(slot, 5)
 
     @gluon.jit
+    def tail(self, slot):
+        """Load the number of keys of the last block up to the row's end."""
+        return self._load(slot, 6)
+
+    @gluon.jit
     def _store(self, slot, WORD: gl.constexpr, value):
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         self.words.index(slot * WORDS + WORD).store(gl.full([1], value, gl.int32, layout))
 
     @gluon.jit
     def _load(self, slot, WORD: gl.constexpr):
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        return gl.max(self.words.index(slot * WORDS + WORD).load(layout), 0)
+        return load_word(self.words, slot * WORDS + WORD)
+
+
+@gluon.jit
+def load_word(words, i):
+    """Load an element of words [N, 1] in shared memory as a scalar."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(words.index(i).load(layout), 0)
 
 
 @aggregate
@@ -173,27 +196,41 @@ class Turns:
 
 @aggregate
 class Barriers:
-    """The barriers of the channels, of the producer, and between the consumers."""
+    """The barriers of the channels, of the scheduler, and between the consumers."""
 
+    item_full: gl.shared_memory_descriptor  # the scheduler has written an item
+    places_full: gl.shared_memory_descriptor
+    places_empty: gl.shared_memory_descriptor
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     k_empty: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor  # one per slot, and one for values past the row's end, before they are zeroed
     v_empty: gl.shared_memory_descriptor
-    tail_arrived: gl.shared_memory_descriptor  # values past the row's end have arrived, and the producer zeroes them
     turns: gl.shared_memory_descriptor  # see ``Turns``
 
 
 @aggregate
 class Channels:
-    """Buffers and barriers between producer and consumers. Each side sees the buffers as tiles of its own shape."""
+    """Buffers and barriers between warps. Producers and consumers see the buffers as tiles of their own shapes."""
 
+    place_buffers: gl.shared_memory_descriptor  # [AHEAD · PLACES, 1] int32: places of AHEAD steps
     q_buffers: gl.shared_memory_descriptor  # the queries of SLOTS items
     k_buffers: gl.shared_memory_descriptor  # the keys of STAGES steps
     v_buffers: gl.shared_memory_descriptor  # the values of STAGES steps
     items: ItemSlots
     barriers: Barriers
+
+    @gluon.jit
+    def await_item(self, counter):
+        """Wait, as a producer, for an item of the scheduler. Return its head, which is negative if no item is left."""
+        mbarrier.wait(self.barriers.item_full.index(counter.slot()), counter.parity())
+        return self.items.i_head(counter.slot())
+
+    @gluon.jit
+    def places(self):
+        """Channel of the steps' places, from the scheduler to the producers."""
+        return Channel(self.place_buffers, self.barriers.places_full, self.barriers.places_empty)
 
     @gluon.jit
     def queries(self):

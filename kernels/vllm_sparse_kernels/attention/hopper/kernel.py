@@ -36,6 +36,7 @@ step's keys between the two preserves the order, with Triton 3.6 to 3.9. A test 
 
 from vllm_sparse_kernels.attention.hopper.consumer import consume
 from vllm_sparse_kernels.attention.hopper.item import (
+    AHEAD,
     ATOM_ROWS,
     COLUMNS,
     HALF,
@@ -45,7 +46,8 @@ from vllm_sparse_kernels.attention.hopper.item import (
     Config,
     ItemSlots,
 )
-from vllm_sparse_kernels.attention.hopper.producer import produce
+from vllm_sparse_kernels.attention.hopper.producer import load_keys, load_values
+from vllm_sparse_kernels.attention.hopper.scheduler import schedule
 from vllm_sparse_kernels.gluon_compat import (
     barrier,
     fence_async_shared,
@@ -88,46 +90,49 @@ def hopper_kernel(
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, D], dtype)
     word_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
-    # Consumers see halves of tiles and whole steps. The producer fills parts and pieces of the same memory.
+    # Consumers see halves of tiles and whole steps. Producers fill parts and pieces of the same memory.
     q_parts = gl.allocate_shared_memory(dtype, [SLOTS * 2 * PARTS, HALF, COLUMNS], part_layout)
     k_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     v_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     items = ItemSlots(gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], word_layout))
+    places = gl.allocate_shared_memory(gl.int32, [AHEAD * config.PLACES, 1], word_layout)
     PIECES: gl.constexpr = STAGES * PARTS * config.PIECES
     k_pieces = reinterpret(k_steps, dtype, [PIECES, ATOM_ROWS, COLUMNS], piece_layout)
     v_pieces = reinterpret(v_steps, dtype, [PIECES, ATOM_ROWS, COLUMNS], piece_layout)
     q_halves = reinterpret(q_parts, dtype, [SLOTS * 2, HALF, D], half_layout)
 
     # In this order, and without unused barriers: Triton would reuse the memory of a barrier that nothing waits for.
+    item_full = new_barriers(SLOTS, 1)
+    places_full = new_barriers(AHEAD, 1)
+    places_empty = new_barriers(AHEAD, 2)
     q_full = new_barriers(SLOTS, 1)
     q_empty = new_barriers(SLOTS, 2)
     k_full = new_barriers(STAGES, 1)
     k_empty = new_barriers(STAGES, 2)
-    v_full = new_barriers(STAGES, 1)
+    v_full = new_barriers(STAGES + 1, 1)
     v_empty = new_barriers(STAGES, 2)
-    tail_arrived = new_barriers(1, 1)
     turns = k_full  # a placeholder if there are no turns
     if config.TURNS:
         turns = new_barriers(2, 1)
         mbarrier.arrive(turns.index(0), count=1)
     fence_async_shared()
     barrier()
-    barriers = Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, tail_arrived, turns)
-    consumer_channels = Channels(q_halves, k_steps, v_steps, items, barriers)
-    producer_channels = Channels(q_parts, k_pieces, v_pieces, items, barriers)
-    # Gathering takes a warp group of producers. Registers are assigned by group: the three groups share 512 per thread.
-    PRODUCER_WARPS: gl.constexpr = 4 if STRIPES else 1
+    barriers = Barriers(
+        item_full, places_full, places_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns
+    )  # fmt: skip
+    consumer_channels = Channels(places, q_halves, k_steps, v_steps, items, barriers)
+    producer_channels = Channels(places, q_parts, k_pieces, v_pieces, items, barriers)
+    # Registers are assigned by warp group: two groups of consumers and one of the other warps share 512 per thread.
     CONSUMER_REGISTERS: gl.constexpr = 232 if STRIPES else 240
     PRODUCER_REGISTERS: gl.constexpr = 40 if STRIPES else 24
     gl.warp_specialize(
         [
             (consume, (out, scale, consumer_channels, config, 0)),
             (consume, (out, scale, consumer_channels, config, 1)),
-            (
-                produce,
-                (q_desc, k_desc, v_desc, cache, head_strides, index, work, num_tiles, producer_channels, config),
-            ),
+            (schedule, (index, work, num_tiles, producer_channels, config)),
+            (load_keys, (q_desc, k_desc, cache, head_strides, producer_channels, config)),
+            (load_values, (v_desc, cache, head_strides, producer_channels, config)),
         ],
-        [4, PRODUCER_WARPS],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
