@@ -18,8 +18,10 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
-from vllm_sparse_kernels.rows import Rows, Tile, ceil_div, host_to_device, split_blocks, to_device
+from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, Tile, ceil_div, host_to_device, split_blocks, to_device
 from vllm_sparse_kernels.workspace import Workspace
 
 
@@ -198,6 +200,10 @@ class SparseIndex(IndexLayout):
         """
         return torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens) * self.rows.tile_lengths
 
+    def add_listed_pairs(self, totals: torch.Tensor, place: int) -> None:
+        """Add ``listed_pairs`` of all heads to an element of ``totals``, int64 on the device, in one launch."""
+        _count_kernel[(self.num_heads,)](self.args, self.rows.num_tiles, totals, place, BLOCK_N=self.block_tokens)
+
     # The methods below synchronise with the device: for references, tests and debugging only.
 
     def blocks_of(self, head: int, i_tile: int) -> torch.Tensor:
@@ -285,3 +291,16 @@ def causal_pairs(rows: Rows) -> int:
         causal_pairs,
         lambda: sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True)),
     )
+
+
+@triton.jit(do_not_specialize=["num_tiles", "place"])
+def _count_kernel(index, num_tiles, totals, place, BLOCK_N: tl.constexpr):
+    """Add the listed pairs of a head to ``totals[place]``. Grid: (heads,)."""
+    b_pairs = tl.zeros([128], tl.int64)
+    for start in range(0, num_tiles, 128):
+        o_tile = start + tl.arange(0, 128)
+        valid, o_count = o_tile < num_tiles, tl.program_id(0) * num_tiles + o_tile
+        b_keys = tl.load(index.block_counts + o_count, mask=valid, other=0) * BLOCK_N
+        b_keys += tl.load(index.stripe_counts + o_count, mask=valid, other=0)
+        b_pairs += b_keys.to(tl.int64) * tl.load(index.tiles + o_tile * TILE_FIELDS + 2, mask=valid, other=0)
+    tl.atomic_add(totals + place, tl.sum(b_pairs, 0))

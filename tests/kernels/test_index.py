@@ -135,6 +135,9 @@ class TestContents:
             kept = sum(int(mask_of(index, row).sum()) for row in range(5))
             assert index.kept_pairs().item() == kept
             assert index.kept_pairs().dtype == torch.int64
+            totals = torch.full((3,), 7)
+            index.add_listed_pairs(totals, 1)
+            assert totals.tolist() == [7, 7 + kept + index.masked_pairs, 7]
 
 
 def count(lists: str, head: int, i_tile: int, number: int):

@@ -102,7 +102,7 @@ class Recorder:
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = ON) -> None:
         """Count the pairs of one layer in a step. Does not wait for the device."""
-        self._listed[self._places[layer, level]].add_(index.listed_pairs().sum())
+        index.add_listed_pairs(self._listed, self._places[layer, level])
         causal = index.num_heads * causal_pairs(index.rows)
         self._add("kept_pairs", (layer, level), -index.masked_pairs)
         self._add("causal_pairs", (layer, level), causal)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine `hopper`: a persistent Gluon kernel with one producer and two consumer groups (sm_90)."""
+"""Engine `hopper`: a persistent Gluon kernel with a scheduler, producers and consumers (sm_90)."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types that the kernel, its producer and its consumers share: sizes, work items, and the channels between them."""
+"""Types that all warps of ``hopper_kernel`` share: sizes, work items, and the channels between the warps."""
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.gluon_compat import Channel, aggregate, barrier, gl, gluon, mbarrier
@@ -100,7 +100,8 @@ WORDS = Constant(8)
 class ItemSlots:
     """Items in shared memory, through which the scheduler passes work to the producers and consumers.
 
-    Producers read a slot after the scheduler's signal, and consumers after its queries arrived. Words are numbered, not named, because Triton compares each global constant of a kernel at every launch.
+    Producers read a slot after the scheduler's signal, and consumers after its queries have arrived. Words are
+    numbered, not named, because Triton compares each global constant of a kernel at every launch.
     """
 
     words: gl.shared_memory_descriptor  # [SLOTS · WORDS, 1] int32
