@@ -129,7 +129,8 @@ class Consumer:
         """Count the steps over an item."""
         config, items = self.config, self.channels.items
         position, num_blocks = items.position(slot), items.num_blocks(slot)
-        first_blocks, num_steps = config.first_blocks(num_blocks), config.block_steps(num_blocks)
+        first_blocks = config.first_blocks(num_blocks)
+        num_steps = (num_blocks - first_blocks) // config.BLOCKS + 1
         last_block = (position + length - 1) // config.BLOCK_N
         num_diagonal = last_block - position // config.BLOCK_N + 1
         num_masked = 1 + (gl.maximum(num_diagonal - first_blocks, 0) + config.BLOCKS - 1) // config.BLOCKS
