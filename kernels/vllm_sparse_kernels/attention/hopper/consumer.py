@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A consumer group of ``hopper_kernel``: the online softmax over an item's steps, for 64 queries of its tile."""
 
-from vllm_sparse_kernels.attention.hopper.item import HALF, Channels, Config, Turns
+from vllm_sparse_kernels.attention.hopper.item import HALF, Channels, Config, Turns, load_item
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.gluon_compat import (
     aggregate,
@@ -125,19 +125,18 @@ class Consumer:
     CONSUMER: gl.constexpr  # number of the group, 0 or 1, and of its half of the tile's queries
 
     @gluon.jit
-    def plan_steps(self, slot, length, step):
+    def plan_steps(self, item, step):
         """Count the steps over an item."""
-        config, items = self.config, self.channels.items
-        position, num_blocks = items.position(slot), items.num_blocks(slot)
+        config, position, num_blocks = self.config, item.position, item.num_blocks
         first_blocks = config.first_blocks(num_blocks)
         num_steps = (num_blocks - first_blocks) // config.BLOCKS + 1
-        last_block = (position + length - 1) // config.BLOCK_N
+        last_block = (position + item.length - 1) // config.BLOCK_N
         num_diagonal = last_block - position // config.BLOCK_N + 1
         num_masked = 1 + (gl.maximum(num_diagonal - first_blocks, 0) + config.BLOCKS - 1) // config.BLOCKS
         end = step.count + num_steps
         num_stripes = gl.to_tensor(0)
         if config.STRIPES:
-            num_stripes = items.num_stripes(slot)
+            num_stripes = item.num_stripes
             end += (num_stripes + config.STEP - 1) // config.STEP
         position += self.CONSUMER * HALF
         return StepPlan(first_blocks, num_steps, num_masked, num_stripes, end, last_block, num_diagonal, position)
@@ -270,15 +269,13 @@ def consume(out, scale, channels, config, CONSUMER: gl.constexpr):
     turns = channels.barriers.turns
     turns = Turns(turns.index(CONSUMER), turns.index(1 - CONSUMER), config.TURNS)
     consumer = Consumer(config, channels, turns, scale, CONSUMER)
-    queries, items = channels.queries(), channels.items
+    queries = channels.queries()
     item_counter, step = new_counter(config.SLOTS), new_counter(config.STAGES)
     queries.acquire_full(item_counter)
-    i_head = items.i_head(item_counter.slot())
-    while i_head >= 0:
-        slot = item_counter.slot()
-        b_q = queries.buffers.index(slot * 2 + CONSUMER)
-        token, length = items.token(slot), items.length(slot)
-        plan = consumer.plan_steps(slot, length, step)
+    item = load_item(channels.item_words, item_counter.slot())
+    while item.i_head >= 0:
+        b_q = queries.buffers.index(item_counter.slot() * 2 + CONSUMER)
+        plan = consumer.plan_steps(item, step)
         step, state = consumer.first_step(b_q, step, plan)
         step, state = consumer.block_steps(b_q, plan, step, state)
         if config.STRIPES:
@@ -286,19 +283,19 @@ def consume(out, scale, channels, config, CONSUMER: gl.constexpr):
         queries.release(item_counter)
         b_acc = consumer.last_product(step.plus(-1), state)
         skipped = CONSUMER * HALF  # queries of the other group, which come first
-        _store_outputs(out, i_head, token + skipped, length - skipped, b_acc, state.b_max, state.b_sum, config)
+        _store_outputs(out, item.i_head, item.token + skipped, item.length - skipped, state, b_acc, config)
         item_counter = item_counter.plus(1)
         queries.acquire_full(item_counter)
-        i_head = items.i_head(item_counter.slot())
+        item = load_item(channels.item_words, item_counter.slot())
 
 
 @gluon.jit
-def _store_outputs(out, i_head, token, length, b_acc, b_max, b_sum, config):
+def _store_outputs(out, i_head, token, length, state, b_acc, config):
     """Store the outputs of a group's queries up to the tile's length."""
     D: gl.constexpr = config.D
-    b_total = gl.convert_layout(gl.sum(b_sum, 1), gl.SliceLayout(1, b_acc.type.layout))
+    b_total = gl.convert_layout(gl.sum(state.b_sum, 1), gl.SliceLayout(1, b_acc.type.layout))
     if out.sinks is not None:
-        b_max = gl.convert_layout(b_max, gl.SliceLayout(1, b_acc.type.layout))
+        b_max = gl.convert_layout(state.b_max, gl.SliceLayout(1, b_acc.type.layout))
         b_total += gl.exp2(gl.load(out.sinks + i_head).to(gl.float32) * LOG2_E - b_max)
     b_out = (b_acc * (1.0 / b_total)[:, None]).to(out.out.dtype.element_ty)  # divides once per query, not per output
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])

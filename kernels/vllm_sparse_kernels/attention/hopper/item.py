@@ -92,75 +92,37 @@ class Item:
     tail: gl.tensor  # keys of the last block up to the row's end, or BLOCK_N or more
 
 
-WORDS = Constant(8)
-"""Room for an item in ``ItemSlots``, of which seven words are used."""
+WORDS = Constant(7)
+"""Words of an item in shared memory."""
 
 
-@aggregate
-class ItemSlots:
-    """Items in shared memory, through which the scheduler passes work to the producers and consumers.
+@gluon.jit
+def store_item(words, slot, item):
+    """Store an item in words [SLOTS · WORDS, 1]. Synchronises the group's warps, so that a signal may follow."""
+    _store_word(words, slot * WORDS, item.i_head)
+    _store_word(words, slot * WORDS + 1, item.token)
+    _store_word(words, slot * WORDS + 2, item.length)
+    _store_word(words, slot * WORDS + 3, item.position)
+    _store_word(words, slot * WORDS + 4, item.num_blocks)
+    _store_word(words, slot * WORDS + 5, item.num_stripes)
+    _store_word(words, slot * WORDS + 6, item.tail)
+    barrier()
 
-    Producers read a slot after the scheduler's signal, and consumers after its queries have arrived. Words are
-    numbered, not named, because Triton compares each global constant of a kernel at every launch.
-    """
 
-    words: gl.shared_memory_descriptor  # [SLOTS · WORDS, 1] int32
+@gluon.jit
+def load_item(words, slot):
+    """Load an item from words [SLOTS · WORDS, 1]. Words that are not used are not loaded."""
+    first = slot * WORDS
+    return Item(
+        load_word(words, first), load_word(words, first + 1), load_word(words, first + 2), load_word(words, first + 3),
+        load_word(words, first + 4), load_word(words, first + 5), load_word(words, first + 6),
+    )  # fmt: skip
 
-    @gluon.jit
-    def write(self, slot, item):
-        """Store an item. Synchronises the group's warps, so that all words are written before the slot is signalled."""
-        self._store(slot, 0, item.i_head)
-        self._store(slot, 1, item.token)
-        self._store(slot, 2, item.length)
-        self._store(slot, 3, item.position)
-        self._store(slot, 4, item.num_blocks)
-        self._store(slot, 5, item.num_stripes)
-        self._store(slot, 6, item.tail)
-        barrier()
 
-    @gluon.jit
-    def i_head(self, slot):
-        """Load the item's query head, which is negative if no item is left."""
-        return self._load(slot, 0)
-
-    @gluon.jit
-    def token(self, slot):
-        """Load the index of the tile's first query in q."""
-        return self._load(slot, 1)
-
-    @gluon.jit
-    def length(self, slot):
-        """Load the number of queries of the tile."""
-        return self._load(slot, 2)
-
-    @gluon.jit
-    def position(self, slot):
-        """Load the position of the tile's first query in its sequence."""
-        return self._load(slot, 3)
-
-    @gluon.jit
-    def num_blocks(self, slot):
-        """Load the number of listed blocks."""
-        return self._load(slot, 4)
-
-    @gluon.jit
-    def num_stripes(self, slot):
-        """Load the number of listed stripes."""
-        return self._load(slot, 5)
-
-    @gluon.jit
-    def tail(self, slot):
-        """Load the number of keys of the last block up to the row's end."""
-        return self._load(slot, 6)
-
-    @gluon.jit
-    def _store(self, slot, WORD: gl.constexpr, value):
-        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.words.index(slot * WORDS + WORD).store(gl.full([1], value, gl.int32, layout))
-
-    @gluon.jit
-    def _load(self, slot, WORD: gl.constexpr):
-        return load_word(self.words, slot * WORDS + WORD)
+@gluon.jit
+def _store_word(words, i, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    words.index(i).store(gl.full([1], value, gl.int32, layout))
 
 
 @gluon.jit
@@ -219,14 +181,14 @@ class Channels:
     q_buffers: gl.shared_memory_descriptor  # the queries of SLOTS items
     k_buffers: gl.shared_memory_descriptor  # the keys of STAGES steps
     v_buffers: gl.shared_memory_descriptor  # the values of STAGES steps
-    items: ItemSlots
+    item_words: gl.shared_memory_descriptor  # [SLOTS · WORDS, 1] int32: items
     barriers: Barriers
 
     @gluon.jit
     def await_item(self, counter):
-        """Wait, as a producer, for an item of the scheduler. Return its head, which is negative if no item is left."""
+        """Wait, as a producer, for the scheduler's next item."""
         mbarrier.wait(self.barriers.item_full.index(counter.slot()), counter.parity())
-        return self.items.i_head(counter.slot())
+        return load_item(self.item_words, counter.slot())
 
     @gluon.jit
     def places(self):

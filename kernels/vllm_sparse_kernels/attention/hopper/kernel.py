@@ -49,7 +49,6 @@ from vllm_sparse_kernels.attention.hopper.item import (
     Barriers,
     Channels,
     Config,
-    ItemSlots,
 )
 from vllm_sparse_kernels.attention.hopper.producer import load_keys, load_values
 from vllm_sparse_kernels.attention.hopper.scheduler import schedule
@@ -99,7 +98,7 @@ def hopper_kernel(
     q_parts = gl.allocate_shared_memory(dtype, [SLOTS * 2 * PARTS, HALF, COLUMNS], part_layout)
     k_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     v_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
-    items = ItemSlots(gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], word_layout))
+    item_words = gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], word_layout)
     places = gl.allocate_shared_memory(gl.int32, [AHEAD * config.PLACES, 1], word_layout)
     PIECES: gl.constexpr = STAGES * PARTS * config.PIECES
     k_pieces = reinterpret(k_steps, dtype, [PIECES, ATOM_ROWS, COLUMNS], piece_layout)
@@ -125,8 +124,8 @@ def hopper_kernel(
     barriers = Barriers(
         item_full, places_full, places_empty, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns
     )  # fmt: skip
-    consumer_channels = Channels(places, q_halves, k_steps, v_steps, items, barriers)
-    producer_channels = Channels(places, q_parts, k_pieces, v_pieces, items, barriers)
+    consumer_channels = Channels(places, q_halves, k_steps, v_steps, item_words, barriers)
+    producer_channels = Channels(places, q_parts, k_pieces, v_pieces, item_words, barriers)
     # Registers are assigned by warp group: two groups of consumers and one of the other warps share 512 per thread.
     CONSUMER_REGISTERS: gl.constexpr = 232 if STRIPES else 240
     PRODUCER_REGISTERS: gl.constexpr = 40 if STRIPES else 24

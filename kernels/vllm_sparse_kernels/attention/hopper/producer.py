@@ -118,23 +118,22 @@ class Loader:
 @gluon.jit
 def load_keys(q_desc, k_desc, cache, head_strides, channels, config):
     """Load the queries and keys of all items."""
-    queries, keys, items = channels.queries(), channels.keys(), channels.items
+    queries, keys = channels.queries(), channels.keys()
     loader = Loader(config, channels.places(), keys, k_desc)
     item_counter, step = new_counter(config.SLOTS), new_counter(config.STAGES)
-    i_head = channels.await_item(item_counter)
-    while i_head >= 0:
-        slot = item_counter.slot()
+    item = channels.await_item(item_counter)
+    while item.i_head >= 0:
         queries.acquire_empty(item_counter)
-        _load_queries(q_desc, queries, item_counter, i_head, items.token(slot), head_strides, config)
-        i_kv = i_head // config.GROUP
-        for _ in range(config.block_steps(items.num_blocks(slot))):
+        _load_queries(q_desc, queries, item_counter, item, head_strides, config)
+        i_kv = item.i_head // config.GROUP
+        for _ in range(config.block_steps(item.num_blocks)):
             loader.load_boxes(i_kv * head_strides.columns_per_head, step, keys.full_barrier(step))
             step = step.plus(1)
         if config.STRIPES:
             source = cache.k + i_kv.to(gl.int64) * cache.stride_head
-            step = loader.gather_stripes(source, cache.stride_token, items.num_stripes(slot), step)
+            step = loader.gather_stripes(source, cache.stride_token, item.num_stripes, step)
         item_counter = item_counter.plus(1)
-        i_head = channels.await_item(item_counter)
+        item = channels.await_item(item_counter)
     queries.acquire_empty(item_counter)
     queries.mark_full(item_counter)
 
@@ -146,39 +145,37 @@ def load_values(v_desc, cache, head_strides, channels, config):
     The cache may hold NaN past a row's end, and 0 · NaN is NaN. Consumers see a step with such values after they are
     zeroed.
     """
-    values, items = channels.values(), channels.items
+    values = channels.values()
     loader = Loader(config, channels.places(), values, v_desc)
     item_counter, step, num_tails = new_counter(config.SLOTS), new_counter(config.STAGES), gl.to_tensor(0)
-    i_head = channels.await_item(item_counter)
-    while i_head >= 0:
-        slot = item_counter.slot()
-        i_kv = i_head // config.GROUP
-        num_blocks, tail = items.num_blocks(slot), items.tail(slot)
-        for i in range(config.block_steps(num_blocks)):
-            has_tail = (i == 0) & (tail < config.BLOCK_N)
+    item = channels.await_item(item_counter)
+    while item.i_head >= 0:
+        i_kv = item.i_head // config.GROUP
+        for i in range(config.block_steps(item.num_blocks)):
+            has_tail = (i == 0) & (item.tail < config.BLOCK_N)
             arrived = values.full.index(gl.where(has_tail, config.STAGES, step.slot()))
             loader.load_boxes(i_kv * head_strides.columns_per_head, step, arrived)
             if has_tail:
                 mbarrier.wait(arrived, num_tails & 1)
-                loader.zero_end(step, (config.first_blocks(num_blocks) - 1) * config.BLOCK_N + tail)
+                loader.zero_end(step, (config.first_blocks(item.num_blocks) - 1) * config.BLOCK_N + item.tail)
                 values.mark_full(step)
                 num_tails += 1
             step = step.plus(1)
         if config.STRIPES:
             source = cache.v + i_kv.to(gl.int64) * cache.stride_head
-            step = loader.gather_stripes(source, cache.stride_token, items.num_stripes(slot), step)
+            step = loader.gather_stripes(source, cache.stride_token, item.num_stripes, step)
         item_counter = item_counter.plus(1)
-        i_head = channels.await_item(item_counter)
+        item = channels.await_item(item_counter)
 
 
 @gluon.jit
-def _load_queries(q_desc, queries, item_counter, i_head, token, head_strides, config):
+def _load_queries(q_desc, queries, item_counter, item, head_strides, config):
     """Begin bulk copies of a tile's queries, as parts of HALF queries and COLUMNS columns."""
     PARTS: gl.constexpr = config.PARTS
     full = queries.full_barrier(item_counter)
-    column = i_head * head_strides.columns_per_query_head
+    column = item.i_head * head_strides.columns_per_query_head
     mbarrier.expect(full, 2 * HALF * config.D * 2)
     for i_half in gl.static_range(2):
         for i_part in gl.static_range(PARTS):
             target = queries.buffers.index((item_counter.slot() * 2 + i_half) * PARTS + i_part)
-            bulk_load(q_desc, [token + i_half * HALF, column + i_part * COLUMNS], full, target)
+            bulk_load(q_desc, [item.token + i_half * HALF, column + i_part * COLUMNS], full, target)

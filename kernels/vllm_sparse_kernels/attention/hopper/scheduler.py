@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler of ``hopper_kernel``: one warp that takes items from a counter and looks up where their keys are."""
 
-from vllm_sparse_kernels.attention.hopper.item import AHEAD, Item
+from vllm_sparse_kernels.attention.hopper.item import AHEAD, Item, store_item
 from vllm_sparse_kernels.gluon_compat import barrier, gl, gluon, mbarrier, new_counter, reinterpret, tile_of
 
 
@@ -44,7 +44,7 @@ def schedule(index, work, num_tiles, channels, config):
 
 @gluon.jit
 def _pass_item(channels, item_counter, item):
-    channels.items.write(item_counter.slot(), item)
+    store_item(channels.item_words, item_counter.slot(), item)
     mbarrier.arrive(channels.barriers.item_full.index(item_counter.slot()), count=1)
 
 
