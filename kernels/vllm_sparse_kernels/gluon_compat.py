@@ -168,8 +168,8 @@ class Channel:
     def release(self, counter):
         """Hand the slot back, as a consumer.
 
-        One thread arrives for all four warps of the group. Triton synchronises them between the wait for the product
-        that reads the slot and this arrival; tests check this in the machine code.
+        One thread arrives for all warps of the group, which must have synchronised since they read the slot. Triton
+        does so between a wait for a product and this arrival; tests check this in the machine code.
         """
         mbarrier.arrive(self.empty.index(counter.slot()), count=1)
 

@@ -191,18 +191,15 @@ class SparseIndex(IndexLayout):
 
     def pairs_of_heads(self) -> torch.Tensor:
         """Count the kept (query, key) pairs of each head: [num_heads] int64 on the device. Does not synchronise."""
-        return self.listed_pairs().sum(1) - self.rows.masked_pairs(self.block_tokens)
+        keys = torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens)
+        return (keys * self.rows.tile_lengths).sum(1) - self.rows.masked_pairs(self.block_tokens)
 
-    def listed_pairs(self) -> torch.Tensor:
-        """Count the listed (query, key) pairs, including those that the mask excludes: [num_heads, num_tiles] int32.
+    def add_listed_pairs(self, totals: torch.Tensor, i_total: int) -> None:
+        """Add the listed (query, key) pairs, including those that the mask excludes, to an element of ``totals``.
 
-        A tile's number is its queries times the keys of its blocks and stripes.
+        ``totals`` is int64 on the device. Does not synchronise.
         """
-        return torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens) * self.rows.tile_lengths
-
-    def add_listed_pairs(self, totals: torch.Tensor, place: int) -> None:
-        """Add ``listed_pairs`` of all heads to an element of ``totals``, int64 on the device, in one launch."""
-        _count_kernel[(self.num_heads,)](self.args, self.rows.num_tiles, totals, place, BLOCK_N=self.block_tokens)
+        _count_kernel[(self.num_heads,)](self.args, self.rows.num_tiles, totals, i_total, BLOCK_N=self.block_tokens)
 
     # The methods below synchronise with the device: for references, tests and debugging only.
 
@@ -293,9 +290,12 @@ def causal_pairs(rows: Rows) -> int:
     )
 
 
-@triton.jit(do_not_specialize=["num_tiles", "place"])
-def _count_kernel(index, num_tiles, totals, place, BLOCK_N: tl.constexpr):
-    """Add the listed pairs of a head to ``totals[place]``. Grid: (heads,)."""
+@triton.jit(do_not_specialize=["num_tiles", "i_total"])
+def _count_kernel(index, num_tiles, totals, i_total, BLOCK_N: tl.constexpr):
+    """Add a head's listed pairs, its tiles' queries times the keys of their blocks and stripes, to an element.
+
+    Grid: (heads,). Bound by latency: a few loads. The element is not a view, whose alignment would compile a variant.
+    """
     b_pairs = tl.zeros([128], tl.int64)
     for start in range(0, num_tiles, 128):
         o_tile = start + tl.arange(0, 128)
@@ -303,4 +303,4 @@ def _count_kernel(index, num_tiles, totals, place, BLOCK_N: tl.constexpr):
         b_keys = tl.load(index.block_counts + o_count, mask=valid, other=0) * BLOCK_N
         b_keys += tl.load(index.stripe_counts + o_count, mask=valid, other=0)
         b_pairs += b_keys.to(tl.int64) * tl.load(index.tiles + o_tile * TILE_FIELDS + 2, mask=valid, other=0)
-    tl.atomic_add(totals + place, tl.sum(b_pairs, 0))
+    tl.atomic_add(totals + i_total, tl.sum(b_pairs, 0), sem="relaxed")

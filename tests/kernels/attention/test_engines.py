@@ -291,8 +291,12 @@ def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("stripes", [0, 200])
 def test_the_same_however_often(engine, stripes, head_dim):
-    """Races occur once in a thousand launches, and more often if items differ more in length."""
-    batch = random_batch([(32768, 8192), (5000, 777)], 8, 2, head_dim, 128, torch.bfloat16, "cuda")
+    """Races occur once in a thousand launches, and more often if items differ more in length.
+
+    Rows of few tokens are items of a single step that ends past the row and has no stripes.
+    """
+    lengths = [(32768, 8192), (5000, 777), *[(0, 1), (0, 63)] * 20]
+    batch = random_batch(lengths, 8, 2, head_dim, 128, torch.bfloat16, "cuda")
     index, few = (random_index(batch, 64, density, stripes, seed) for seed, density in enumerate((0.1, 0.003)))
     for of_index, of_few in ((index.block_counts, few.block_counts), (index.block_ids, few.block_ids)):
         of_index[1::2] = of_few[1::2]

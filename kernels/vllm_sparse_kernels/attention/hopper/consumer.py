@@ -128,8 +128,7 @@ class Consumer:
     def plan_steps(self, item, step):
         """Count the steps over an item."""
         config, position, num_blocks = self.config, item.position, item.num_blocks
-        first_blocks = config.first_blocks(num_blocks)
-        num_steps = (num_blocks - first_blocks) // config.BLOCKS + 1
+        first_blocks, num_steps = config.first_blocks(num_blocks), config.block_steps(num_blocks)
         last_block = (position + item.length - 1) // config.BLOCK_N
         num_diagonal = last_block - position // config.BLOCK_N + 1
         num_masked = 1 + (gl.maximum(num_diagonal - first_blocks, 0) + config.BLOCKS - 1) // config.BLOCKS

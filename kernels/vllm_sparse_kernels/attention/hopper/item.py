@@ -22,7 +22,7 @@ SIZES = {
 """Sizes that fit into shared memory, by head_dim: keys of a step, buffered steps, buffered query tiles."""
 
 AHEAD = Constant(4)
-"""Steps whose places the scheduler looks up ahead. Looking up a new item takes about as long as a step and a half."""
+"""Steps whose places the scheduler looks up ahead."""
 
 
 @aggregate
@@ -76,7 +76,7 @@ class Config:
     @gluon.jit
     def block_steps(self, num_blocks):
         """Return the number of steps over an item's blocks."""
-        return (num_blocks + self.BLOCKS - 1) // self.BLOCKS
+        return (num_blocks - self.first_blocks(num_blocks)) // self.BLOCKS + 1
 
 
 @aggregate
@@ -92,13 +92,13 @@ class Item:
     tail: gl.tensor  # keys of the last block up to the row's end, or BLOCK_N or more
 
 
-WORDS = Constant(7)
-"""Words of an item in shared memory."""
+WORDS = Constant(8)
+"""Words of an item in shared memory: seven, padded for accesses of 16 bytes."""
 
 
 @gluon.jit
 def store_item(words, slot, item):
-    """Store an item in words [SLOTS · WORDS, 1]. Synchronises the group's warps, so that a signal may follow."""
+    """Store an item in words [SLOTS · WORDS, 1]. Synchronises the warp's threads, so that a signal may follow."""
     _store_word(words, slot * WORDS, item.i_head)
     _store_word(words, slot * WORDS + 1, item.token)
     _store_word(words, slot * WORDS + 2, item.length)
@@ -114,8 +114,9 @@ def load_item(words, slot):
     """Load an item from words [SLOTS · WORDS, 1]. Words that are not used are not loaded."""
     first = slot * WORDS
     return Item(
-        load_word(words, first), load_word(words, first + 1), load_word(words, first + 2), load_word(words, first + 3),
-        load_word(words, first + 4), load_word(words, first + 5), load_word(words, first + 6),
+        as_scalar(words.index(first)), as_scalar(words.index(first + 1)), as_scalar(words.index(first + 2)),
+        as_scalar(words.index(first + 3)), as_scalar(words.index(first + 4)), as_scalar(words.index(first + 5)),
+        as_scalar(words.index(first + 6)),
     )  # fmt: skip
 
 
@@ -126,10 +127,10 @@ def _store_word(words, i, value):
 
 
 @gluon.jit
-def load_word(words, i):
-    """Load an element of words [N, 1] in shared memory as a scalar."""
+def as_scalar(word):
+    """Load the only element of a buffer [1] in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(words.index(i).load(layout), 0)
+    return gl.max(word.load(layout), 0)
 
 
 @aggregate
@@ -177,7 +178,7 @@ class Barriers:
 class Channels:
     """Buffers and barriers between warps. Producers and consumers see the buffers as tiles of their own shapes."""
 
-    place_buffers: gl.shared_memory_descriptor  # [AHEAD · PLACES, 1] int32: places of AHEAD steps
+    place_buffers: gl.shared_memory_descriptor  # [AHEAD, PLACES] int32
     q_buffers: gl.shared_memory_descriptor  # the queries of SLOTS items
     k_buffers: gl.shared_memory_descriptor  # the keys of STAGES steps
     v_buffers: gl.shared_memory_descriptor  # the values of STAGES steps
@@ -186,7 +187,7 @@ class Channels:
 
     @gluon.jit
     def await_item(self, counter):
-        """Wait, as a producer, for the scheduler's next item."""
+        """Wait, as a producer, for the scheduler's next item. Its queries may be overwritten then."""
         mbarrier.wait(self.barriers.item_full.index(counter.slot()), counter.parity())
         return load_item(self.item_words, counter.slot())
 

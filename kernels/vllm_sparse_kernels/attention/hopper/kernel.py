@@ -10,12 +10,11 @@ the previous step with its values runs. While the consumers write an item, the p
 128, the two groups issue their products in turn, and one group's softmax also runs in parallel with the other's
 products.
 
-The lookups of an item depend on each other. A producer that did them itself kept the consumers waiting for 2,600 to
-2,900 cycles per item, as long as a step takes, and a single producer issued the 32 copies of a step in pages of 16
-hardly faster than the consumers process it.
+The lookups of an item depend on each other, and take about one and a half steps. The scheduler runs up to AHEAD steps
+ahead to hide them.
 
 At head_dim 256, shared memory has room for steps of 64 keys and for one tile of queries instead of two. The scheduler
-begins an item once the consumers have computed the last scores of the previous item and have read all its words.
+then begins an item once the consumers have computed the last scores of the previous item.
 
 An item's steps run from the diagonal backwards, then through the stripes:
 
@@ -26,8 +25,8 @@ An item's steps run from the diagonal backwards, then through the stripes:
 
 One thread of a group arrives at a barrier for all four warps, and all four wait. Before a group releases a slot, its
 warps must therefore have synchronised since they read it. Triton synchronises consumers between their wait for a
-product and the arrival. Tests check the consumers in the SASS, and launch the kernel thousands of times on a card, also
-next to other processes.
+product and the arrival. All other groups are single warps. Tests check the consumers in the SASS, and launch the kernel
+thousands of times on a card, also next to other processes.
 
 Items do not overlap: computing an item's first scores while the previous item is written gave NaN on a card that also
 ran other processes.
@@ -81,6 +80,7 @@ def hopper_kernel(
         k_desc: Descriptor of the cache's keys as a matrix whose rows are tokens, boxes of [BOX, 64].
         out: ``AttendArgs``: output [num_tokens, NUM_HEADS, D], written; and sinks.
         head_strides: ``HeadStrideArgs``.
+        work: ``WorkArgs``, from ``prepare_kernel``.
     """
     config = Config(NUM_HEADS, GROUP, BLOCK_N, k_desc.block_type.shape[0], D, STRIPES)
     dtype: gl.constexpr = k_desc.dtype
@@ -99,7 +99,7 @@ def hopper_kernel(
     k_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     v_steps = gl.allocate_shared_memory(dtype, [STAGES, STEP, D], step_layout)
     item_words = gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], word_layout)
-    places = gl.allocate_shared_memory(gl.int32, [AHEAD * config.PLACES, 1], word_layout)
+    places = gl.allocate_shared_memory(gl.int32, [AHEAD, config.PLACES], word_layout)
     PIECES: gl.constexpr = STAGES * PARTS * config.PIECES
     k_pieces = reinterpret(k_steps, dtype, [PIECES, ATOM_ROWS, COLUMNS], piece_layout)
     v_pieces = reinterpret(v_steps, dtype, [PIECES, ATOM_ROWS, COLUMNS], piece_layout)
@@ -110,7 +110,7 @@ def hopper_kernel(
     places_full = new_barriers(AHEAD, 1)
     places_empty = new_barriers(AHEAD, 2)
     q_full = new_barriers(SLOTS, 1)
-    q_empty = new_barriers(SLOTS, 2)
+    q_empty = new_barriers(SLOTS, 3)  # the consumers, and the values' producer, which has read the item's words
     k_full = new_barriers(STAGES, 1)
     k_empty = new_barriers(STAGES, 2)
     v_full = new_barriers(STAGES + 1, 1)
@@ -126,7 +126,7 @@ def hopper_kernel(
     )  # fmt: skip
     consumer_channels = Channels(places, q_halves, k_steps, v_steps, item_words, barriers)
     producer_channels = Channels(places, q_parts, k_pieces, v_pieces, item_words, barriers)
-    # Registers are assigned by warp group: two groups of consumers and one of the other warps share 512 per thread.
+    # Registers are assigned by warp group: two groups of consumers and one of the other warps share 504 per thread.
     CONSUMER_REGISTERS: gl.constexpr = 232 if STRIPES else 240
     PRODUCER_REGISTERS: gl.constexpr = 40 if STRIPES else 24
     gl.warp_specialize(

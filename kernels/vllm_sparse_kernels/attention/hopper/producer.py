@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The producers of ``hopper_kernel``: a warp that copies queries and keys to shared memory, and a warp for values."""
 
-from vllm_sparse_kernels.attention.hopper.item import AHEAD, ATOM_ROWS, COLUMNS, HALF, Config, load_word
+from vllm_sparse_kernels.attention.hopper.item import AHEAD, ATOM_ROWS, COLUMNS, HALF, Config, as_scalar
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.gluon_compat import (
     Channel,
@@ -21,7 +21,7 @@ from vllm_sparse_kernels.gluon_compat import (
 )
 
 GATHERED = Constant(32)
-"""Stripes that a producer gathers at a time. It has few registers."""
+"""Stripes that are gathered at a time, limited by a producer's registers."""
 
 
 @aggregate
@@ -51,8 +51,9 @@ class Loader:
         self.places.acquire_full(place_counter)
         rows = ()
         for i in gl.static_range(BOXES):
-            row = load_word(self.places.buffers, place_counter.slot() * self.config.PLACES + i)
+            row = as_scalar(self.places.buffer(place_counter).slice(i, 1))
             rows = rows + (row,)  # type: ignore[assignment] # noqa: RUF005
+        barrier()
         self.places.release(place_counter)
         self.channel.acquire_empty(step)
         mbarrier.expect(full, self.config.STEP * self.config.D * 2)
@@ -79,7 +80,7 @@ class Loader:
         num_parts: gl.constexpr = pieces.shape[0] * ATOM_ROWS // GATHERED
         parts = reinterpret(pieces, pieces.dtype, [num_parts, GATHERED, COLUMNS], shared)
         words = self.places.buffers
-        groups = reinterpret(words, gl.int32, [words.shape[0] // GATHERED, GATHERED], words.layout)
+        groups = reinterpret(words, gl.int32, [AHEAD * GROUPS, GATHERED], words.layout)
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
         o_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
         place_counter = Counter(step.count, AHEAD)
@@ -91,6 +92,7 @@ class Loader:
             for i_part in gl.static_range(PARTS):
                 target = parts.index((step.slot() * PARTS + i_part) * GROUPS + i)
                 gather_load(target, source + i_part * COLUMNS + o_row)
+        barrier()
         self.places.release(place_counter)
         # Each thread adds itself to the count, and arrives with its last copy; one thread arrives once more.
         full = self.channel.full_barrier(step)
@@ -123,7 +125,6 @@ def load_keys(q_desc, k_desc, cache, head_strides, channels, config):
     item_counter, step = new_counter(config.SLOTS), new_counter(config.STAGES)
     item = channels.await_item(item_counter)
     while item.i_head >= 0:
-        queries.acquire_empty(item_counter)
         _load_queries(q_desc, queries, item_counter, item, head_strides, config)
         i_kv = item.i_head // config.GROUP
         for _ in range(config.block_steps(item.num_blocks)):
@@ -134,7 +135,6 @@ def load_keys(q_desc, k_desc, cache, head_strides, channels, config):
             step = loader.gather_stripes(source, cache.stride_token, item.num_stripes, step)
         item_counter = item_counter.plus(1)
         item = channels.await_item(item_counter)
-    queries.acquire_empty(item_counter)
     queries.mark_full(item_counter)
 
 
@@ -143,13 +143,16 @@ def load_values(v_desc, cache, head_strides, channels, config):
     """Load the values of all items.
 
     The cache may hold NaN past a row's end, and 0 · NaN is NaN. Consumers see a step with such values after they are
-    zeroed.
+    zeroed: the last barrier of the channel signals that they have arrived.
     """
-    values = channels.values()
+    queries, values = channels.queries(), channels.values()
     loader = Loader(config, channels.places(), values, v_desc)
     item_counter, step, num_tails = new_counter(config.SLOTS), new_counter(config.STAGES), gl.to_tensor(0)
     item = channels.await_item(item_counter)
     while item.i_head >= 0:
+        # The consumers release an item before they need its last values. Without this release, the scheduler could
+        # write another item before this warp has read this one.
+        queries.release(item_counter)
         i_kv = item.i_head // config.GROUP
         for i in range(config.block_steps(item.num_blocks)):
             has_tail = (i == 0) & (item.tail < config.BLOCK_N)

@@ -2,7 +2,7 @@
 """The scheduler of ``hopper_kernel``: one warp that takes items from a counter and looks up where their keys are."""
 
 from vllm_sparse_kernels.attention.hopper.item import AHEAD, Item, store_item
-from vllm_sparse_kernels.gluon_compat import barrier, gl, gluon, mbarrier, new_counter, reinterpret, tile_of
+from vllm_sparse_kernels.gluon_compat import barrier, gl, gluon, mbarrier, new_counter, tile_of
 
 
 @gluon.jit
@@ -21,15 +21,13 @@ def schedule(index, work, num_tiles, channels, config):
         i_head, i_tile = entry % config.NUM_HEADS, entry // config.NUM_HEADS
         o_count = i_head * num_tiles + i_tile
         tile = tile_of(index.tiles, i_tile)
-        length, position = tile.length(), tile.position()
+        token, length, position = tile.token(), tile.length(), tile.position()
         num_blocks, num_stripes = gl.load(index.block_counts + o_count), gl.load(index.stripe_counts + o_count)
         seq_len = gl.load(index.seq_lens + tile.row())
         tail = seq_len - (position + length - 1) // config.BLOCK_N * config.BLOCK_N
         o_blocks = i_head.to(gl.int64) * index.stride_blocks + gl.load(index.block_offsets + i_tile)
         queries.acquire_empty(item_counter)
-        _pass_item(
-            channels, item_counter, Item(i_head, tile.token(), length, position, num_blocks, num_stripes, tail)
-        )  # fmt: skip
+        _pass_item(channels, item_counter, Item(i_head, token, length, position, num_blocks, num_stripes, tail))
         step = _pass_blocks(channels, work.places + o_blocks * (config.BLOCK_N // config.BOX), num_blocks, step, config)
         if config.STRIPES:
             stripe_places = work.stripe_places + gl.load(index.stripe_offsets + o_count)
@@ -53,7 +51,7 @@ def _pass_blocks(channels, places, num_blocks, step, config):
     """Pass on the rows of the boxes of all blocks, step by step. Past the list's end, the last box is repeated."""
     BOXES: gl.constexpr = config.BLOCK_N // config.BOX
     begin = num_blocks - config.first_blocks(num_blocks)
-    for i in range(begin // config.BLOCKS + 1):
+    for i in range(config.block_steps(num_blocks)):
         step = _pass_places(channels, places, (begin - i * config.BLOCKS) * BOXES, num_blocks * BOXES, step, config)
     return step
 
@@ -72,9 +70,8 @@ def _pass_places(channels, places, begin, end, step, config):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     b_place = gl.load(places + gl.minimum(begin + gl.arange(0, config.PLACES, layout), end - 1))
     channel = channels.places()
-    words = channel.buffers
     channel.acquire_empty(step)
-    reinterpret(words, gl.int32, [AHEAD, config.PLACES], words.layout).index(step.slot()).store(b_place)
+    channel.buffer(step).store(b_place)
     barrier()
     channel.mark_full(step)
     return step.plus(1)
