@@ -199,6 +199,9 @@ class SparseIndex(IndexLayout):
 
         ``totals`` is int64 on the device. Does not synchronise.
         """
+        if not totals.is_cuda and isinstance(_count_kernel, triton.JITFunction):  # a CPU without Triton's interpreter
+            totals[i_total] += self.kept_pairs() + self.masked_pairs
+            return
         _count_kernel[(self.num_heads,)](self.args, self.rows.num_tiles, totals, i_total, BLOCK_N=self.block_tokens)
 
     # The methods below synchronise with the device: for references, tests and debugging only.
