@@ -13,7 +13,14 @@ from vllm_sparse_backend.calibration import loop
 from vllm_sparse_backend.calibration.costs import Cost, Costs
 from vllm_sparse_backend.calibration.judge import Bound, HeadErrors, HeadResult
 from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
-from vllm_sparse_backend.calibration.search import choose_cheapest, choose_sparsest, halved, ladder_of, sparsest
+from vllm_sparse_backend.calibration.search import (
+    choose_cheapest,
+    choose_in_order,
+    choose_sparsest,
+    halved,
+    ladder_of,
+    sparsest,
+)
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -303,7 +310,7 @@ def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():
     errors = {small[0]: (0.05, 0.2, 0.2, 0.2), small[1]: (0.02, 0.2, 0.2, 0.04), large[0]: (0.0, 0.05, 0.2, 0.0),
               large[1]: (0.0, 0.03, 0.2, 0.0)}  # fmt: skip
     heads = [lambda method, i=i: figures(errors[method][i], 0.95 if i == 3 else 0.5) for i in range(4)]
-    choose = partial(minference.choose_pattern, spaces=[small, large])
+    choose = partial(choose_in_order, spaces=[small, large])
     methods = choose(FakeJudge(*heads), BOUND, any_method)
     assert methods == [small[1], large[1], Dense(), Dense()]  # all candidates of the last budget keep nearly everything
     again = choose(FakeJudge(*heads), BOUND, lambda head, method: method != small[1])

@@ -29,6 +29,7 @@ from vllm_sparse_backend.calibration.prompts import sha256_of
 from vllm_sparse_backend.calibration.search import (
     Choose,
     choose_cheapest,
+    choose_in_order,
     choose_sparsest,
     default_ladder,
     halved,
@@ -165,7 +166,7 @@ def search_of_method(job: Job, name: str) -> Choose:
         case "minference":
             costs = job.costs
             spaces = list(minference.search_spaces(job.read_layer(job.captures.prompts, job.layers[0]), costs))
-            return partial(minference.choose_pattern, spaces=spaces)
+            return partial(choose_in_order, spaces=spaces)
         case "sale":
             return sale.choose_threshold
         case "sparge_attn" | "sparge_attn+skip":

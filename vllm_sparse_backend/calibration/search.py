@@ -5,7 +5,7 @@ Methods whose papers describe a procedure have their own search in ``papers``. `
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain, combinations, pairwise
 from operator import itemgetter
@@ -45,6 +45,11 @@ class Judged(NamedTuple):
         """Share of causal pairs that the method leaves out."""
         return 1 - self.figures.density
 
+    @property
+    def pays(self) -> bool:
+        """Whether the method meets the bound, and leaves out enough pairs to be worth its selection."""
+        return self.holds and self.sparsity >= LEAST_SPARSITY
+
 
 def judge_all(judge: CapturedLayer, bound: Bound, methods: Sequence[Method]) -> list[Judged]:
     """Judge one method for each head in one pass."""
@@ -79,8 +84,8 @@ def sparsest(judge: CapturedLayer, bound: Bound, ladders: Mapping[int, Sequence[
 
 
 def sparse_enough(judged: Judged | None) -> Method:
-    """Return a judged method if it is worth its selection, otherwise dense."""
-    return judged.method if judged and judged.holds and judged.sparsity >= LEAST_SPARSITY else Dense()
+    """Return a judged method if it pays, otherwise dense."""
+    return judged.method if judged and judged.pays else Dense()
 
 
 def allowed_ladders(
@@ -96,6 +101,22 @@ def choose_sparsest(
     """Choose each head's sparsest setting of one ladder that meets the bound."""
     judged = sparsest(judge, bound, allowed_ladders(judge, settings, is_allowed))
     return [sparse_enough(judged.get(head)) for head in range(judge.num_heads)]
+
+
+def choose_in_order(
+    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, spaces: Iterable[Sequence[Method]]
+) -> list[Method]:
+    """Choose each head's candidate with the least error, in the first space that has one within the bound."""
+    chosen: list[Method | None] = [None] * judge.num_heads
+    for space in spaces:
+        passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
+        for head, judged in enumerate(zip(*passes, strict=True)):
+            allowed = [result for result in judged if result.pays and is_allowed(head, result.method)]
+            if chosen[head] is None and allowed:
+                chosen[head] = min(allowed, key=lambda result: result.figures.seen.error).method
+        if None not in chosen:
+            break
+    return [method or Dense() for method in chosen]
 
 
 def choose_cheapest(

@@ -27,8 +27,8 @@ from statistics import fmean
 from typing import Any
 
 from vllm_sparse_backend.calibration.costs import Costs
-from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, judge_all
+from vllm_sparse_backend.calibration.judge import CapturedLayer
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -59,26 +59,6 @@ BUDGETS = (0.5, 1.0, 2.0, 4.0)
 
 Space = tuple[Method, ...]
 """Candidates of equal cost."""
-
-
-def choose_pattern(
-    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, spaces: Sequence[Space]
-) -> list[Method]:
-    """Choose each head's candidate with the least error, in the smallest budget that has one within the bound."""
-    chosen: list[Method | None] = [None] * judge.num_heads
-    for space in spaces:
-        passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
-        for head, judged in enumerate(zip(*passes, strict=True)):
-            allowed = [
-                result
-                for result in judged
-                if result.holds and result.sparsity >= LEAST_SPARSITY and is_allowed(head, result.method)
-            ]
-            if chosen[head] is None and allowed:
-                chosen[head] = min(allowed, key=lambda result: result.figures.seen.error).method
-        if None not in chosen:
-            break
-    return [method or Dense() for method in chosen]
 
 
 def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] = BUDGETS) -> Iterator[Space]:
