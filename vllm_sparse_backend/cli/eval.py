@@ -102,31 +102,29 @@ class Report:
         common.exit_on_sigterm()
         with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
+            from vllm_sparse_backend.evaluation.compared_servers import servers_to_start
             from vllm_sparse_backend.evaluation.vllm_server import device_name
             from vllm_sparse_backend.prompts.texts import project_text, read_prompt_text
 
-            report = model_report.ModelReport(
-                folder=self.folder,
-                model=self.model,
-                settings=common.settings_of(self.settings, self.model),
-                lengths=self._lengths("--lengths", self.lengths, model_report.LENGTHS),
-                answer_lengths=self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
-                count=self.count,
-                text=read_prompt_text(self.text) if self.text else project_text(),
-                server_args=f"{model_report.MEMORY_ARGS} {self.server_args}".rstrip(),
-                device=device_name(),
-            )
+            settings = common.settings_of(self.settings, self.model)
+            lengths = self._lengths("--lengths", self.lengths, model_report.LENGTHS)
+            answer_lengths = self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS)
+            text = read_prompt_text(self.text) if self.text else project_text()
+            speed = model_report.speed_workload(lengths, text)
+            questions = model_report.answer_workload(answer_lengths, self.count, text)
+            args = f"{model_report.MEMORY_ARGS} {self.server_args}".rstrip()
+            servers = servers_to_start(self.model, settings, max(speed.longest, questions.longest), args)
             with bar("report") as progress:
-                page = report.make(progress)
+                page = model_report.make_report(self.folder, device_name(), servers, args, speed, questions, progress)
             common.say(page)
 
-    def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> tuple[int, ...]:
+    def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> list[int]:
         """Parse prompt lengths; by default, return those that fit into the model's positions."""
         from vllm_sparse_backend.evaluation.model_report import OUTPUT_TOKENS
 
         if text is not None:
-            return tuple(common.token_counts(option, text))
-        return tuple(common.fitting_lengths(option, defaults, OUTPUT_TOKENS, self.model))
+            return common.token_counts(option, text)
+        return common.fitting_lengths(option, defaults, OUTPUT_TOKENS, self.model)
 
 
 add_command(evaluate, Report, "Example: sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")
