@@ -28,7 +28,7 @@ from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.captured_prompts import capture_model
 from benchmarks.figures import Report
 from benchmarks.method_specs import figure_name, methods_named
-from benchmarks.options import Chunk, Contexts, Json, Methods, Results, Text, difference, numbers, show
+from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, show
 from vllm_sparse_backend.calibration.capture import default_text
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.calibration.layer_timing import TimedLayer
@@ -191,11 +191,13 @@ def in_fp8(batch: Batch) -> Batch:
 class MeasureMethods:
     """Measure whole methods against dense attention."""
 
-    method: Methods = None
+    method: Annotated[list[str] | None, typer.Option(help="NAME or NAME:FIELD=VALUE,…; repeatable. Default: all.")] = (
+        None
+    )
     captured: Annotated[Path | None, typer.Option(help="Model whose attention is measured. Default: planted keys.")] = (
         None
     )
-    text: Text = None
+    text: Annotated[Path | None, typer.Option(help="Text file, or folder of *.py. Default: vLLM's sources.")] = None
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out before the prompt.", min=0)] = 0
     profile: Annotated[list[str] | None, typer.Option(help="Profile of the captured model; repeatable.")] = None
     contexts: Contexts = "24576,122880"

@@ -14,12 +14,8 @@ from vllm_sparse_backend.evaluation.report import line_of, table_of
 
 Json = Annotated[Path | None, typer.Option("--json", help="JSON file for all results.")]
 Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")]
-Methods = Annotated[
-    list[str] | None, typer.Option("--method", help="NAME or NAME:FIELD=VALUE,…; repeatable. Default: all.")
-]
 Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, comma-separated.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a chunk (--max-num-batched-tokens).")]
-Text = Annotated[Path | None, typer.Option(help="Text file, or folder of *.py. Default: vLLM's sources.")]
 
 
 def numbers(text: str) -> list[int]:

@@ -110,7 +110,6 @@ Text = Annotated[
 ServerArgs = Annotated[
     str, typer.Option("--server-args", metavar="ARGS", help="Further arguments for all servers, as one text.")
 ]
-Chunk = Annotated[int, typer.Option(metavar="N", help="Maximum tokens of a step (--max-num-batched-tokens).", min=1)]
 
 
 @contextmanager
