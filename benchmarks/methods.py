@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -34,7 +34,6 @@ from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.calibration.layer_timing import TimedLayer
 from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
-from vllm_sparse_backend.config.errors import not_one_of
 from vllm_sparse_backend.config.plan import layer_plans
 from vllm_sparse_backend.config.profile import name_of_profile
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -202,15 +201,15 @@ class MeasureMethods:
     profile: Annotated[list[str] | None, typer.Option(help="Profile of the captured model; repeatable.")] = None
     contexts: Contexts = "24576,122880"
     chunk: Chunk = 8192
-    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the cache: auto, or fp8 (with fp8 queries).")] = "auto"
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"], typer.Option(help="dtype of the cache: auto, or fp8 (with fp8 queries).")
+    ] = "auto"
     json_path: Json = None
     results: Results = None
 
     def run(self) -> None:
         """Measure, and show the results."""
         with failures():
-            if self.kv_cache_dtype not in (known := ("auto", "fp8")):
-                raise BenchError(f"--kv-cache-dtype: {not_one_of(self.kv_cache_dtype, known)}")
             if self.profile and self.captured is None:
                 raise BenchError("--profile: given without --captured, expected the profile's model")
             is_fp8, lengths = self.kv_cache_dtype == "fp8", numbers(self.contexts)
