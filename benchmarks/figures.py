@@ -8,11 +8,11 @@ adds the figures of a file by `bench serve --json` to such a file.
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,8 +21,14 @@ from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError
 
 Better = Literal["higher", "lower"]
-Named = tuple[str, float | None, str, Better]
-"""A figure's name, value and unit, and whether higher or lower is better."""
+
+SERVE_FIGURES: Mapping[str, tuple[str, str, Better]] = {
+    "ttft_speed_up": ("TTFT, speed-up", "ratio", "higher"),
+    "ours_first_s": ("TTFT", "s", "lower"),
+    "density": ("density of its sparse rows", "share", "lower"),
+    "tpot_speed_up": ("TPOT, speed-up", "ratio", "higher"),
+}
+"""Name and unit of each figure in a case of `bench serve`, and whether higher or lower is better."""
 
 
 def today() -> str:
@@ -85,17 +91,6 @@ def read_figures(path: Path) -> list[Figure]:
         raise BenchError(f"{path}: {error}; expected a figure as a JSON object on each line") from None
 
 
-def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
-    """Yield the figures of `bench serve`. Lengths without answers have no ratio."""
-    for case in cases:
-        about = f"vllm serve, {case['label']}, {case['case']}"
-        yield f"{about}: TTFT, speed-up", case.get("ttft_speed_up"), "ratio", "higher"
-        if "ttft_speed_up" in case:
-            yield f"{about}: TTFT", case["ours_first_s"], "s", "lower"
-            yield f"{about}: density of its sparse rows", case["density"], "share", "lower"
-        yield f"{about}: TPOT, speed-up", case.get("tpot_speed_up"), "ratio", "higher"
-
-
 def main(
     measured: Annotated[Path, typer.Argument(help="File by --json of `bench serve`.")],
     results: Annotated[Path, typer.Argument(help="List of figures to merge these into.")],
@@ -104,9 +99,10 @@ def main(
     if data["bench"] != "serve":
         raise BenchError(f"{measured}: given a file of {data['bench']}, expected one of bench serve")
     report = Report(data["bench"], data["device"], None, results, data["command"])
-    for name, value, unit, better in of_serve(data["cases"]):
-        if value is not None:
-            report.add_figure(name, value, unit, better)
+    for case in data["cases"]:
+        for key, (name, unit, better) in SERVE_FIGURES.items():
+            if case.get(key) is not None:
+                report.add_figure(f"vllm serve, {case['label']}, {case['case']}: {name}", case[key], unit, better)
     print(f"{len(report.figures)} figures in {results}")
 
 
