@@ -14,6 +14,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -234,9 +235,8 @@ class Prompts:
     def take(self, length: int) -> list[int]:
         """Return the next prompt of ``length`` tokens. A short text starts again."""
         # Stretches of a text repeat eventually, so the first tokens of each prompt are random.
-        ids, base = self.token_ids, len(self.token_ids)
-        head = random.Random(self.made).choices(ids, k=8)
-        start = self.made * 997 % base
+        head = random.Random(self.made).choices(self.token_ids, k=8)
+        start = self.made * 997 % len(self.token_ids)
         self.made += 1
-        around = [ids[(start + i) % base] for i in range(length)]
-        return [*head, *around][:length]
+        stretch = islice(cycle(self.token_ids), start, start + length)
+        return [*head, *stretch][:length]
