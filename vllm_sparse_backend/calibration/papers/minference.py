@@ -64,14 +64,10 @@ Space = tuple[Method, ...]
 def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] = BUDGETS) -> Iterator[Space]:
     """Resize the candidates to each budget, in at most twelve passes per candidate."""
     dense_ms = _layer_ms(judge, costs, Dense())
-    for budget in sorted(budgets):
+    for budget in budgets:
         aim = budget * _layer_ms(judge, costs, TARGET)
         if aim < (1 - LEAST_SPARSITY) * dense_ms:
-            fitted = [
-                candidate if (candidate, budget) == (TARGET, 1) else _fitted(judge, costs, candidate, aim)
-                for candidate in CANDIDATES
-            ]
-            yield tuple(filter(None, fitted))
+            yield tuple(filter(None, (_fitted(judge, costs, candidate, aim) for candidate in CANDIDATES)))
 
 
 def resized(candidate: Method, steps: int) -> Method:
