@@ -98,14 +98,14 @@ def run_methods(
         truths = dense_outputs(card, unrounded) or dense_outs
         for method, plan in plans.items():
             layers = layers_of(card, chunks, plan)
-            row: dict[str, Any] = {"data": inputs.name, "method": method, "engine": layers[0].engine.name}
+            row: dict[str, Any] = {"data": inputs.name, "method": method, "engine": layers[0].served.engine.name}
             row["context_len"] = context_len
             _run_layers(layers)
-            row["density"] = sum(int(layer.index.kept_pairs()) for layer in layers) / sum(
+            row["density"] = sum(int(layer.call.index.kept_pairs()) for layer in layers) / sum(
                 chunk.num_heads * causal_pairs(chunk.rows) for chunk in chunks
             )
             row["output_error"] = fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths))
-            row["index_mib"] = max(layer.index.workspace.peak_bytes for layer in layers) / 2**20
+            row["index_mib"] = max(layer.call.index.workspace.peak_bytes for layer in layers) / 2**20
             if unrounded:
                 exact = layers_of(card, unrounded, plan)
                 _run_layers(exact)
@@ -149,7 +149,9 @@ def _run_layers(layers: Sequence[TimedLayer]) -> None:
 
 def wrong_attention(layers: Sequence[TimedLayer]) -> str | None:
     """Return why a layer's attention is wrong. With options, it is an approximation beyond rounding."""
-    checks = [check_attention(layer.batch, layer.index, layer.out) for layer in layers if layer.served.options is None]
+    checks = [
+        check_attention(layer.batch, layer.call.index, layer.out) for layer in layers if layer.served.options is None
+    ]
     return next((str(check) for check in checks if not check.passed), None)
 
 

@@ -81,7 +81,7 @@ def _measure_kind(card: Card, batches: Sequence[Batch], method: Method, base_ms:
     attend = [("attend", layer.attend) for layer in layers]
     alone = [("alone", _alone(layer, method).select) for layer in layers]
     taken = _median_ms(card, batches, [[*select, *attend], alone])
-    kept_pairs = sum(int(layer.index.kept_pairs()) for layer in layers)
+    kept_pairs = sum(int(layer.call.index.kept_pairs()) for layer in layers)
     density = kept_pairs / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
     head_ms = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
     group_ms = max(0.0, taken["select"] - num_heads * head_ms)

@@ -12,7 +12,7 @@ The device holds one layer at a time:
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
+from vllm_sparse_backend.calibration.layer_timing import with_engine
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.streaming_heads import (
     PROMPT_TOKENS,
@@ -28,7 +29,7 @@ from vllm_sparse_backend.streaming_heads import (
     streaming_method,
 )
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
-from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
@@ -188,9 +189,8 @@ class LayerPrompt:
         for batch in self.batches:
             rows = replace(batch.rows)  # no state remains between passes
             out, call = batch.empty_out(), layer.new_call(batch.q, cache, rows, batch.scale)
-            if self.engines:  # the engine that a server uses
-                spec = AttendSpec.of(cache, call.index, layer.options)
-                layer = replace(layer, engine=choose_engine(self.engines.values(), spec).engine)
+            if self.engines:
+                layer = with_engine(layer, call, self.engines)
             run(layer, call, out)
             yield out, call.index
 
@@ -225,9 +225,7 @@ class CapturedLayer:
     """One layer of captured prompts, on which methods are measured. Remembers the figures of methods."""
 
     prompts: Sequence[LayerPrompt]
-
-    def __post_init__(self) -> None:
-        self._known: dict[tuple[Method, ...], list[HeadResult]] = {}
+    _known: dict[tuple[Method, ...], list[HeadResult]] = field(default_factory=dict)
 
     @property
     def num_heads(self) -> int:
