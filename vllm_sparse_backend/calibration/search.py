@@ -6,7 +6,7 @@ Methods whose papers describe a procedure have their own search in ``papers``. `
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from itertools import chain, combinations, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -174,10 +174,10 @@ def halved(ladder: Sequence[MethodT]) -> list[MethodT]:
     """Insert a setting between neighbours that differ in one float parameter."""
     finer = list(ladder[:1])
     for before, after in pairwise(ladder):
-        differing = [field.name for field in fields(after) if getattr(before, field.name) != getattr(after, field.name)]
-        ends = [getattr(method, differing[0]) for method in (before, after)]
-        if len(differing) == 1 and all(isinstance(end, float) for end in ends):
-            middle: Any = {differing[0]: round(sum(ends) / 2, 6)}
-            finer.append(replace(after, **middle))
+        old = asdict(before)
+        match [(name, old[name], end) for name, end in asdict(after).items() if end != old[name]]:
+            case [(name, float(start), float(end))]:
+                middle: Any = {name: round((start + end) / 2, 6)}
+                finer.append(replace(after, **middle))
         finer.append(after)
     return finer
