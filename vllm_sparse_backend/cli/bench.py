@@ -37,7 +37,6 @@ class Serve(common.ServerOptions):
 
     def run(self) -> None:
         """Measure, and print tables."""
-        common.exit_on_sigterm()
         with common.failures(), bar("connecting") as progress:
             from vllm_sparse_backend.evaluation import serve_bench
             from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU, has_cuda
@@ -89,7 +88,6 @@ def crossover(
     The result is the table that `auto` uses. For each of --settings, starts a server of MODEL, and compares TTFT of
     sparse and exact requests with several numbers of new and of cached tokens.
     """
-    common.exit_on_sigterm()
     with common.failures(f"{out} holds the measurements so far."), bar("crossover") as progress:
         from vllm_sparse_backend.config.model_check import max_positions, read_config
         from vllm_sparse_backend.evaluation import crossover_bench

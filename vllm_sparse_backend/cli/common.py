@@ -4,8 +4,6 @@
 import errno
 import os
 import re
-import signal
-import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,11 +135,6 @@ def failure(error: object, code: int | None = None) -> typer.Exit:
     """Print the error in red, and return the exit to raise."""
     Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
     return typer.Exit(code or (2 if USAGE.match(str(error)) else 1))
-
-
-def exit_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so that servers stop and release their GPUs."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def say(text: str) -> None:

@@ -39,7 +39,6 @@ class Answers(common.ServerOptions):
 
     def run(self) -> None:
         """Send the questions to all servers, and print a table."""
-        common.exit_on_sigterm()
         go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run, answer_tables
@@ -99,7 +98,6 @@ class Report:
 
     def run(self) -> None:
         """Measure what is not finished, and print the page."""
-        common.exit_on_sigterm()
         with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
             from vllm_sparse_backend.evaluation.compared_servers import servers_to_start

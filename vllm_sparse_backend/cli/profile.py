@@ -16,7 +16,6 @@ from vllm_sparse_backend.cli.common import (
     MaybeModel,
     Model,
     NewProfile,
-    exit_on_sigterm,
     failures,
     group,
     require_known,
@@ -152,7 +151,6 @@ class JobOptions(ABC):
 
     def run(self) -> None:
         """Make the profile, write it, and report its figures."""
-        exit_on_sigterm()
         with (
             failures(),
             bar("prompts") as progress,
