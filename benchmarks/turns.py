@@ -220,10 +220,7 @@ def generate(endpoint: Endpoint, prompt: Sequence[int], tokens: int) -> tuple[li
 
     A request for log-probabilities of generated tokens reads the prefix cache; one for ``prompt_logprobs`` does not.
     """
-    body = {
-        "model": endpoint.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": TOP,
-        "return_tokens_as_token_ids": True, **endpoint.extra,
-    }  # fmt: skip
+    body = endpoint.body(prompt, tokens) | {"logprobs": TOP, "return_tokens_as_token_ids": True}
     with connected(endpoint.url) as send:
         logprobs = json.load(send("/v1/completions", body))["choices"][0]["logprobs"]
     first = {_token_id(token): logprob for token, logprob in logprobs["top_logprobs"][0].items()}

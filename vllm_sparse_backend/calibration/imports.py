@@ -88,14 +88,14 @@ def _minference(content: Any, shape: ModelShape) -> list[list[Method]]:
 
 
 def _method(entry: object, place: str) -> Method:
+    problem = unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]")
     match entry:
         case [str(pattern), int(a), int(b), int() | float()] if pattern in PATTERNS:
             try:
                 return PATTERNS[pattern](a, b)
             except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
-    expected = f"[{' or '.join(PATTERNS)}, integer, integer, score]"
-    raise ValueError(f"{place}: {unexpected(entry, expected)}")
+                problem = str(error)
+    raise ValueError(f"{place}: {problem}")
 
 
 def _share_prefill(content: Any, shape: ModelShape) -> list[list[Method]]:

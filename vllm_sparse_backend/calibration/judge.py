@@ -216,8 +216,8 @@ def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Te
 
 def error_quantile(of_queries: torch.Tensor, share: float) -> torch.Tensor:
     """Return the error that a share of queries exceeds, for each head."""
-    ordered = of_queries.sort(0).values
-    return ordered[len(ordered) - 1 - int(share * len(ordered))].double()
+    num_queries = len(of_queries)
+    return of_queries.kthvalue(num_queries - int(share * num_queries), 0).values.double()
 
 
 @dataclass

@@ -42,7 +42,6 @@ class Answers(common.ServerOptions):
         go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run, answer_tables
-            from vllm_sparse_backend.evaluation.answer_scores import read_cases
             from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload, require_room
             from vllm_sparse_backend.evaluation.compared_servers import resume
             from vllm_sparse_backend.evaluation.tasks import TASKS
@@ -57,8 +56,7 @@ class Answers(common.ServerOptions):
             options = options_of(workload, server_args=self.server_args)
             del options["tasks"]  # prompts of a task do not depend on the other tasks
             resume(report, options, servers)
-            answer_run.ask_all(servers, workload, report, progress)
-            prompts = read_cases(report.cases)
+            prompts = answer_run.ask_all(servers, workload, report, progress)
             rows = answer_tables.summaries(prompts, [server.label for server in servers])
             report.write(summary=rows)
         common.say(answer_tables.tables(rows))

@@ -25,8 +25,10 @@ def ask(endpoint: Endpoint, prompt: Prompt) -> PromptScores:
     return PromptScores.of(prompt, returned, time.perf_counter() - began)
 
 
-def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report, progress: Progress) -> None:
-    """Add a case for each server and prompt that the report lacks. Raises BenchError or ServerError."""
+def ask_all(
+    contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report, progress: Progress
+) -> list[AnsweredPrompt]:
+    """Add a case for each server and prompt that the report lacks, and return all. Raises BenchError or ServerError."""
     answered = {(prompt.label, prompt.key) for prompt in read_cases(report.cases)}
     missing = {
         contestant.label: [key for key in workload.wanted if (contestant.label, key) not in answered]
@@ -47,6 +49,7 @@ def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report:
                     )
                 wanted = {key: prompts[key] for key in missing[contestant.label]}
                 _ask_server(contestant, endpoint, wanted, report, progress)
+    return read_cases(report.cases)
 
 
 def _ask_server(

@@ -126,7 +126,7 @@ class Endpoint:
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
         """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError otherwise."""
-        body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1}
+        body = self.body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1}
         tokens, first_s, last_s = 0, 0.0, 0.0
         with connected(self.url) as send:
             began = time.perf_counter()
@@ -139,7 +139,8 @@ class Endpoint:
             raise RequestError(f"the answer has {tokens} tokens, expected {max_tokens}")
         return TimedAnswer(first_s, last_s, tokens)
 
-    def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    def body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """Return the fields that every completion request has."""
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         return body | dict(self.extra)
 
@@ -151,7 +152,7 @@ class Endpoint:
         RequestError if the answer has no such list.
         """
         with connected(self.url) as send:
-            answer = json.load(send("/v1/completions", self._body(prompt, 1) | {"prompt_logprobs": top}))
+            answer = json.load(send("/v1/completions", self.body(prompt, 1) | {"prompt_logprobs": top}))
             returned = answer["choices"][0].get("prompt_logprobs")
         if not isinstance(returned, list):
             raise RequestError("the answer has no prompt_logprobs, expected a vLLM server")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
 from vllm_sparse_backend.evaluation.answer_run import ask_all
-from vllm_sparse_backend.evaluation.answer_scores import read_cases
 from vllm_sparse_backend.evaluation.answer_workload import FACT_TOKENS, SEED, AnswerWorkload
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, resume
 from vllm_sparse_backend.evaluation.output_files import write_text
@@ -74,8 +73,7 @@ def make_report(
         _require_none(TTFT, [said for case in measured.cases for said in case["said"]])
         ttft.cases = measured.cases
         ttft.write()
-    ask_all(servers, questions, answers, progress)
-    prompts = read_cases(answers.cases)
+    prompts = ask_all(servers, questions, answers, progress)
     _require_none(ANSWERS, answer_tables.failure_lines(prompts))
 
     rows = answer_tables.summaries(prompts, [server.label for server in servers])
