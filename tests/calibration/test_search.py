@@ -66,10 +66,10 @@ def test_on_any_curve_the_bound_holds(seed):
 
 def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
     judge = FakeJudge(*[by_theta(lambda theta, first=first: float(theta < first)) for first in (0, 7, 19, 99)])
-    methods = choose_sparsest(judge, BOUND, any_method, settings=LADDER)
+    methods = choose_sparsest(judge, BOUND, any_method, ladders=[LADDER])
     assert methods == [LADDER[0], LADDER[7], Dense(), Dense()]
     # The next setting is taken if a setting is not allowed because it missed the bound next to other heads.
-    again = choose_sparsest(judge, BOUND, lambda head, method: method != LADDER[7], settings=LADDER)
+    again = choose_sparsest(judge, BOUND, lambda head, method: method != LADDER[7], ladders=[LADDER])
     assert again[1] == LADDER[8]
 
 

@@ -172,7 +172,7 @@ def search_of_method(job: Job, name: str) -> Choose:
             return partial(sparge_attn.choose_thresholds, skipping=name.endswith("+skip"))
     settings = default_ladder(name)
     require_long_prompts(job, settings)
-    return partial(choose_sparsest, settings=halved(halved(settings)))
+    return partial(choose_sparsest, ladders=[halved(halved(settings))])
 
 
 def search_for_cheapest(job: Job, names: Sequence[str]) -> Choose:

@@ -83,24 +83,29 @@ def sparsest(judge: CapturedLayer, bound: Bound, ladders: Mapping[int, Sequence[
     return sparsest_by_head
 
 
-def sparse_enough(judged: Judged | None) -> Method:
-    """Return a judged method if it pays, otherwise dense."""
-    return judged.method if judged and judged.pays else Dense()
-
-
 def allowed_ladders(
-    judge: CapturedLayer, settings: Sequence[Method], is_allowed: IsAllowed
+    heads: Iterable[int], settings: Sequence[Method], is_allowed: IsAllowed
 ) -> dict[int, Sequence[Method]]:
     """Return the settings that each head may use."""
-    return {head: [method for method in settings if is_allowed(head, method)] for head in range(judge.num_heads)}
+    return {head: [method for method in settings if is_allowed(head, method)] for head in heads}
 
 
 def choose_sparsest(
-    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, settings: Sequence[Method]
+    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, ladders: Iterable[Sequence[Method]]
 ) -> list[Method]:
-    """Choose each head's sparsest setting of one ladder that meets the bound."""
-    judged = sparsest(judge, bound, allowed_ladders(judge, settings, is_allowed))
-    return [sparse_enough(judged.get(head)) for head in range(judge.num_heads)]
+    """Choose each head's sparsest setting within the bound.
+
+    Settings of later ladders keep more: once a head leaves out too few pairs, no later ladder is tried for it.
+    """
+    chosen: dict[int, Judged] = {}
+    heads = list(range(judge.num_heads))
+    for settings in ladders:
+        for head, judged in sparsest(judge, bound, allowed_ladders(heads, settings, is_allowed)).items():
+            if judged.pays and (head not in chosen or judged.sparsity > chosen[head].sparsity):
+                chosen[head] = judged
+            if judged.sparsity < LEAST_SPARSITY:
+                heads.remove(head)
+    return [chosen[head].method if head in chosen else Dense() for head in range(judge.num_heads)]
 
 
 def choose_in_order(
@@ -129,9 +134,10 @@ def choose_cheapest(
     ladders: dict[Method, list[Method]] = defaultdict(list)
     for method in settings:
         ladders[method.group_key].append(method)
-    offers: list[dict[Method, tuple[float, Method]]] = [{} for _ in range(judge.num_heads)]
+    heads = range(judge.num_heads)
+    offers: list[dict[Method, tuple[float, Method]]] = [{} for _ in heads]
     for kind, ladder in ladders.items():
-        for head, judged in sparsest(judge, bound, allowed_ladders(judge, ladder, is_allowed)).items():
+        for head, judged in sparsest(judge, bound, allowed_ladders(heads, ladder, is_allowed)).items():
             if judged.holds:
                 offers[head][kind] = costs.head_ms(judged.method, judged.figures.density), judged.method
     return cheapest_methods(offers, costs)
