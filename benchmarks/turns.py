@@ -199,7 +199,8 @@ def run_all(conversations: Sequence[Conversation], endpoint: Endpoint) -> list[l
         outcomes = list(pool.map(partial(_run, endpoint), conversations))
     before.require(endpoint, (request for conversation in conversations for request in conversation.requests()))
     counts = parse_metrics(endpoint.metrics()) - metrics_before
-    print(f"{endpoint.name}: {counts.rows_of('sparse')} rows ran sparse, density {counts.pairs.density}", flush=True)
+    num_sparse = counts.by("rows", "path")["sparse"]
+    print(f"{endpoint.name}: {num_sparse} rows ran sparse, density {counts.pairs.density}", flush=True)
     return outcomes
 
 
