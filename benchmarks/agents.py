@@ -31,9 +31,8 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter
 
-from benchmarks.options import Json, numbers
+from benchmarks.options import Json, numbers, run_alone
 from benchmarks.traffic import STATISTICS, CacheReads, Settings, compare, endpoint_of, show_rows, texts_of
-from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, TimedAnswer
 from vllm_sparse_backend.evaluation.report import BenchError
 

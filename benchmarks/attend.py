@@ -21,9 +21,8 @@ import typer
 from benchmarks.attention_check import BUDGET, Check, check_attention
 from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.figures import Report
-from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, show
+from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
-from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_kernels import IndexLayout, SparseIndex, StripeLayout, Workspace
 from vllm_sparse_kernels.attention import AttendSpec, choose_engine
@@ -167,9 +166,10 @@ class Attend:
             cases += [Case(context_len, self.chunk, max(blocks), 0.0, stripes) for stripes in numbers(self.stripes)]
         with failures():
             card = Card()
-            report = Report("attend", card.name, self.json_path, self.results)
+            device = torch.cuda.get_device_name(card.device)
+            report = Report("attend", device, self.json_path, self.results)
             rows = run_attend(card, cases, report)
-            show(f"attend against {card.dense_name}, {card.name}, {Heads()}", rows, COLUMNS)
+            show(f"attend against FlashAttention-{card.flash_version}, {device}, {Heads()}", rows, COLUMNS)
 
 
 if __name__ == "__main__":

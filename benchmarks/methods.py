@@ -28,11 +28,10 @@ from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.captured_prompts import capture_model
 from benchmarks.figures import Report
 from benchmarks.method_specs import figure_name, methods_named
-from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, show
+from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.capture import default_text
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.calibration.layer_timing import TimedLayer
-from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_backend.config.plan import layer_plans
 from vllm_sparse_backend.config.profile import name_of_profile
@@ -114,7 +113,7 @@ def run_methods(
                 row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
             if (problem := wrong_attention(layers)) is None:
                 row |= _times(card, layers, chunks)
-                _add_figures(report, row, card.dense_name)
+                _add_figures(report, row, f"FlashAttention-{card.flash_version}")
             else:
                 row["problem"] = problem
             report.add_case(row)
@@ -229,12 +228,15 @@ class MeasureMethods:
                     of_profiles[f"profile {name_of_profile(profile)}"] = captured.methods_of_profile(profile)
             of_methods = {figure_name(method): [[method] * prompts[0].num_heads] * len(prompts) for method in methods}
             plans = {label: layer_plans(heads) for label, heads in (of_methods | of_profiles).items()}
-            report = Report("methods", card.name, self.json_path, self.results)
+            device = torch.cuda.get_device_name(card.device)
+            report = Report("methods", device, self.json_path, self.results)
             inputs = Inputs(name, prompts, ())
             if is_fp8:
                 inputs = Inputs(f"{name} in fp8", [in_fp8(prompt) for prompt in prompts], prompts)
             rows = run_methods(card, inputs, plans, lengths, self.chunk, report)
-            title = f"methods against {card.dense_name}, {card.name}, {inputs.name}, chunk of {self.chunk:,}"
+            title = (
+                f"methods against FlashAttention-{card.flash_version}, {device}, {inputs.name}, chunk of {self.chunk:,}"
+            )
             show(title, rows, FP8_COLUMNS if is_fp8 else COLUMNS)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from vllm_sparse_backend.cli.commands import Command, add_command
 from vllm_sparse_backend.cli.common import say
 from vllm_sparse_backend.evaluation.report import line_of, table_of
 
@@ -16,6 +17,13 @@ Json = Annotated[Path | None, typer.Option("--json", help="JSON file for all res
 Results = Annotated[Path | None, typer.Option(help="List of figures to merge this run's into.")]
 Contexts = Annotated[str, typer.Option(help="Cached tokens before the chunk, comma-separated.")]
 Chunk = Annotated[int, typer.Option(help="Tokens of a chunk (--max-num-batched-tokens).")]
+
+
+def run_alone(options: type[Command]) -> None:
+    """Run a program that has a single command, as ``typer.run`` does with a function."""
+    app = typer.Typer(add_completion=False)
+    add_command(app, options)
+    app()
 
 
 def numbers(text: str) -> list[int]:

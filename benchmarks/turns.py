@@ -32,11 +32,10 @@ import numpy as np
 import typer
 from scipy.stats import linregress
 
-from benchmarks.options import Json
+from benchmarks.options import Json, run_alone
 from benchmarks.traffic import CacheReads, Settings, endpoint_of, show_rows
 from vllm_sparse_backend.calibration.capture import load_tokenizer
 from vllm_sparse_backend.calibration.prompts import encoder
-from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
 from vllm_sparse_backend.evaluation.answer_prompts import Statement
 from vllm_sparse_backend.evaluation.answer_tables import mean_and_error, ratio_of_answers

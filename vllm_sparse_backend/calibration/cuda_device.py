@@ -65,9 +65,7 @@ class Card:
         if (flash := flash_attention()) is None:
             raise ConfigurationError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.name = torch.cuda.get_device_name(self.device)
         self.flash_version = _flash_version(self.device)
-        self.dense_name = f"FlashAttention-{self.flash_version}"
         self.engines = engines(flash)
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
