@@ -21,12 +21,17 @@ from vllm_sparse_backend.evaluation.report import BenchError, Report
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
+    from vllm_sparse_backend.evaluation.serve_bench import Length
 
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors in writing that only the operator can solve: full disk or quota, file limit, read-only file system."""
 
 USAGE = re.compile(r"--[a-z]|[A-Z]+:")
 """Start of a message about the command line: the option or argument."""
+
+
+TOKENS = r"0*[1-9]\d*"
+"""A number of tokens in an option."""
 
 
 def group(help: str) -> typer.Typer:
@@ -155,10 +160,26 @@ def levels_of(texts: Sequence[str] | None) -> list[float | str]:
 
 def token_counts(option: str, text: str) -> list[int]:
     """Parse comma-separated numbers of tokens."""
+    return [count for (count,) in _sums(option, text, TOKENS, "whole numbers above 0")]
+
+
+def serve_lengths(
+    text: str | None, defaults: Sequence[int], output_tokens: int, model: Path | None
+) -> "tuple[Length, ...]":
+    """Parse --lengths, such as ``8192,200+32768``; by default, return those that fit into the model's positions."""
+    from vllm_sparse_backend.evaluation.serve_bench import Length
+
+    if text is None:
+        return tuple(map(Length, fitting_lengths("--lengths", defaults, output_tokens, model)))
+    form = "whole numbers above 0, or NEW+CACHED"
+    return tuple(Length(*counts) for counts in _sums("--lengths", text, rf"{TOKENS}(\+{TOKENS})?", form))
+
+
+def _sums(option: str, text: str, pattern: str, form: str) -> list[list[int]]:
     parts = split(text)
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise BenchError(f"{option}: given {text!r}, expected whole numbers above 0, separated by commas")
-    return [int(part) for part in parts]
+    if not parts or not all(re.fullmatch(pattern, part) for part in parts):
+        raise BenchError(f"{option}: given {text!r}, expected {form}, separated by commas")
+    return [[int(count) for count in part.split("+")] for part in parts]
 
 
 def settings_of(texts: Sequence[str] | None, model: Path) -> "list[Settings]":

@@ -85,7 +85,8 @@ class Report:
         Path, typer.Option("--out", metavar="FOLDER", help="Folder of the report.", callback=common.output_folder)
     ] = Path("report")
     lengths: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Prompt tokens for TTFT. Default: 8K to 131K.")
+        str | None,
+        typer.Option(metavar="N,...", help="Prompt tokens for TTFT, as for bench serve. Default: 8K to 131K."),
     ] = None
     answer_lengths: Annotated[
         str | None, typer.Option(metavar="N,...", help="Prompt tokens for answers. Default: 16K and 65K.")
@@ -103,8 +104,14 @@ class Report:
             from vllm_sparse_backend.prompts.texts import project_text, read_prompt_text
 
             settings = common.settings_of(self.settings, self.model)
-            lengths = self._lengths("--lengths", self.lengths, model_report.LENGTHS)
-            answer_lengths = self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS)
+            output_tokens = model_report.OUTPUT_TOKENS
+            lengths = common.serve_lengths(self.lengths, model_report.LENGTHS, output_tokens, self.model)
+            option, defaults = "--answer-lengths", model_report.ANSWER_LENGTHS
+            answer_lengths = (
+                common.token_counts(option, self.answer_lengths)
+                if self.answer_lengths
+                else common.fitting_lengths(option, defaults, output_tokens, self.model)
+            )
             text = read_prompt_text(self.text) if self.text else project_text()
             speed = model_report.speed_workload(lengths, text)
             questions = model_report.answer_workload(answer_lengths, self.count, text)
@@ -113,14 +120,6 @@ class Report:
             with bar("report") as progress:
                 page = model_report.make_report(self.folder, device_name(), servers, args, speed, questions, progress)
             common.say(page)
-
-    def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> list[int]:
-        """Parse prompt lengths; by default, return those that fit into the model's positions."""
-        from vllm_sparse_backend.evaluation.model_report import OUTPUT_TOKENS
-
-        if text is not None:
-            return common.token_counts(option, text)
-        return common.fitting_lengths(option, defaults, OUTPUT_TOKENS, self.model)
 
 
 add_command(evaluate, Report, "Example: sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")

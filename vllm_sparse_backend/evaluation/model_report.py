@@ -30,9 +30,9 @@ MEMORY_ARGS = "--gpu-memory-utilization 0.8"
 vocabulary of 128,000."""
 
 
-def speed_workload(lengths: Sequence[int], text: str) -> ServeWorkload:
+def speed_workload(lengths: tuple[Length, ...], text: str) -> ServeWorkload:
     """Return the prompts whose TTFT is measured."""
-    return ServeWorkload(tuple(map(Length, lengths)), OUTPUT_TOKENS, REPEATS, text)
+    return ServeWorkload(lengths, OUTPUT_TOKENS, REPEATS, text)
 
 
 def answer_workload(lengths: Sequence[int], count: int, text: str) -> AnswerWorkload:
