@@ -13,19 +13,12 @@ from vllm_sparse_kernels.methods.base import Method
 def parse_method(text: str) -> Method:
     """Parse a text such as ``anchor_attention:theta=9``, or a name. Raises BenchError for anything else."""
     name, _, fields = text.partition(":")
-    params = {}
-    for part in fields.split(",") if fields else ():
-        field, equals, value = part.partition("=")
-        try:
-            params[field.strip()] = json.loads(value)
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise BenchError(f"--method: given {text!r}, expected NAME or NAME:FIELD=NUMBER,FIELD=NUMBER")
+    pairs = [part.partition("=") for part in fields.split(",") if part]
     try:
-        return make_method(name.strip(), params)
+        return make_method(name.strip(), {field.strip(): json.loads(value) for field, _, value in pairs})
     except ValueError as error:
-        raise BenchError(f"--method {text!r}: {error}") from None
+        expected = "expected NAME or NAME:FIELD=NUMBER,FIELD=NUMBER"
+        raise BenchError(f"--method: given {text!r}: {error}; {expected}") from None
 
 
 def figure_name(method: Method) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_sparse_backend.evaluation.agreement import TOP
 from vllm_sparse_backend.evaluation.answer_prompts import Prompt, PromptKey
-from vllm_sparse_backend.evaluation.answer_scores import AnsweredPrompt, PromptScores, read_cases
+from vllm_sparse_backend.evaluation.answer_scores import CASE, AnsweredPrompt, PromptScores, read_cases
 from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
@@ -84,6 +84,6 @@ def _ask_server(
             pairs=pairs,
             dense_rows=dense_rows,
         )
-        report.add_case(answered.to_case())
+        report.add_case(CASE.dump_python(answered, mode="json"))
         progress.step()
         progress.print(f"{answered}: {answered.outcome}")

@@ -114,10 +114,6 @@ class AnsweredPrompt:
     def __str__(self) -> str:
         return f"{self.label}, {self.key.task}, {self.key.tokens:,} tokens, prompt {self.key.prompt + 1}"
 
-    def to_case(self) -> dict[str, Any]:
-        """Return the prompt as a results file keeps it."""
-        return dict(CASE.dump_python(self, mode="json"))
-
 
 CASE = TypeAdapter(AnsweredPrompt)
 

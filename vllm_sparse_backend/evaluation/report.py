@@ -92,12 +92,13 @@ def table_of(
 ) -> str:
     """Return cases as a Markdown table. ``columns`` maps a case's key to its heading; missing values stay empty."""
     rows = [[*columns.values()], *([cell(case.get(key)).replace("|", r"\|") for key in columns] for case in cases)]
-    numeric = [any(isinstance(case.get(key), int | float) for case in cases) for key in columns]
+    is_number = [any(isinstance(case.get(key), int | float) for case in cases) for key in columns]
     widths = [max(3, *map(len, column)) for column in zip(*rows)]
-    rule = ["-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, numeric)]
+    rows.insert(1, ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, is_number)])
+    pads = [str.rjust if right else str.ljust for right in is_number]
     lines = []
-    for row in (rows[0], rule, *rows[1:]):
-        cells = [text.rjust(n) if right else text.ljust(n) for text, n, right in zip(row, widths, numeric)]
+    for row in rows:
+        cells = [pad(text, width) for pad, text, width in zip(pads, row, widths)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n\n".join(filter(None, [title, "\n".join(lines), caption])) + "\n"
 
