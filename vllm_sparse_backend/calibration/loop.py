@@ -77,8 +77,8 @@ class Job:
     device: torch.device
     seed: int | None
     """Seed of generated prompts; None for the operator's own prompts."""
-    sets_min_tokens: bool
-    """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
+    min_tokens: int | None
+    """Sets ``min_tokens`` in the profile; None for the server's setting."""
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -139,8 +139,7 @@ class Job:
     @property
     def profile_fields(self) -> dict[str, Any]:
         """Fields of a profile that do not depend on the search."""
-        min_tokens = self.served.min_tokens if self.sets_min_tokens else None
-        return {"format": 1, "model": self.shape, "min_tokens": min_tokens}
+        return {"format": 1, "model": self.shape, "min_tokens": self.min_tokens}
 
     def provenance(self, source: str, **figures: Any) -> dict[str, Any]:
         """Record how a profile was made: versions, device, prompts and ``figures``."""

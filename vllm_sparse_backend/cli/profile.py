@@ -189,7 +189,7 @@ class JobOptions(ABC):
             folder,
             torch.device("cuda" if torch.cuda.is_available() else "cpu"),
             seed=None if self.prompts else 0,
-            sets_min_tokens=self.min_tokens is not None,
+            min_tokens=self.min_tokens,
             progress=progress,
         )
 
