@@ -97,20 +97,23 @@ def run_methods(
         truths = dense_outputs(card, unrounded) or dense_outs
         for method, plan in plans.items():
             layers = layers_of(card, chunks, plan)
-            row: dict[str, Any] = {"data": inputs.name, "method": method, "engine": layers[0].served.engine.name}
-            row["context_len"] = context_len
             _run_layers(layers)
-            row["density"] = sum(int(layer.call.index.kept_pairs()) for layer in layers) / sum(
-                chunk.num_heads * causal_pairs(chunk.rows) for chunk in chunks
-            )
-            row["output_error"] = fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths))
-            row["index_mib"] = max(layer.call.index.workspace.peak_bytes for layer in layers) / 2**20
+            kept_pairs = sum(int(layer.call.index.kept_pairs()) for layer in layers)
+            row: dict[str, Any] = {
+                "data": inputs.name,
+                "method": method,
+                "engine": layers[0].served.engine.name,
+                "context_len": context_len,
+                "density": kept_pairs / sum(chunk.num_heads * causal_pairs(chunk.rows) for chunk in chunks),
+                "output_error": fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths)),
+                "index_mib": max(layer.call.index.workspace.peak_bytes for layer in layers) / 2**20,
+            }
             if unrounded:
                 exact = layers_of(card, unrounded, plan)
                 _run_layers(exact)
-                row["stock_error"] = fmean(map(difference, dense_outs, truths))
-                row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact))
-                row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
+                stock_error = fmean(map(difference, dense_outs, truths))
+                fp8_error = fmean(difference(a.out, b.out) for a, b in zip(layers, exact))
+                row |= {"stock_error": stock_error, "fp8_error": fp8_error, "fp8_ratio": fp8_error / stock_error}
             if (problem := wrong_attention(layers)) is None:
                 row |= _times(card, layers, chunks)
                 _add_figures(report, row, f"FlashAttention-{card.flash_version}")
