@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.attention_check import BUDGET, Check, check_attention
 from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
-from benchmarks.figures import Report
+from benchmarks.figures import FigureReport
 from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.cli.common import failures
@@ -69,7 +69,7 @@ class Case:
         return f"chunk after {self.context_len:,}, {kept}"
 
 
-def run_attend(card: Card, cases: Sequence[Case], report: Report) -> Iterator[dict[str, Any]]:
+def run_attend(card: Card, cases: Sequence[Case], report: FigureReport) -> Iterator[dict[str, Any]]:
     """Measure case by case, and yield each case when it is reported."""
     batches: list[Batch] = []
     made_for = None
@@ -167,7 +167,7 @@ class Attend:
         with failures():
             card = Card()
             device = torch.cuda.get_device_name(card.device)
-            report = Report("attend", device, self.json_path, self.results)
+            report = FigureReport("attend", device, self.json_path, self.results)
             rows = run_attend(card, cases, report)
             show(f"attend against FlashAttention-{card.flash_version}, {device}, {Heads()}", rows, COLUMNS)
 

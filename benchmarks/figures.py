@@ -16,9 +16,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from vllm_sparse_backend.evaluation import report as product
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, command_of
 
 Better = Literal["higher", "lower"]
 
@@ -48,7 +47,7 @@ class Figure:
     date: str = field(default_factory=today)
 
 
-class Report(product.Report):
+class FigureReport(CaseReport):
     """A run's cases and figures. ``results_path`` is a file of many runs' figures, in which a figure keeps its bar."""
 
     def __init__(
@@ -61,7 +60,7 @@ class Report(product.Report):
     ) -> None:
         if results_path is not None and results_path.exists():
             read_figures(results_path)  # fails before measuring if the file is not a results file
-        default_command = product.command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
+        default_command = command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
         super().__init__(bench, device, json_path, command or default_command)
         self.results_path = results_path
         self.figures: dict[str, Figure] = {}
@@ -98,7 +97,7 @@ def main(
     data = json.loads(measured.read_text(encoding="utf-8"))
     if data["bench"] != "serve":
         raise BenchError(f"{measured}: given a file of {data['bench']}, expected one of bench serve")
-    report = Report(data["bench"], data["device"], None, results, data["command"])
+    report = FigureReport(data["bench"], data["device"], None, results, data["command"])
     for case in data["cases"]:
         for key, (name, unit, better) in SERVE_FIGURES.items():
             if case.get(key) is not None:

@@ -26,7 +26,7 @@ import typer
 from benchmarks.attention_check import check_attention
 from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.captured_prompts import capture_model
-from benchmarks.figures import Report
+from benchmarks.figures import FigureReport
 from benchmarks.method_specs import figure_name, methods_named
 from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.capture import default_text
@@ -87,7 +87,7 @@ def run_methods(
     plans: Mapping[str, Sequence[LayerPlan | None]],
     contexts: Sequence[int],
     query_len: int,
-    report: Report,
+    report: FigureReport,
 ) -> Iterator[dict[str, Any]]:
     """Measure each method after each context, and yield each case when it is reported."""
     for context_len in contexts:
@@ -170,7 +170,7 @@ def _times(card: Card, layers: Sequence[TimedLayer], chunks: Sequence[Batch]) ->
     return {f"{name}_ms": value for name, value in ms.items()} | shares | {"times_faster": ms["dense"] / ms["whole"]}
 
 
-def _add_figures(report: Report, row: dict[str, Any], dense_name: str) -> None:
+def _add_figures(report: FigureReport, row: dict[str, Any], dense_name: str) -> None:
     after, data, method = f"after {row['context_len']:,}", row["data"], row["method"]
     selection = f"selection, {method}, {data}, chunk {after}: share of {dense_name}"
     report.add_figure(selection, row["select_share"], "share", "lower")
@@ -232,7 +232,7 @@ class MeasureMethods:
             of_methods = {figure_name(method): [[method] * prompts[0].num_heads] * len(prompts) for method in methods}
             plans = {label: layer_plans(heads) for label, heads in (of_methods | of_profiles).items()}
             device = torch.cuda.get_device_name(card.device)
-            report = Report("methods", device, self.json_path, self.results)
+            report = FigureReport("methods", device, self.json_path, self.results)
             inputs = Inputs(name, prompts, ())
             if is_fp8:
                 inputs = Inputs(f"{name} in fp8", [in_fp8(prompt) for prompt in prompts], prompts)

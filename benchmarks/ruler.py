@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.figures import Report
+from benchmarks.figures import FigureReport
 from benchmarks.options import show
 from vllm_sparse_backend.evaluation.answer_tables import with_error
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -112,7 +112,7 @@ def compare(
     command: str = "python -m benchmarks.ruler",
 ) -> None:
     """Print both scores, their difference and their ratio. A ratio needs a score of stock of at least 0.5."""
-    report = Report("ruler", device, None, results, command)
+    report = FigureReport("ruler", device, None, results, command)
     base = {(task, length): values for task, length, values in scores(stock)}
     rows = []
     for task, length, values in scores(ours):

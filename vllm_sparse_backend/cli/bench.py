@@ -10,7 +10,7 @@ import typer
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.evaluation.report import Report, table_of
+from vllm_sparse_backend.evaluation.report import CaseReport, table_of
 
 bench = common.group("Measure speed against dense attention and stock vLLM.")
 
@@ -86,7 +86,7 @@ def crossover(
             crossover_bench.Crossover(model, configuration, longest, server_args)
             for configuration in common.settings_of(settings, model)
         ]
-        report = Report("crossover", device_name(), json_path)
+        report = CaseReport("crossover", device_name(), json_path)
         for measured in crossovers:
             engine, cells = measured.measure(progress)
             lengths = crossover_bench.fit_lengths(cells)

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.evaluation.output_files import require_output_file
-from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
@@ -243,8 +243,8 @@ class ServerOptions:
             raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
         return once_each(chain.from_iterable(Contestant.running(url, levels) for url in urls))
 
-    def report(self, bench: str) -> Report:
+    def report(self, bench: str) -> CaseReport:
         """Return an empty report about these servers, or about this machine."""
         from vllm_sparse_backend.evaluation.vllm_server import device_name
 
-        return Report(bench, ", ".join(self.url or ()) or device_name(), self.json_path)
+        return CaseReport(bench, ", ".join(self.url or ()) or device_name(), self.json_path)

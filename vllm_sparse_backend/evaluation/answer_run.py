@@ -11,7 +11,7 @@ from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport
 from vllm_sparse_backend.progress import Progress
 
 SAMPLE_CHARS = 2000
@@ -26,7 +26,7 @@ def ask(endpoint: Endpoint, prompt: Prompt) -> PromptScores:
 
 
 def ask_all(
-    contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report, progress: Progress
+    contestants: Sequence[Contestant], workload: AnswerWorkload, report: CaseReport, progress: Progress
 ) -> list[AnsweredPrompt]:
     """Add a case for each server and prompt that the report lacks, and return all. Raises BenchError or ServerError."""
     answered = {(prompt.label, prompt.key) for prompt in read_cases(report.cases)}
@@ -56,7 +56,7 @@ def _ask_server(
     contestant: Contestant,
     endpoint: Endpoint,
     prompts: Mapping[PromptKey, Prompt],
-    report: Report,
+    report: CaseReport,
     progress: Progress,
 ) -> None:
     """Add a case for each prompt, with its density and the reasons for dense rows if the server counts them."""

@@ -19,7 +19,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape, name_of_path
 from vllm_sparse_backend.config.profile import load_profile, name_of_profile
 from vllm_sparse_backend.config.settings import load_config
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.report import BenchError, Report, read_results
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, read_results
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_backend.progress import Progress
 
@@ -170,7 +170,7 @@ def servers_to_start(
     return once_each(contestants)
 
 
-def resume(report: Report, options: Mapping[str, Any], contestants: Sequence[Contestant]) -> None:
+def resume(report: CaseReport, options: Mapping[str, Any], contestants: Sequence[Contestant]) -> None:
     """Add the cases of an earlier run in the report's file, except those with failed requests.
 
     ``options`` are those of the requests. Raises BenchError if the file has another run's options.

@@ -13,7 +13,7 @@ from vllm_sparse_backend.evaluation.answer_run import ask_all
 from vllm_sparse_backend.evaluation.answer_workload import FACT_TOKENS, SEED, AnswerWorkload
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, resume
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError, Report, options_of, write_json
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, options_of, write_json
 from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
 from vllm_sparse_backend.identity import versions
@@ -58,9 +58,9 @@ def make_report(
     BenchError if its results have other options, a request failed or nothing ran sparse.
     """
 
-    def read(name: str, workload: ServeWorkload | AnswerWorkload) -> Report:
+    def read(name: str, workload: ServeWorkload | AnswerWorkload) -> CaseReport:
         """Return the results so far in a file of the folder."""
-        report = Report(name, device, folder / f"{name}.json")
+        report = CaseReport(name, device, folder / f"{name}.json")
         resume(report, options_of(workload, server_args=server_args, seed=SEED) | versions(), servers)
         return report
 
@@ -68,7 +68,7 @@ def make_report(
     ttft, answers = read(TTFT, speed), read(ANSWERS, questions)
     if not ttft.cases:
         # Only a whole measurement is kept, so its cases are collected in a report without a file.
-        measured = Report(TTFT, device)
+        measured = CaseReport(TTFT, device)
         serve_bench.compare_servers(servers, speed, measured, progress)
         _require_none(TTFT, [said for case in measured.cases for said in case["said"]])
         ttft.cases = measured.cases

@@ -24,7 +24,7 @@ class BenchError(RuntimeError):
     """A benchmark could not run. The message has the reason and the remedy."""
 
 
-class Report:
+class CaseReport:
     """Cases of one run. The file is rewritten after each case, so an interrupted run keeps its results."""
 
     def __init__(self, bench: str, device: str, json_path: Path | None = None, command: str | None = None) -> None:
