@@ -77,7 +77,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     answer_run.ask_all(served, workload, report, Progress())
     prompts = read_cases(report.cases)
     assert [prompt.error for prompt in prompts] == [None] * len(names)
-    assert len({prompt.sha256 for prompt in prompts}) == 1  # the same for all
     summaries = answer_tables.summaries(prompts, [endpoint.label for endpoint in served])
     return dict(zip(names, summaries, strict=True))
 

@@ -78,7 +78,6 @@ def _ask_server(
             label=contestant.label,
             level=contestant.level,
             key=key,
-            sha256=prompt.sha256,
             error=error,
             scores=scores,
             pairs=pairs,

@@ -95,8 +95,6 @@ class AnsweredPrompt:
     """The contestant's label."""
     level: int | float | str | None
     key: PromptKey
-    sha256: str
-    """Hash of the prompt's tokens."""
     error: str | None
     """Why the request failed or its answer is incomplete; then there are no scores."""
     scores: PromptScores | None
