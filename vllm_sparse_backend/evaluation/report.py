@@ -111,6 +111,6 @@ def line_of(columns: Mapping[str, str], case: Mapping[str, Any]) -> str:
 def cell(value: object) -> str:
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

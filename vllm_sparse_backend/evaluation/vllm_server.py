@@ -117,8 +117,7 @@ class Server:
 
     def __enter__(self) -> Self:
         try:
-            self._start()
-            self._wait_until_ready()
+            self._wait_until_ready(self._start())
         except BaseException:
             self.stop()
             raise
@@ -127,7 +126,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start(self) -> None:
+    def _start(self) -> "subprocess.Popen[bytes]":
         folder = Path(self._folder.name)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -139,11 +138,12 @@ class Server:
                 cwd=folder,
                 start_new_session=True,
             )
+        return self._process
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, process: "subprocess.Popen[bytes]") -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
-            if (code := self.exit_code()) is not None:
+            if (code := process.poll()) is not None:
                 raise ServerError(f"{self}\nexited with code {code} before it was ready. {self._end_of_log()}")
             try:
                 self.get("/health", timeout_s=5)
@@ -151,9 +151,6 @@ class Server:
             except RequestError:
                 time.sleep(0.25)
         raise ServerError(f"{self}\nwas not ready after {READY_TIMEOUT_S:.0f} s. {self._end_of_log()}")
-
-    def exit_code(self) -> int | None:
-        return self._process.poll() if self._process else None
 
     def tail(self) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-60:])
