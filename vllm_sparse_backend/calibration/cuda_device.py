@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 
+from vllm_sparse_backend.calibration.external import require_module
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.engine_trial import Batch
@@ -58,11 +59,9 @@ class Card:
                 "this needs a CUDA device, but torch finds none (`sparse-prefill bench serve` and "
                 "`sparse-prefill demo` also run on a CPU)"
             )
-        try:
-            from vllm_sparse_backend.serving.compat import flash_attention
-        except ImportError as error:
-            raise ConfigurationError(f"this needs vLLM's FlashAttention, but importing vLLM failed: {error}") from None
-        if (flash := flash_attention()) is None:
+        compat = require_module("vllm_sparse_backend.serving.compat", "this needs vLLM's FlashAttention")
+        flash = compat.flash_attention()
+        if flash is None:
             raise ConfigurationError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.flash_version = _flash_version(self.device)
