@@ -31,7 +31,7 @@ STOCK = "stock"
 class Settings:
     """One configuration of this backend: the object under ``sparse_prefill``."""
 
-    values: Mapping[str, Any]
+    values: dict[str, Any]
 
     @staticmethod
     def parse(text: str, model: Path | None = None) -> "Settings":
@@ -63,7 +63,7 @@ class Settings:
     @property
     def identity(self) -> str:
         """The settings in full, with a hash of their profile, because a profile may be rebuilt under the same name."""
-        text = json.dumps(dict(self.values))
+        text = json.dumps(self.values)
         if (profile := self.values.get("profile")) is None:
             return text
         return f"{text}, {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"
@@ -164,7 +164,7 @@ def servers_to_start(
     names = [str(setting) for setting in settings]
     for name, setting in zip(names, settings):
         is_unique = names.count(name) == 1
-        label = name if is_unique else json.dumps(dict(setting.values))
+        label = name if is_unique else json.dumps(setting.values)
         ours = Contestant.served(label, model, (*args, *sparse_args(setting.values)), setting.identity)
         contestants += ours.at(levels)
     return once_each(contestants)

@@ -64,9 +64,11 @@ def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
     Relative paths in it become absolute, because the server runs in its own folder.
     """
-    files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
-    settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
-    return ("--attention-backend", "sparse-prefill", "--additional-config", json.dumps({"sparse_prefill": settings}))
+    absolute = dict(settings)
+    for name in FILES:
+        if settings.get(name) and Path(settings[name]).is_file():
+            absolute[name] = str(Path(settings[name]).resolve())
+    return ("--attention-backend", "sparse-prefill", "--additional-config", json.dumps({"sparse_prefill": absolute}))
 
 
 def device_name() -> str:
