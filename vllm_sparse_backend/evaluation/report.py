@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.evaluation.output_files import write_text
@@ -53,7 +55,7 @@ class CaseReport:
 def options_of(workload: Any, **more: Any) -> dict[str, Any]:
     """Return the fields of a dataclass with a text as JSON, which holds the text's hash."""
     sha256 = hashlib.sha256((workload.text or "").encode()).hexdigest()
-    return dict(json.loads(json.dumps(asdict(workload) | {"text": sha256[:16]} | more)))
+    return dict(to_jsonable_python(asdict(workload) | {"text": sha256[:16]} | more))
 
 
 def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ Heads with the same pattern may have different numbers within one launch.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm_sparse_backend.calibration.costs import Costs
@@ -46,11 +46,6 @@ CANDIDATES = (
 )
 """Candidates of the paper's table 7."""
 
-SIZES: dict[type[Method], tuple[str, ...]] = {
-    AShape: ("local_tokens",), VerticalSlash: ("slash_tokens", "vertical_tokens"), BlockSparse: ("top_blocks",),
-}  # fmt: skip
-"""Fields that a step may change."""
-
 STEP, MOST_STEPS = 50, 4096
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 """Budgets as multiples of the paper's cost. The paper has only 1."""
@@ -70,7 +65,8 @@ def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] =
 
 def resized(candidate: Method, steps: int) -> Method:
     """Resize a candidate (the paper's ChangeSpace)."""
-    number, field = max((getattr(candidate, field), field) for field in SIZES[type(candidate)])
+    # The largest of all numbers is one of those that table 7 varies.
+    number, field = max((number, field) for field, number in asdict(candidate).items())
     step = 1 if isinstance(candidate, BlockSparse) else STEP
     changes: dict[str, Any] = {field: steps * step + number % step}
     return replace(candidate, **changes)
