@@ -21,7 +21,7 @@ import typer
 from benchmarks.attention_check import BUDGET, Check, check_attention
 from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.figures import FigureReport
-from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, run_alone, show
+from benchmarks.options import ChunkOptions, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_kernels import IndexLayout, SparseIndex, StripeLayout, Workspace
@@ -143,16 +143,12 @@ def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tenso
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attend:
+class Attend(ChunkOptions):
     """`attend` over random indices against FlashAttention on the same pages."""
 
-    contexts: Contexts = "24576,122880"
-    chunk: Chunk = 8192
     blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, comma-separated.")] = "128,64,32"
     densities: Annotated[str, typer.Option(help="Shares of blocks to keep, comma-separated.")] = "1,0.5,0.2,0.08,0.03"
     stripes: Annotated[str, typer.Option(help="Single keys per tile, comma-separated.")] = "1024,8192"
-    json_path: Json = None
-    results: Results = None
 
     def run(self) -> None:
         """Measure each width of blocks at each density, and single keys with only the diagonal blocks."""
@@ -166,10 +162,9 @@ class Attend:
             cases += [Case(context_len, self.chunk, max(blocks), 0.0, stripes) for stripes in numbers(self.stripes)]
         with failures():
             card = Card()
-            device = torch.cuda.get_device_name(card.device)
-            report = FigureReport("attend", device, self.json_path, self.results)
+            report = self.report("attend", card)
             rows = run_attend(card, cases, report)
-            show(f"attend against FlashAttention-{card.flash_version}, {device}, {Heads()}", rows, COLUMNS)
+            show(f"attend against FlashAttention-{card.flash_version}, {report.device}, {Heads()}", rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.captured_prompts import capture_model
 from benchmarks.figures import FigureReport
 from benchmarks.method_specs import figure_name, methods_named
-from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, run_alone, show
+from benchmarks.options import ChunkOptions, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.capture import default_text
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.calibration.layer_timing import TimedLayer
@@ -191,7 +191,7 @@ def in_fp8(batch: Batch) -> Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureMethods:
+class MeasureMethods(ChunkOptions):
     """Measure whole methods against dense attention."""
 
     method: Annotated[list[str] | None, typer.Option(help="NAME or NAME:FIELD=VALUE,…; repeatable. Default: all.")] = (
@@ -203,13 +203,9 @@ class MeasureMethods:
     text: Annotated[Path | None, typer.Option(help="Text file, or folder of *.py. Default: vLLM's sources.")] = None
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out before the prompt.", min=0)] = 0
     profile: Annotated[list[str] | None, typer.Option(help="Profile of the captured model; repeatable.")] = None
-    contexts: Contexts = "24576,122880"
-    chunk: Chunk = 8192
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"], typer.Option(help="dtype of the cache: auto, or fp8 (with fp8 queries).")
     ] = "auto"
-    json_path: Json = None
-    results: Results = None
 
     def run(self) -> None:
         """Measure, and show the results."""
@@ -231,16 +227,17 @@ class MeasureMethods:
                     of_profiles[f"profile {name_of_profile(profile)}"] = captured.methods_of_profile(profile)
             of_methods = {figure_name(method): [[method] * prompts[0].num_heads] * len(prompts) for method in methods}
             plans = {label: layer_plans(heads) for label, heads in (of_methods | of_profiles).items()}
-            device = torch.cuda.get_device_name(card.device)
-            report = FigureReport("methods", device, self.json_path, self.results)
+            report = self.report("methods", card)
             inputs = Inputs(name, prompts, ())
             if is_fp8:
                 inputs = Inputs(f"{name} in fp8", [in_fp8(prompt) for prompt in prompts], prompts)
             rows = run_methods(card, inputs, plans, lengths, self.chunk, report)
-            title = (
-                f"methods against FlashAttention-{card.flash_version}, {device}, {inputs.name}, chunk of {self.chunk:,}"
+            about = f"{report.device}, {inputs.name}, chunk of {self.chunk:,}"
+            show(
+                f"methods against FlashAttention-{card.flash_version}, {about}",
+                rows,
+                FP8_COLUMNS if is_fp8 else COLUMNS,
             )
-            show(title, rows, FP8_COLUMNS if is_fp8 else COLUMNS)
 
 
 if __name__ == "__main__":
