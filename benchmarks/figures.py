@@ -7,7 +7,6 @@ adds the figures of a file by `bench serve --json` to such a file.
 """
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, command_of
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport
 
 Better = Literal["higher", "lower"]
 
@@ -60,8 +59,8 @@ class FigureReport(CaseReport):
     ) -> None:
         if results_path is not None and results_path.exists():
             read_figures(results_path)  # fails before measuring if the file is not a results file
-        default_command = command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
-        super().__init__(bench, device, json_path, command or default_command)
+        super().__init__(bench, device, json_path)
+        self.command = command or self.command.replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
         self.results_path = results_path
         self.figures: dict[str, Figure] = {}
 

@@ -28,7 +28,7 @@ def test_parse() -> None:
     }
     assert layers_of(report)[0].density == 0.25
     assert report.pairs == Pairs(5_000_000_000, 12_000_000_000)
-    assert report.attention == {"hopper": 30, "dense": 2}
+    assert report.by("layers", "attention") == {"hopper": 30, "dense": 2}
     assert report.by("compilations", "when") == {"warmup": 12}
     assert report.by("arena_overflows").total() == 1
 
@@ -37,6 +37,6 @@ def test_engines_add_up() -> None:
     """Each line appears with the first engine's label, and again with the second engine's."""
     single, double = parse_metrics(PAGE), parse_metrics(PAGE + PAGE.replace('engine="0"', 'engine="1"'))
     assert double.rows == single.rows + single.rows
-    assert double.attention == single.attention + single.attention
+    assert double.by("layers", "attention") == single.by("layers", "attention") + single.by("layers", "attention")
     assert layers_of(double)[0].kept == 2 * layers_of(single)[0].kept
     assert layers_of(double)[0].density == layers_of(single)[0].density

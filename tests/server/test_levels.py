@@ -162,7 +162,7 @@ class TestConfiguredByNestedYaml:
             yield server
 
     def test_the_settings_are_those_of_the_file(self, ours: Server) -> None:
-        assert scenario.counted(ours).attention == {"torch": CONFIG["num_hidden_layers"]}
+        assert scenario.counted(ours).by("layers", "attention") == {"torch": CONFIG["num_hidden_layers"]}
 
     def test_p_and_exact_over_the_same_prompt(self, ours: Server, servers: Servers) -> None:
         token_ids = scenario.prompt(1281, seed=7200)

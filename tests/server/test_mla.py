@@ -50,7 +50,7 @@ def test_a_server_runs_long_rows_sparse_unless_requests_are_exact(mla_model: Pat
     long, short = scenario.prompt(901, seed=1), scenario.prompt(70, seed=2)
     with Server(mla_model, (*flags(SETTINGS), *ARGS), env=ENV) as server:
         before = scenario.counted(server)
-        assert (before.rows, before.attention) == ({}, {"mla": 2})
+        assert (before.rows, before.by("layers", "attention")) == ({}, {"mla": 2})
         sparse, exact = (scenario.ask(server, long, level=level) for level in (None, 0))
         assert_same(scenario.ask(server, short), scenario.ask(server, short, level=0))
         report = scenario.counted(server, before)

@@ -91,7 +91,8 @@ def test_rows_are_counted_by_the_way_they_went(answered: Answered) -> None:
 
 def test_nothing_is_counted_before_the_first_request(servers: Servers) -> None:
     before = servers.untouched
-    assert (before.rows, scenario.layers_of(before), before.attention) == ({}, {}, {"torch": NUM_LAYERS})
+    assert (before.rows, scenario.layers_of(before)) == ({}, {})
+    assert before.by("layers", "attention") == {"torch": NUM_LAYERS}
 
 
 def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(answered: Answered) -> None:

@@ -143,7 +143,7 @@ class Crossover:
         workload, cells = ServeWorkload(lengths_to_measure(self.longest), 1, REPEATS, None), list[Cell]()
         progress.begin(f"crossover of {self.settings}", 2 * workload.num_requests)
         with opened(self.contestants(), progress) as servers:
-            layers = parse_metrics(servers[0].metrics()).attention
+            layers = parse_metrics(servers[0].metrics()).by("layers", "attention")
             for length, (dense, sparse) in alternate_requests(servers, workload, Prompts.of(servers[0]), progress):
                 if dense.first_s is None or sparse.first_s is None:
                     raise BenchError(f"{length}: no request was answered: {(dense.failures + sparse.failures)[0]}")

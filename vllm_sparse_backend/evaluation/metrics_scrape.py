@@ -52,11 +52,6 @@ class MetricsReport:
         return self.by("rows", "path", "reason")
 
     @property
-    def attention(self) -> Counter[str]:
-        """Number of the model's layers by the engine that computes their prefill attention."""
-        return self.by("layers", "attention")
-
-    @property
     def pairs(self) -> Pairs:
         """Pairs of all layers together."""
         return Pairs(self.by("kept_pairs").total(), self.by("causal_pairs").total())

@@ -29,9 +29,9 @@ class BenchError(RuntimeError):
 class CaseReport:
     """Cases of one run. The file is rewritten after each case, so an interrupted run keeps its results."""
 
-    def __init__(self, bench: str, device: str, json_path: Path | None = None, command: str | None = None) -> None:
+    def __init__(self, bench: str, device: str, json_path: Path | None = None) -> None:
         self.bench, self.device, self.json_path = bench, device, json_path
-        self.command = command or command_of(sys.argv[1:])
+        self.command = command_of(sys.argv[1:])
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         self.options: Mapping[str, Any] = {}
         """All that must be equal for another run to add to the file."""

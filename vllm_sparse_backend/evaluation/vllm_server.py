@@ -148,7 +148,8 @@ class Server:
             if (code := process.poll()) is not None:
                 raise ServerError(f"{self}\nexited with code {code} before it was ready. {self._end_of_log()}")
             try:
-                self.get("/health", timeout_s=5)
+                with connected(self.url, timeout_s=5) as send:
+                    send("/health")
                 return
             except RequestError:
                 time.sleep(0.25)
@@ -161,10 +162,6 @@ class Server:
         """Return the log's last lines, and the engine's error, which is often further up."""
         cause = root_cause(self.log_path.read_text(errors="replace"))
         return f"The end of its log:\n{self.tail()}" + (f"\nThe engine's own error: {cause}" if cause else "")
-
-    def get(self, path: str, *, timeout_s: float = 60) -> str:
-        with connected(self.url, timeout_s) as send:
-            return send(path).read().decode()
 
     def stop(self) -> None:
         """Ask the server to end, then kill the rest of its process group."""
