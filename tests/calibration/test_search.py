@@ -286,9 +286,10 @@ def pattern_head(error=lambda method: 0.0):
     return lambda method: figures(error(method), kept(method))
 
 
-def test_candidates_of_minference_cost_the_same():
+def test_candidates_of_minference_cost_the_same(monkeypatch):
+    monkeypatch.setattr(minference, "BUDGETS", (0.5, 1.0, 2.0))
     judge = FakeJudge(*[pattern_head()] * 3)
-    half, paper, double = minference.search_spaces(judge, pattern_costs(), (0.5, 1.0, 2.0))
+    half, paper, double = minference.search_spaces(judge, pattern_costs())
     assert paper[0] == minference.TARGET
     for budget, space in ((0.5, half), (1.0, paper), (2.0, double)):
         assert [type(method) for method in space] == [type(method) for method in minference.CANDIDATES]
@@ -297,12 +298,13 @@ def test_candidates_of_minference_cost_the_same():
             assert kept(method) + selection == pytest.approx(0.128 * budget, abs=75 / 40_000)  # half a step
 
 
-def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
+def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets(monkeypatch):
+    monkeypatch.setattr(minference, "BUDGETS", (1.0,))
     # A selection that costs more than the whole budget.
-    ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), pattern_costs(0.2), (1.0,))
+    ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), pattern_costs(0.2))
     assert only == minference.TARGET
-    budgets = (1.0, 7.0, 7.1, 100.0)  # 0.9 · 40,000 / 5,120 = 7.03
-    assert len(list(minference.search_spaces(FakeJudge(pattern_head()), pattern_costs(), budgets))) == 2
+    monkeypatch.setattr(minference, "BUDGETS", (1.0, 7.0, 7.1, 100.0))  # 0.9 · 40,000 / 5,120 = 7.03
+    assert len(list(minference.search_spaces(FakeJudge(pattern_head()), pattern_costs()))) == 2
 
 
 def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():

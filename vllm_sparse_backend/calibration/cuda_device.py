@@ -64,7 +64,8 @@ class Card:
         if flash is None:
             raise ConfigurationError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.flash_version = _flash_version(self.device)
+        major, _ = torch.cuda.get_device_capability(self.device)
+        self.flash_version = 3 if major == 9 else compat.flash_attention_version() or 2  # as a server's dense attention
         self.engines = engines(flash)
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
@@ -131,12 +132,3 @@ def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:
     for _, run in spans:
         run()
     return (time.thread_time() - began) * 1e3
-
-
-def _flash_version(device: torch.device) -> int:
-    """Return the version of FlashAttention that a server's dense attention uses."""
-    if torch.cuda.get_device_capability(device)[0] == 9:
-        return 3
-    from vllm_sparse_backend.serving.compat import flash_attention_version
-
-    return flash_attention_version() or 2

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from itertools import cycle, islice
 from pathlib import Path
@@ -48,27 +47,27 @@ Send = Callable[..., HTTPResponse]
 @contextmanager
 def connected(url: str, timeout_s: float = TIMEOUT_S) -> Iterator[Send]:
     """Connect to a server. Any failure of the request or of reading its answer raises RequestError."""
+
+    def send(path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        data = None if body is None else json.dumps(body).encode()
+        connection.request("GET" if body is None else "POST", parts.path + path, data, headers)
+        response = connection.getresponse()
+        if not 200 <= response.status < 300:
+            said = response.read().decode(errors="replace")
+            raise RequestError(f"answered {response.status}: {said[:2000]}", response.status)
+        return response
+
     try:
         parts = urlsplit(url)
         # A direct connection: requests to loopback must not use the environment's proxy.
         connection = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc, timeout=timeout_s)
         with closing(connection):
             connection.connect()
-            yield partial(_send, connection, parts.path)
+            yield send
     except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         raise RequestError(f"{type(error).__name__}: {error}") from None
-
-
-def _send(connection: HTTPConnection, prefix: str, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
-    key = os.environ.get("OPENAI_API_KEY") or "none"
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    data = None if body is None else json.dumps(body).encode()
-    connection.request("GET" if body is None else "POST", prefix + path, data, headers)
-    response = connection.getresponse()
-    if not 200 <= response.status < 300:
-        said = response.read().decode(errors="replace")
-        raise RequestError(f"answered {response.status}: {said[:2000]}", response.status)
-    return response
 
 
 @dataclass(frozen=True)

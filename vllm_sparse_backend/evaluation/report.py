@@ -31,7 +31,7 @@ class CaseReport:
 
     def __init__(self, bench: str, device: str, json_path: Path | None = None) -> None:
         self.bench, self.device, self.json_path = bench, device, json_path
-        self.command = command_of(sys.argv[1:])
+        self.command = command_line()
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         self.options: Mapping[str, Any] = {}
         """All that must be equal for another run to add to the file."""
@@ -78,9 +78,9 @@ def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return results
 
 
-def command_of(arguments: Sequence[str]) -> str:
+def command_line() -> str:
     """Return the command that repeats the measurement elsewhere, without paths of folders."""
-    names = [Path(argument).name if Path(argument).is_absolute() else argument for argument in arguments]
+    names = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
     return shlex.join(["sparse-prefill", *names])
 
 

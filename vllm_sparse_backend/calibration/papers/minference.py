@@ -20,7 +20,7 @@ Heads with the same pattern may have different numbers within one launch.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -54,10 +54,10 @@ Space = tuple[Method, ...]
 """Candidates of equal cost."""
 
 
-def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] = BUDGETS) -> Iterator[Space]:
+def search_spaces(judge: CapturedLayer, costs: Costs) -> Iterator[Space]:
     """Resize the candidates to each budget, in at most twelve passes per candidate."""
     dense_ms = _layer_ms(judge, costs, Dense())
-    for budget in budgets:
+    for budget in BUDGETS:
         aim = budget * _layer_ms(judge, costs, TARGET)
         if aim < (1 - LEAST_SPARSITY) * dense_ms:
             yield tuple(filter(None, (_fitted(judge, costs, candidate, aim) for candidate in CANDIDATES)))
