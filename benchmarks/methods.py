@@ -30,8 +30,8 @@ from benchmarks.figures import FigureReport
 from benchmarks.method_specs import figure_name, methods_named
 from benchmarks.options import ChunkOptions, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.capture import default_text
+from vllm_sparse_backend.calibration.costs import TimedLayer
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
-from vllm_sparse_backend.calibration.layer_timing import TimedLayer
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_backend.config.plan import layer_plans
 from vllm_sparse_backend.config.profile import name_of_profile

@@ -8,15 +8,19 @@ attention to all pairs. Of the last cost, a head pays the share of pairs that it
 The device is measured once, on the first layer that can run sparse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import torch
+
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
-from vllm_sparse_backend.calibration.layer_timing import TimedLayer
+from vllm_sparse_backend.calibration.judge import with_engine
+from vllm_sparse_kernels.attention import AttendEngine
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -49,6 +53,29 @@ class Costs:
         """Return the time that one more head of a method's kind takes."""
         cost = self.of(method)
         return cost.head_ms + density * cost.full_ms
+
+
+@dataclass
+class TimedLayer:
+    """One layer's part of a pass: its chunk, the layer as a server would run it, and its output."""
+
+    batch: Batch
+    served: Layer
+    call: Call
+    out: torch.Tensor
+
+    @staticmethod
+    def of(batch: Batch, plan: LayerPlan, engines: Mapping[str, AttendEngine]) -> "TimedLayer":
+        """Prepare a layer's chunk for attention on one of the device's engines."""
+        served = Layer.of(plan, batch.cache.head_dim, batch.q.device)
+        call = served.new_call(batch.q, batch.cache, batch.rows, batch.scale)
+        return TimedLayer(batch, with_engine(served, call, engines), call, batch.empty_out())
+
+    def select(self) -> None:
+        self.served.select(self.call)
+
+    def attend(self) -> None:
+        self.served.attend(self.call, self.out)
 
 
 def measure_costs(card: Card, read_batches: Callable[[], Sequence[Batch]]) -> Costs:

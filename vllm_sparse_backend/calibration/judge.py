@@ -20,7 +20,6 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_sparse_backend.calibration.capture import Capture, LayerTensors
-from vllm_sparse_backend.calibration.layer_timing import with_engine
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.streaming_heads import (
     PROMPT_TOKENS,
@@ -29,7 +28,8 @@ from vllm_sparse_backend.streaming_heads import (
     streaming_method,
 )
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
-from vllm_sparse_kernels.attention import AttendEngine
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
@@ -205,6 +205,12 @@ class LayerPrompt:
             pairs.append(index.pairs_of_heads())
         (num_tokens,) = self.batches[-1].rows.seq_lens
         return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
+
+
+def with_engine(layer: Layer, call: Call, engines: Mapping[str, AttendEngine]) -> Layer:
+    """Return the layer with the attention engine that a server would use."""
+    spec = AttendSpec.of(call.cache, call.index, layer.options)
+    return replace(layer, engine=choose_engine(engines.values(), spec).engine)
 
 
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
