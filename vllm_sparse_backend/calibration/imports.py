@@ -27,14 +27,13 @@ PATTERNS: dict[str, Callable[[int, int], Method]] = {
     "block_sparse": lambda a, b: make_method("block_sparse", {"top_blocks": 100}),
 }
 
-Number = Annotated[StrictStr, Field(pattern="^(0|[1-9][0-9]{0,5})$")]
 Count = Annotated[StrictInt, Field(ge=0)]
 
 
 class ClusterFile(Section):
     """Contents of SharePrefill's cluster file."""
 
-    clusters: dict[Number, list[tuple[Count, Count]]]
+    clusters: dict[Annotated[StrictStr, Field(pattern="^(0|[1-9][0-9]{0,5})$")], list[tuple[Count, Count]]]
     """Layer and head of each member, by cluster."""
     shared_clusters: list[StrictStr]
 

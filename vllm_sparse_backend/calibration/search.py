@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, combinations, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from vllm_sparse_backend.calibration.costs import Costs
 from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer, HeadResult
@@ -23,8 +23,6 @@ LEAST_SPARSITY = 0.1
 
 MOST_KINDS = 3
 """Maximum number of sparse kinds of methods in a layer: each kind adds a selection."""
-
-MethodT = TypeVar("MethodT", bound=Method)
 
 IsAllowed = Callable[[int, Method], bool]
 """Returns whether a head may use a method: False if the method missed the bound jointly with other heads."""
@@ -176,7 +174,7 @@ def default_ladder(name: str) -> list[Method]:
     return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
 
 
-def halved(ladder: Sequence[MethodT]) -> list[MethodT]:
+def halved(ladder: Sequence[Method]) -> list[Method]:
     """Insert a setting between neighbours that differ in one float parameter."""
     finer = list(ladder[:1])
     for before, after in pairwise(ladder):

@@ -40,13 +40,12 @@ class RequestError(RuntimeError):
         self.status = status
 
 
-Send = Callable[..., HTTPResponse]
-"""GETs a path, or POSTs a body to it as JSON: ``send(path, body=None)``."""
-
-
 @contextmanager
-def connected(url: str, timeout_s: float = TIMEOUT_S) -> Iterator[Send]:
-    """Connect to a server. Any failure of the request or of reading its answer raises RequestError."""
+def connected(url: str, timeout_s: float = TIMEOUT_S) -> Iterator[Callable[..., HTTPResponse]]:
+    """Connect to a server, and yield ``send(path, body=None)``, which GETs a path or POSTs a body to it as JSON.
+
+    Any failure of the request or of reading its answer raises RequestError.
+    """
 
     def send(path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
         key = os.environ.get("OPENAI_API_KEY") or "none"

@@ -50,12 +50,9 @@ STEP, MOST_STEPS = 50, 4096
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 """Budgets as multiples of the paper's cost. The paper has only 1."""
 
-Space = tuple[Method, ...]
-"""Candidates of equal cost."""
 
-
-def search_spaces(judge: CapturedLayer, costs: Costs) -> Iterator[Space]:
-    """Resize the candidates to each budget, in at most twelve passes per candidate."""
+def search_spaces(judge: CapturedLayer, costs: Costs) -> Iterator[tuple[Method, ...]]:
+    """Yield candidates of equal cost for each budget, resized in at most twelve passes per candidate."""
     dense_ms = _layer_ms(judge, costs, Dense())
     for budget in BUDGETS:
         aim = budget * _layer_ms(judge, costs, TARGET)
