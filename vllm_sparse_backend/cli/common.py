@@ -170,7 +170,7 @@ def serve_lengths(
     from vllm_sparse_backend.evaluation.serve_bench import Length
 
     if text is None:
-        return tuple(map(Length, fitting_lengths("--lengths", defaults, output_tokens, model)))
+        return tuple(map(Length, prompt_lengths("--lengths", None, defaults, output_tokens, model)))
     form = "whole numbers above 0, or NEW+CACHED"
     return tuple(Length(*counts) for counts in _sums("--lengths", text, rf"{TOKENS}(\+{TOKENS})?", form))
 
@@ -196,12 +196,16 @@ def require_known(option: str, names: Iterable[str], known: Collection[str]) -> 
             raise ConfigurationError(f"{option}: {not_one_of(name, known)}")
 
 
-def fitting_lengths(option: str, lengths: Sequence[int], output_tokens: int, model: Path | None) -> list[int]:
-    """Return the lengths of an option's default that fit into the model's positions with their answers."""
+def prompt_lengths(
+    option: str, text: str | None, defaults: Sequence[int], output_tokens: int, model: Path | None
+) -> list[int]:
+    """Parse prompt lengths; by default, return those that fit into the model's positions with their answers."""
+    if text is not None:
+        return token_counts(option, text)
     from vllm_sparse_backend.config.model_check import max_positions, read_config
 
     most = None if model is None else max_positions(read_config(model))
-    fitting = [length for length in lengths if most is None or length + output_tokens <= most]
+    fitting = [length for length in defaults if most is None or length + output_tokens <= most]
     if not fitting:
         raise BenchError(f"{option}: given none, expected lengths within the {most:,} positions of {model}")
     return fitting

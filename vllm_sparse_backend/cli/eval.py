@@ -106,11 +106,8 @@ class Report:
             settings = common.settings_of(self.settings, self.model)
             output_tokens = model_report.OUTPUT_TOKENS
             lengths = common.serve_lengths(self.lengths, model_report.LENGTHS, output_tokens, self.model)
-            option, defaults = "--answer-lengths", model_report.ANSWER_LENGTHS
-            answer_lengths = (
-                common.token_counts(option, self.answer_lengths)
-                if self.answer_lengths
-                else common.fitting_lengths(option, defaults, output_tokens, self.model)
+            answer_lengths = common.prompt_lengths(
+                "--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS, output_tokens, self.model
             )
             text = read_prompt_text(self.text) if self.text else project_text()
             speed = model_report.speed_workload(lengths, text)

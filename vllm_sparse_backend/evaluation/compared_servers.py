@@ -163,8 +163,7 @@ def servers_to_start(
     contestants = [Contestant.served(STOCK, model, args, STOCK)]
     names = [str(setting) for setting in settings]
     for name, setting in zip(names, settings):
-        is_unique = names.count(name) == 1
-        label = name if is_unique else json.dumps(setting.values)
+        label = name if names.count(name) == 1 else json.dumps(setting.values)
         ours = Contestant.served(label, model, (*args, *sparse_args(setting.values)), setting.identity)
         contestants += ours.at(levels)
     return once_each(contestants)
