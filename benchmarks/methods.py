@@ -14,6 +14,7 @@ data: the output's error relative to FlashAttention on bf16, next to the error o
 of fp8 on a method, relative to the same method on bf16, including its selection.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,18 +28,19 @@ from benchmarks.attention_check import check_attention
 from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.captured_prompts import capture_model
 from benchmarks.figures import FigureReport
-from benchmarks.method_specs import figure_name, methods_named
 from benchmarks.options import ChunkOptions, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.capture import default_text
 from vllm_sparse_backend.calibration.costs import TimedLayer
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.cli.common import failures
+from vllm_sparse_backend.config.method_parameters import changed_fields, make_method
 from vllm_sparse_backend.config.plan import layer_plans
 from vllm_sparse_backend.config.profile import name_of_profile
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import LayerPlan
+from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
 
@@ -79,6 +81,32 @@ class Inputs:
     """Prompts by layer."""
     unrounded: Sequence[Batch]
     """The prompts before they were rounded to fp8; empty without rounding."""
+
+
+def parse_method(text: str) -> Method:
+    """Parse a text such as ``anchor_attention:theta=9``, or a name. Raises BenchError for anything else."""
+    name, _, fields = text.partition(":")
+    pairs = [part.partition("=") for part in fields.split(",") if part]
+    try:
+        return make_method(name.strip(), {field.strip(): json.loads(value) for field, _, value in pairs})
+    except ValueError as error:
+        expected = "expected NAME or NAME:FIELD=NUMBER,FIELD=NUMBER"
+        raise BenchError(f"--method: given {text!r}: {error}; {expected}") from None
+
+
+def figure_name(method: Method) -> str:
+    """Return a method's name with the parameters that differ from its defaults."""
+    params = changed_fields(method).items()
+    values = [f"{name}={f'{x:g}' if isinstance(x, float) else json.dumps(x)}" for name, x in params]
+    return " ".join([name_of(method), *values])
+
+
+def methods_named(texts: Sequence[str]) -> list[Method]:
+    """Return the named methods; without names, all methods at their defaults."""
+    if texts:
+        return [parse_method(text) for text in texts]
+    # share_prefill runs with a profile only.
+    return [spec.parameters() for name, spec in METHODS.items() if name not in ("dense", "share_prefill")]
 
 
 def run_methods(
