@@ -32,7 +32,7 @@ import numpy as np
 import typer
 from scipy.stats import linregress
 
-from benchmarks.options import Json, run_alone
+from benchmarks.options import Json, run_alone, show
 from benchmarks.traffic import CacheReads, Settings, endpoint_of, show_rows
 from vllm_sparse_backend.calibration.capture import load_tokenizer
 from vllm_sparse_backend.calibration.prompts import encoder
@@ -42,7 +42,7 @@ from vllm_sparse_backend.evaluation.answer_tables import mean_and_error, ratio_o
 from vllm_sparse_backend.evaluation.answer_workload import require_room
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, table_of
+from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.tasks import fact_thread
 from vllm_sparse_backend.prompts.lookups import NAMES, Encode, begin_ids
 from vllm_sparse_backend.prompts.texts import read_prompt_text
@@ -150,12 +150,14 @@ class Turns:
         # Threads would share one interpreter lock and send too slowly.
         with ProcessPoolExecutor(len(endpoints)) as pool:
             first, *others = pool.map(partial(run_all, drawn), endpoints)
-        compared = {endpoint.name: Comparison.of(outcomes, first) for endpoint, outcomes in zip(endpoints[1:], others)}
-        slopes = [row for name, comparison in compared.items() for row in comparison.slopes(name)]
-        show_rows(
-            (row for name, comparison in compared.items() for row in comparison.rows(name)), self.out, slopes=slopes
-        )
-        print(table_of("Change per turn", {column: column for column in slopes[0]}, slopes))
+        rows: list[dict[str, Any]] = []
+        slopes: list[dict[str, Any]] = []
+        for endpoint, outcomes in zip(endpoints[1:], others):
+            comparison = Comparison.of(outcomes, first)
+            rows += comparison.rows(endpoint.name)
+            slopes += comparison.slopes(endpoint.name)
+        show_rows(rows, self.out, slopes=slopes)
+        show("Change per turn", slopes)
 
     def draw(self) -> Iterator[Conversation]:
         """Yield conversations, each from another stretch of the text."""
