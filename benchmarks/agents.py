@@ -31,9 +31,8 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter
 
-from benchmarks.options import Json, numbers
-from benchmarks.traffic import STATISTICS, CacheReads, Settings, compare, endpoint_of, show_rows, texts_of
-from vllm_sparse_backend.cli.commands import run_alone
+from benchmarks.options import numbers, run_alone
+from benchmarks.traffic import STATISTICS, CacheReads, Traffic, compare, show_rows
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, TimedAnswer
 from vllm_sparse_backend.evaluation.report import BenchError
 
@@ -103,19 +102,16 @@ def rows(
             continue
         about = {"contexts to": limit, "turns": f"{sum(counted)} of {sum(planned)}"}
         turns = {name: [done[:n] for done, n in zip(of_name, counted)] for name, of_name in answers.items()}
-        first = {name: [[turn.first_token_s for turn in done] for done in of_name] for name, of_name in turns.items()}
-        last = {name: [[turn.last_token_s for turn in done] for done in of_name] for name, of_name in turns.items()}
-        for statistic in STATISTICS:
-            yield compare(about | {"figure": "TTFT"}, first, statistic)
-        yield compare(about | {"figure": "whole"}, last, "sum")
+        for figure, until, statistics in (("TTFT", "first_token_s", STATISTICS), ("whole", "last_token_s", ("sum",))):
+            seconds = {name: [[getattr(turn, until) for turn in done] for done in turns[name]] for name in turns}
+            for statistic in statistics:
+                yield compare(about | {"figure": figure}, seconds, statistic)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agents:
+class Agents(Traffic):
     """Measure TTFT and whole time of agents' sessions."""
 
-    text: Path
-    settings: Settings
     to: Annotated[str, typer.Option(help="Largest contexts. The table has the turns up to each.")] = "40000,80000"
     start: Annotated[int, typer.Option(help="Tokens of a session's first request, which is not counted.")] = 10_000
     growth: Annotated[str, typer.Option(help="Fewest and most new tokens of a turn.")] = "600,6000"
@@ -123,17 +119,15 @@ class Agents:
     tokens: Annotated[int, typer.Option(help="Output tokens of a turn.")] = 150
     rounds: Annotated[int, typer.Option(help="Times that each setting runs, each with new texts.")] = 1
     budget: Annotated[float, typer.Option(help="Seconds for all rounds. No turn starts later.")] = 600.0
-    seed: int = 0
     baseline: Annotated[
         Path | None, typer.Option(help="--json of a run of the same requests. Its first setting is the baseline.")
     ] = None
-    out: Json = None
 
     def run(self) -> None:
-        endpoints = [endpoint_of(setting) for setting in self.settings]
+        endpoints, texts = self.connect()
         limits = numbers(self.to)
         fewest, most = numbers(self.growth)
-        texts, rng, began = texts_of(self.text, endpoints[0], self.seed), random.Random(self.seed), time.monotonic()
+        rng, began = random.Random(self.seed), time.monotonic()
         rounds = [
             [Session.draw(texts, rng, self.start, (fewest, most), max(limits)) for _ in range(self.sessions)]
             for _ in range(self.rounds)

@@ -12,18 +12,18 @@ checked before it is timed.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from benchmarks.attention_check import BUDGET, Check, check_attention
 from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
-from benchmarks.figures import Report
-from benchmarks.options import Chunk, Contexts, Json, Results, difference, numbers, show
+from benchmarks.figures import FigureReport
+from benchmarks.options import ChunkOptions, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
-from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_kernels import IndexLayout, SparseIndex, StripeLayout, Workspace
 from vllm_sparse_kernels.attention import AttendSpec, choose_engine
@@ -52,38 +52,31 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """Random blocks kept with probability ``density``, and up to ``stripes`` single keys per tile."""
 
-    context_len: int
-    query_len: int
     block_tokens: int
     density: float
     stripes: int = 0
 
-    @property
-    def name(self) -> str:
-        kept = (
-            f"stripes {self.stripes:,}" if self.stripes else f"blocks of {self.block_tokens}, density {self.density:g}"
-        )
-        return f"chunk after {self.context_len:,}, {kept}"
+    def __str__(self) -> str:
+        if self.stripes:
+            return f"stripes {self.stripes:,}"
+        return f"blocks of {self.block_tokens}, density {self.density:g}"
 
 
-def run_attend(card: Card, cases: Sequence[Case], report: Report) -> Iterator[dict[str, Any]]:
-    """Measure case by case, and yield each case when it is reported."""
-    batches: list[Batch] = []
-    made_for = None
+def run_attend(
+    card: Card, context_len: int, query_len: int, cases: Sequence[Case], report: FigureReport
+) -> Iterator[dict[str, Any]]:
+    """Measure the cases of a chunk, and yield each case when it is reported."""
+    prompts = (planted_prompt(Heads(), context_len + query_len, card.device, seed) for seed in range(NUM_INPUTS))
+    batches = [chunk_of(prompt, context_len, query_len) for prompt in prompts]
     for case in cases:
-        if made_for != (case.context_len, case.query_len):
-            made_for = (case.context_len, case.query_len)
-            batches.clear()  # before new batches are made, because two batches might not fit
-            prompts = (planted_prompt(Heads(), sum(made_for), card.device, seed) for seed in range(NUM_INPUTS))
-            batches += [chunk_of(prompt, *made_for) for prompt in prompts]
-        row = _measure(card, case, batches, [random_index(batch, case) for batch in batches])
+        row = {"context_len": context_len, "query_len": query_len, **_measure(card, case, batches)}
         report.add_case(row)
         if "efficiency" in row:
-            report.add_figure(f"attend, {case.name}: efficiency", row["efficiency"], "ratio", "higher")
+            name = f"attend, chunk after {context_len:,}, {case}: efficiency"
+            report.add_figure(name, row["efficiency"], "ratio", "higher")
         yield row
 
 
@@ -106,7 +99,8 @@ def random_index(batch: Batch, case: Case) -> SparseIndex:
     return index
 
 
-def _measure(card: Card, case: Case, batches: Sequence[Batch], indices: Sequence[SparseIndex]) -> dict[str, Any]:
+def _measure(card: Card, case: Case, batches: Sequence[Batch]) -> dict[str, Any]:
+    indices = [random_index(batch, case) for batch in batches]
     engine = choose_engine(card.engines.values(), AttendSpec.of(batches[0].cache, indices[0], None)).engine
     outs, dense_outs = ([batch.empty_out() for batch in batches] for _ in range(2))
 
@@ -120,8 +114,7 @@ def _measure(card: Card, case: Case, batches: Sequence[Batch], indices: Sequence
     check = check_attention(batches[0], indices[0], outs[0])
     everything = sum(batch.num_heads * causal_pairs(batch.rows) for batch in batches)
     row: dict[str, Any] = {
-        "engine": engine.name, "context_len": case.context_len, "query_len": case.query_len,
-        "block_tokens": case.block_tokens, "stripes": case.stripes or None,
+        "engine": engine.name, "block_tokens": case.block_tokens, "stripes": case.stripes or None,
         "density": sum(int(index.kept_pairs()) for index in indices) / everything, "error_ratio": check.ratio,
     }  # fmt: skip
     if problem := _problem(case, check, outs[0], dense_outs[0]):
@@ -144,32 +137,27 @@ def _problem(case: Case, check: Check, out: torch.Tensor, dense_out: torch.Tenso
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attend:
+class Attend(ChunkOptions):
     """`attend` over random indices against FlashAttention on the same pages."""
 
-    contexts: Contexts = "24576,122880"
-    chunk: Chunk = 8192
     blocks: Annotated[str, typer.Option(help="Widths of blocks in keys, comma-separated.")] = "128,64,32"
     densities: Annotated[str, typer.Option(help="Shares of blocks to keep, comma-separated.")] = "1,0.5,0.2,0.08,0.03"
     stripes: Annotated[str, typer.Option(help="Single keys per tile, comma-separated.")] = "1024,8192"
-    json_path: Json = None
-    results: Results = None
 
     def run(self) -> None:
         """Measure each width of blocks at each density, and single keys with only the diagonal blocks."""
-        blocks, cases = numbers(self.blocks), []
-        for context_len in numbers(self.contexts):
-            cases += [
-                Case(context_len, self.chunk, block_tokens, float(density))
-                for block_tokens in blocks
-                for density in self.densities.split(",")
-            ]
-            cases += [Case(context_len, self.chunk, max(blocks), 0.0, stripes) for stripes in numbers(self.stripes)]
+        blocks = numbers(self.blocks)
+        densities = [float(density) for density in self.densities.split(",")]
+        cases = [Case(block_tokens, density) for block_tokens in blocks for density in densities]
+        cases += [Case(max(blocks), 0.0, stripes) for stripes in numbers(self.stripes)]
         with failures():
             card = Card()
-            report = Report("attend", card.name, self.json_path, self.results)
-            rows = run_attend(card, cases, report)
-            show(f"attend against {card.dense_name}, {card.name}, {Heads()}", rows, COLUMNS)
+            report = self.report("attend", card)
+            # One context at a time, because the inputs of two might not fit.
+            rows = chain.from_iterable(
+                run_attend(card, context_len, self.chunk, cases, report) for context_len in numbers(self.contexts)
+            )
+            show(f"attend against FlashAttention-{card.flash_version}, {report.device}, {Heads()}", rows, COLUMNS)
 
 
 if __name__ == "__main__":

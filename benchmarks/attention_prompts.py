@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from vllm_sparse_backend.calibration.judge import chunk_rows, paged
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_kernels import PagedCache, Rows
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.paged import USUAL_PAGE_SIZE
 from vllm_sparse_kernels.rows import ceil_div
 
 DENSITY = 0.1
@@ -58,15 +58,13 @@ def planted_prompt(heads: Heads, num_tokens: int, device: torch.device, seed: in
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device)
 
-    num_kv_heads, head_dim, page = heads.num_kv_heads, heads.head_dim, USUAL_PAGE_SIZE
+    num_kv_heads, head_dim = heads.num_kv_heads, heads.head_dim
     wanted = PLANTED * torch.nn.functional.normalize(normal(num_kv_heads, 1, head_dim), dim=-1)
     runs = torch.rand(ceil_div(num_tokens, RUN_TOKENS), num_kv_heads, 1, generator=generator, device=device) < DENSITY
     planted = runs.repeat_interleave(RUN_TOKENS, 0)[:num_tokens]
-    pages = torch.zeros(ceil_div(num_tokens, page) * page, num_kv_heads, 2, head_dim, dtype=heads.dtype, device=device)
-    pages[:num_tokens, :, 0] = (normal(num_tokens, num_kv_heads, head_dim) + planted * wanted[:, 0]).to(heads.dtype)
-    pages[:num_tokens, :, 1] = normal(num_tokens, num_kv_heads, head_dim).to(heads.dtype)
+    k = normal(num_tokens, num_kv_heads, head_dim) + planted * wanted[:, 0]
+    v = normal(num_tokens, num_kv_heads, head_dim)
     q = normal(num_tokens, num_kv_heads, heads.num_heads // num_kv_heads, head_dim) + wanted
-    keys, values = pages.unflatten(0, (-1, page)).flatten(3).split(head_dim, -1)
-    table = torch.arange(len(keys), dtype=torch.int32, device=device)[None]
-    rows = Rows((0,), (num_tokens,), (0,), table)
+    keys, values = paged(torch.cat((k, v), -1).to(heads.dtype)).split(head_dim, -1)  # next to each other, as in vLLM
+    (rows,) = chunk_rows(num_tokens, num_tokens, device)
     return Batch(q.flatten(1, 2).to(heads.dtype), PagedCache(keys, values), rows, head_dim**-0.5)

@@ -7,22 +7,26 @@ adds the figures of a file by `bench serve --json` to such a file.
 """
 
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from vllm_sparse_backend.evaluation import report as product
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.evaluation.report import BenchError
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport
 
 Better = Literal["higher", "lower"]
-Named = tuple[str, float | None, str, Better]
-"""A figure's name, value and unit, and whether higher or lower is better."""
+
+SERVE_FIGURES: Mapping[str, tuple[str, str, Better]] = {
+    "ttft_speed_up": ("TTFT, speed-up", "ratio", "higher"),
+    "ours_first_s": ("TTFT", "s", "lower"),
+    "density": ("density of its sparse rows", "share", "lower"),
+    "tpot_speed_up": ("TPOT, speed-up", "ratio", "higher"),
+}
+"""Name and unit of each figure in a case of `bench serve`, and whether higher or lower is better."""
 
 
 def today() -> str:
@@ -42,7 +46,7 @@ class Figure:
     date: str = field(default_factory=today)
 
 
-class Report(product.Report):
+class FigureReport(CaseReport):
     """A run's cases and figures. ``results_path`` is a file of many runs' figures, in which a figure keeps its bar."""
 
     def __init__(
@@ -55,8 +59,8 @@ class Report(product.Report):
     ) -> None:
         if results_path is not None and results_path.exists():
             read_figures(results_path)  # fails before measuring if the file is not a results file
-        default_command = product.command_of(sys.argv[1:]).replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
-        super().__init__(bench, device, json_path, command or default_command)
+        super().__init__(bench, device, json_path)
+        self.command = command or self.command.replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
         self.results_path = results_path
         self.figures: dict[str, Figure] = {}
 
@@ -85,17 +89,6 @@ def read_figures(path: Path) -> list[Figure]:
         raise BenchError(f"{path}: {error}; expected a figure as a JSON object on each line") from None
 
 
-def of_serve(cases: Sequence[Mapping[str, Any]]) -> Iterator[Named]:
-    """Yield the figures of `bench serve`. Lengths without answers have no ratio."""
-    for case in cases:
-        about = f"vllm serve, {case['label']}, {case['case']}"
-        yield f"{about}: TTFT, speed-up", case.get("ttft_speed_up"), "ratio", "higher"
-        if "ttft_speed_up" in case:
-            yield f"{about}: TTFT", case["ours_first_s"], "s", "lower"
-            yield f"{about}: density of its sparse rows", case["density"], "share", "lower"
-        yield f"{about}: TPOT, speed-up", case.get("tpot_speed_up"), "ratio", "higher"
-
-
 def main(
     measured: Annotated[Path, typer.Argument(help="File by --json of `bench serve`.")],
     results: Annotated[Path, typer.Argument(help="List of figures to merge these into.")],
@@ -103,10 +96,11 @@ def main(
     data = json.loads(measured.read_text(encoding="utf-8"))
     if data["bench"] != "serve":
         raise BenchError(f"{measured}: given a file of {data['bench']}, expected one of bench serve")
-    report = Report(data["bench"], data["device"], None, results, data["command"])
-    for name, value, unit, better in of_serve(data["cases"]):
-        if value is not None:
-            report.add_figure(name, value, unit, better)
+    report = FigureReport(data["bench"], data["device"], None, results, data["command"])
+    for case in data["cases"]:
+        for key, (name, unit, better) in SERVE_FIGURES.items():
+            if case.get(key) is not None:
+                report.add_figure(f"vllm serve, {case['label']}, {case['case']}: {name}", case[key], unit, better)
     print(f"{len(report.figures)} figures in {results}")
 
 

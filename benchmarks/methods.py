@@ -14,11 +14,12 @@ data: the output's error relative to FlashAttention on bf16, next to the error o
 of fp8 on a method, relative to the same method on bf16, including its selection.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -26,21 +27,20 @@ import typer
 from benchmarks.attention_check import check_attention
 from benchmarks.attention_prompts import Heads, chunk_of, planted_prompt
 from benchmarks.captured_prompts import capture_model
-from benchmarks.figures import Report
-from benchmarks.method_specs import figure_name, methods_named
-from benchmarks.options import Chunk, Contexts, Json, Methods, Results, Text, difference, numbers, show
+from benchmarks.figures import FigureReport
+from benchmarks.options import ChunkOptions, difference, numbers, run_alone, show
 from vllm_sparse_backend.calibration.capture import default_text
+from vllm_sparse_backend.calibration.costs import TimedLayer
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
-from vllm_sparse_backend.calibration.layer_timing import TimedLayer
-from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.cli.common import failures
-from vllm_sparse_backend.config.errors import not_one_of
+from vllm_sparse_backend.config.method_parameters import changed_fields, make_method
 from vllm_sparse_backend.config.plan import layer_plans
 from vllm_sparse_backend.config.profile import name_of_profile
 from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import LayerPlan
+from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import FP8, PagedCache
 
@@ -83,13 +83,39 @@ class Inputs:
     """The prompts before they were rounded to fp8; empty without rounding."""
 
 
+def parse_method(text: str) -> Method:
+    """Parse a text such as ``anchor_attention:theta=9``, or a name. Raises BenchError for anything else."""
+    name, _, fields = text.partition(":")
+    pairs = [part.partition("=") for part in fields.split(",") if part]
+    try:
+        return make_method(name.strip(), {field.strip(): json.loads(value) for field, _, value in pairs})
+    except ValueError as error:
+        expected = "expected NAME or NAME:FIELD=NUMBER,FIELD=NUMBER"
+        raise BenchError(f"--method: given {text!r}: {error}; {expected}") from None
+
+
+def figure_name(method: Method) -> str:
+    """Return a method's name with the parameters that differ from its defaults."""
+    params = changed_fields(method).items()
+    values = [f"{name}={f'{x:g}' if isinstance(x, float) else json.dumps(x)}" for name, x in params]
+    return " ".join([name_of(method), *values])
+
+
+def methods_named(texts: Sequence[str]) -> list[Method]:
+    """Return the named methods; without names, all methods at their defaults."""
+    if texts:
+        return [parse_method(text) for text in texts]
+    # share_prefill runs with a profile only.
+    return [spec.parameters() for name, spec in METHODS.items() if name not in ("dense", "share_prefill")]
+
+
 def run_methods(
     card: Card,
     inputs: Inputs,
     plans: Mapping[str, Sequence[LayerPlan | None]],
     contexts: Sequence[int],
     query_len: int,
-    report: Report,
+    report: FigureReport,
 ) -> Iterator[dict[str, Any]]:
     """Measure each method after each context, and yield each case when it is reported."""
     for context_len in contexts:
@@ -99,23 +125,26 @@ def run_methods(
         truths = dense_outputs(card, unrounded) or dense_outs
         for method, plan in plans.items():
             layers = layers_of(card, chunks, plan)
-            row: dict[str, Any] = {"data": inputs.name, "method": method, "engine": layers[0].engine.name}
-            row["context_len"] = context_len
             _run_layers(layers)
-            row["density"] = sum(int(layer.index.kept_pairs()) for layer in layers) / sum(
-                chunk.num_heads * causal_pairs(chunk.rows) for chunk in chunks
-            )
-            row["output_error"] = fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths))
-            row["index_mib"] = max(layer.index.workspace.peak_bytes for layer in layers) / 2**20
+            kept_pairs = sum(int(layer.call.index.kept_pairs()) for layer in layers)
+            row: dict[str, Any] = {
+                "data": inputs.name,
+                "method": method,
+                "engine": layers[0].served.engine.name,
+                "context_len": context_len,
+                "density": kept_pairs / sum(chunk.num_heads * causal_pairs(chunk.rows) for chunk in chunks),
+                "output_error": fmean(difference(layer.out, truth) for layer, truth in zip(layers, truths)),
+                "index_mib": max(layer.call.index.workspace.peak_bytes for layer in layers) / 2**20,
+            }
             if unrounded:
                 exact = layers_of(card, unrounded, plan)
                 _run_layers(exact)
-                row["stock_error"] = fmean(map(difference, dense_outs, truths))
-                row["fp8_error"] = fmean(difference(a.out, b.out) for a, b in zip(layers, exact))
-                row["fp8_ratio"] = row["fp8_error"] / row["stock_error"]
+                stock_error = fmean(map(difference, dense_outs, truths))
+                fp8_error = fmean(difference(a.out, b.out) for a, b in zip(layers, exact))
+                row |= {"stock_error": stock_error, "fp8_error": fp8_error, "fp8_ratio": fp8_error / stock_error}
             if (problem := wrong_attention(layers)) is None:
                 row |= _times(card, layers, chunks)
-                _add_figures(report, row, card.dense_name)
+                _add_figures(report, row, f"FlashAttention-{card.flash_version}")
             else:
                 row["problem"] = problem
             report.add_case(row)
@@ -150,7 +179,9 @@ def _run_layers(layers: Sequence[TimedLayer]) -> None:
 
 def wrong_attention(layers: Sequence[TimedLayer]) -> str | None:
     """Return why a layer's attention is wrong. With options, it is an approximation beyond rounding."""
-    checks = [check_attention(layer.batch, layer.index, layer.out) for layer in layers if layer.served.options is None]
+    checks = [
+        check_attention(layer.batch, layer.call.index, layer.out) for layer in layers if layer.served.options is None
+    ]
     return next((str(check) for check in checks if not check.passed), None)
 
 
@@ -167,7 +198,7 @@ def _times(card: Card, layers: Sequence[TimedLayer], chunks: Sequence[Batch]) ->
     return {f"{name}_ms": value for name, value in ms.items()} | shares | {"times_faster": ms["dense"] / ms["whole"]}
 
 
-def _add_figures(report: Report, row: dict[str, Any], dense_name: str) -> None:
+def _add_figures(report: FigureReport, row: dict[str, Any], dense_name: str) -> None:
     after, data, method = f"after {row['context_len']:,}", row["data"], row["method"]
     selection = f"selection, {method}, {data}, chunk {after}: share of {dense_name}"
     report.add_figure(selection, row["select_share"], "share", "lower")
@@ -188,27 +219,25 @@ def in_fp8(batch: Batch) -> Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureMethods:
+class MeasureMethods(ChunkOptions):
     """Measure whole methods against dense attention."""
 
-    method: Methods = None
+    method: Annotated[list[str] | None, typer.Option(help="NAME or NAME:FIELD=VALUE,…; repeatable. Default: all.")] = (
+        None
+    )
     captured: Annotated[Path | None, typer.Option(help="Model whose attention is measured. Default: planted keys.")] = (
         None
     )
-    text: Text = None
+    text: Annotated[Path | None, typer.Option(help="Text file, or folder of *.py. Default: vLLM's sources.")] = None
     skip: Annotated[int, typer.Option(help="Tokens of the text to leave out before the prompt.", min=0)] = 0
     profile: Annotated[list[str] | None, typer.Option(help="Profile of the captured model; repeatable.")] = None
-    contexts: Contexts = "24576,122880"
-    chunk: Chunk = 8192
-    kv_cache_dtype: Annotated[str, typer.Option(help="dtype of the cache: auto, or fp8 (with fp8 queries).")] = "auto"
-    json_path: Json = None
-    results: Results = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"], typer.Option(help="dtype of the cache: auto, or fp8 (with fp8 queries).")
+    ] = "auto"
 
     def run(self) -> None:
         """Measure, and show the results."""
         with failures():
-            if self.kv_cache_dtype not in (known := ("auto", "fp8")):
-                raise BenchError(f"--kv-cache-dtype: {not_one_of(self.kv_cache_dtype, known)}")
             if self.profile and self.captured is None:
                 raise BenchError("--profile: given without --captured, expected the profile's model")
             is_fp8, lengths = self.kv_cache_dtype == "fp8", numbers(self.contexts)
@@ -226,13 +255,17 @@ class MeasureMethods:
                     of_profiles[f"profile {name_of_profile(profile)}"] = captured.methods_of_profile(profile)
             of_methods = {figure_name(method): [[method] * prompts[0].num_heads] * len(prompts) for method in methods}
             plans = {label: layer_plans(heads) for label, heads in (of_methods | of_profiles).items()}
-            report = Report("methods", card.name, self.json_path, self.results)
+            report = self.report("methods", card)
             inputs = Inputs(name, prompts, ())
             if is_fp8:
                 inputs = Inputs(f"{name} in fp8", [in_fp8(prompt) for prompt in prompts], prompts)
             rows = run_methods(card, inputs, plans, lengths, self.chunk, report)
-            title = f"methods against {card.dense_name}, {card.name}, {inputs.name}, chunk of {self.chunk:,}"
-            show(title, rows, FP8_COLUMNS if is_fp8 else COLUMNS)
+            about = f"{report.device}, {inputs.name}, chunk of {self.chunk:,}"
+            show(
+                f"methods against FlashAttention-{card.flash_version}, {about}",
+                rows,
+                FP8_COLUMNS if is_fp8 else COLUMNS,
+            )
 
 
 if __name__ == "__main__":

@@ -23,13 +23,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.options import Json, numbers
-from benchmarks.traffic import CacheReads, Settings, compare, endpoint_of, show_rows, texts_of
+from benchmarks.options import numbers
+from benchmarks.traffic import CacheReads, Traffic, compare, show_rows
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -87,18 +86,14 @@ def send_all(endpoint: Endpoint, requests: Sequence[Request], tokens: int, most_
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenLoop:
+class OpenLoop(Traffic):
     """Options of both commands."""
 
-    text: Path
-    settings: Settings
     seconds: Annotated[float, typer.Option(help="Time in which requests arrive.")] = 180.0
     short: Annotated[str, typer.Option(help="Fewest and most tokens of short requests.")] = "500,2000"
     long: Annotated[str, typer.Option(help="Fewest and most tokens of long requests.")] = "30000,100000"
     long_share: Annotated[float, typer.Option(help="Share of long requests.")] = 0.05
     tokens: Annotated[int, typer.Option(help="Output tokens.")] = 100
-    seed: int = 0
-    out: Json = None
 
     def draw(self, texts: Prompts, rate: float) -> list[Request]:
         """Return requests that arrive at ``rate`` per second. Other rates have the same lengths and scaled gaps."""
@@ -127,8 +122,8 @@ class Capacity(OpenLoop):
 
     def trials(self) -> Iterator[dict[str, Any]]:
         """Yield one row for each trial. The last row of a setting has its capacity."""
-        endpoints = [endpoint_of(setting) for setting in self.settings]
-        texts, began = texts_of(self.text, endpoints[0], self.seed), time.monotonic()
+        endpoints, texts = self.connect()
+        began = time.monotonic()
         for i, endpoint in enumerate(endpoints):
             last_start = began + self.budget * (i + 1) / len(endpoints) - self.seconds
             low, high = map(float, self.between.split(","))
@@ -157,8 +152,7 @@ class Latency(OpenLoop):
         show_rows(self.rows(), self.out)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        endpoints = [endpoint_of(setting) for setting in self.settings]
-        texts = texts_of(self.text, endpoints[0], self.seed)
+        endpoints, texts = self.connect()
         for i, share in enumerate(map(float, self.at.split(","))):
             requests = self.draw(texts, share * self.capacity)
             order = endpoints[::-1] if i % 2 else endpoints

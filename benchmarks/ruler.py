@@ -13,7 +13,6 @@ with --limit. `samples` needs lm-eval 0.4.13 with its extra `ruler`, and these s
 import importlib
 import json
 import random
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.figures import Report
+from benchmarks.figures import FigureReport
 from benchmarks.options import show
 from vllm_sparse_backend.evaluation.answer_tables import with_error
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -92,7 +91,7 @@ def scores(folder: Path) -> Iterator[tuple[str, str, list[float]]]:
     if not logged:
         raise BenchError(f"{folder}: no samples_*.jsonl; run lm_eval with --log_samples and --output_path {folder}")
     for name, path in sorted(logged.items()):
-        task, _, length = re.sub("^samples_", "", name).rpartition("-")
+        task, _, length = name.removeprefix("samples_").rpartition("-")
         docs = sorted(map(json.loads, path.read_text().splitlines()), key=lambda doc: doc["doc_id"])
         yield task, length, [doc[length] for doc in docs]
 
@@ -101,12 +100,6 @@ def difference(ours: list[float], stock: list[float], factor: float = 1.0) -> tu
     """Return mean(ours - factor · stock) on the same samples, and its standard error."""
     differences = [mine - factor * theirs for mine, theirs in zip(ours, stock, strict=True)]
     return fmean(differences), stdev(differences) / len(differences) ** 0.5
-
-
-def ratio(ours: list[float], stock: list[float]) -> tuple[float, float]:
-    """Return mean(ours) ÷ mean(stock), and its standard error from the differences on the same samples."""
-    value = fmean(ours) / fmean(stock)
-    return value, difference(ours, stock, value)[1] / fmean(stock)
 
 
 @app.command()
@@ -119,7 +112,7 @@ def compare(
     command: str = "python -m benchmarks.ruler",
 ) -> None:
     """Print both scores, their difference and their ratio. A ratio needs a score of stock of at least 0.5."""
-    report = Report("ruler", device, None, results, command)
+    report = FigureReport("ruler", device, None, results, command)
     base = {(task, length): values for task, length, values in scores(stock)}
     rows = []
     for task, length, values in scores(ours):
@@ -135,10 +128,11 @@ def compare(
             "ours": f"{our_score:.3f}", "ours - stock": with_error(change, change_error, "+.3f"), "ours ÷ stock": "",
         }  # fmt: skip
         if score >= 0.5:
-            value, error = ratio(values, of_stock)
-            report.add_figure(f"{name}: our score ÷ stock's", value, "ratio", "higher", round(0.98 - 2 * error, 4))
+            ratio = our_score / score
+            error = difference(values, of_stock, ratio)[1] / score  # from the differences on the same samples
+            report.add_figure(f"{name}: our score ÷ stock's", ratio, "ratio", "higher", round(0.98 - 2 * error, 4))
             report.add_figure(f"{name}: our score ÷ stock's, standard error", error, "ratio", "lower")
-            row["ours ÷ stock"] = with_error(value, error, ".3f")
+            row["ours ÷ stock"] = with_error(ratio, error, ".3f")
         rows.append(row)
     show("", rows)
 

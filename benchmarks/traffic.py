@@ -13,7 +13,7 @@ import numpy as np
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.options import show
+from benchmarks.options import Json, show
 from vllm_sparse_backend.cli.common import levels_of
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts
 from vllm_sparse_backend.evaluation.report import BenchError
@@ -42,11 +42,21 @@ def endpoint_of(text: str) -> Endpoint:
     return endpoint.at_level(*levels_of([level])) if level else endpoint
 
 
-def texts_of(path: Path, endpoint: Endpoint, seed: int = 0) -> Prompts:
-    """Tokenize a text file with a server's tokenizer. Other seeds give other prompts."""
-    prompts = Prompts.of(endpoint, read_prompt_text(path))
-    prompts.made = 100_000 * seed
-    return prompts
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Options of programs that send stretches of a text to the servers of several settings."""
+
+    text: Path
+    settings: Settings
+    seed: Annotated[int, typer.Option(help="Other seeds give other prompts.")] = 0
+    out: Json = None
+
+    def connect(self) -> tuple[list[Endpoint], Prompts]:
+        """Connect to all servers, and tokenize the text with the first server's tokenizer."""
+        endpoints = [endpoint_of(setting) for setting in self.settings]
+        prompts = Prompts.of(endpoints[0], read_prompt_text(self.text))
+        prompts.made = 100_000 * self.seed
+        return endpoints, prompts
 
 
 @dataclass(frozen=True)

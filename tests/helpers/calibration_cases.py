@@ -70,6 +70,6 @@ def make_job(folder: Path, num_tokens: int = 300, num_prompts: int = 1, **change
     fields = {
         "model": model_folder(folder.parent / "model", CONFIG), "prompts": random_prompts(num_prompts, num_tokens, 1),
         "held_out": random_prompts(1, num_tokens, 2), "served": Served(128, 100), "folder": folder,
-        "device": torch.device("cpu"), "seed": None, "sets_min_tokens": False, "progress": Progress(),
+        "device": torch.device("cpu"), "seed": None, "min_tokens": None, "progress": Progress(),
     } | changes  # fmt: skip
     return StructuredJob(**fields)

@@ -18,7 +18,7 @@ from tests.helpers.servers import Server
 from tests.helpers.tiny_models import CONFIG, VOCAB_SIZE
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.metrics import FRESH_METRICS_PATH
-from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
+from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, Pairs, parse_metrics
 
 DEADLINE_S = 300.0
 """Seconds after which tests no longer wait for a server, on a machine of any load."""
@@ -69,6 +69,12 @@ def fresh_page(server: Server) -> str:
             return page
         assert time.monotonic() < deadline, f"an engine gave no counts within {DEADLINE_S:.0f} s"
         time.sleep(0.5)
+
+
+def layers_of(report: MetricsReport) -> dict[int, Pairs]:
+    """Return the pairs of each layer."""
+    kept, causal = report.by("kept_pairs", "layer"), report.by("causal_pairs", "layer")
+    return {int(layer): Pairs(kept[layer], causal[layer]) for layer in causal}
 
 
 def counted(server: Server, before: MetricsReport | None = None) -> MetricsReport:
@@ -128,7 +134,7 @@ def assert_counts(server: Server, seed: int) -> None:
         queries = range(first_sparse, len(token_ids))
         causal = CONFIG["num_attention_heads"] * sum(position + 1 for position in queries)
         expected = dict.fromkeys(range(CONFIG["num_hidden_layers"]), causal)
-        assert {layer: pairs.causal for layer, pairs in report.layers.items()} == (expected if queries else {})
+        assert {layer: pairs.causal for layer, pairs in layers_of(report).items()} == (expected if queries else {})
 
 
 def ask_together(server: Server, requests: Mapping[str, tuple[Any, ...]]) -> dict[str, Answer]:

@@ -12,7 +12,7 @@ from vllm_sparse_backend.evaluation.vllm_server import ServerError
 
 
 class Server(vllm_server.Server):
-    """The server of `eval` and `bench` that also sends POST requests, and can keep its log after it has stopped."""
+    """The server of `eval` and `bench` that also sends requests, and can keep its log after it has stopped."""
 
     def __init__(self, *args: Any, log_path: Path | None = None, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -22,6 +22,10 @@ class Server(vllm_server.Server):
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    def get(self, path: str, *, timeout_s: float = 60) -> str:
+        with connected(self.url, timeout_s) as send:
+            return send(path).read().decode()
 
     def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = 600) -> dict[str, Any]:
         """POST ``body`` as JSON. An answer other than 2xx raises ``ServerError`` with the server's message."""

@@ -106,9 +106,9 @@ def assert_honours(ours: Server, path: str, body: dict[str, Any]) -> None:
 
     before = scenario.counted(ours)
     ours.post_text(path, with_level("sparse_prefill", 0))
-    assert not scenario.counted(ours, before).rows_of("sparse")
+    assert not scenario.counted(ours, before).by("rows", "path")["sparse"]
     ours.post_text(path, body)
-    assert scenario.counted(ours, before).rows_of("sparse")
+    assert scenario.counted(ours, before).by("rows", "path")["sparse"]
     with pytest.raises(ServerError, match=r"answered 400: .*sparse_prefill: given 'zzz', expected one of 0 \(exact\)"):
         ours.post_text(path, with_level("sparse_prefill", "zzz"))
     with pytest.raises(ServerError, match=r"answered 400: .*given 'sparse-prefill', expected the key 'sparse_prefill'"):
@@ -162,7 +162,7 @@ class TestConfiguredByNestedYaml:
             yield server
 
     def test_the_settings_are_those_of_the_file(self, ours: Server) -> None:
-        assert scenario.counted(ours).attention == {"torch": CONFIG["num_hidden_layers"]}
+        assert scenario.counted(ours).by("layers", "attention") == {"torch": CONFIG["num_hidden_layers"]}
 
     def test_p_and_exact_over_the_same_prompt(self, ours: Server, servers: Servers) -> None:
         token_ids = scenario.prompt(1281, seed=7200)
@@ -178,8 +178,8 @@ class TestConfiguredByNestedYaml:
         before = scenario.counted(ours)
         ask(ours, scenario.prompt(2001, seed=11), "strided")
         report = scenario.counted(ours, before)
-        assert set(report.layers) == set(range(CONFIG["num_hidden_layers"]))
-        assert all(0 < layer.density < 0.7 for layer in report.layers.values())
+        assert set(scenario.layers_of(report)) == set(range(CONFIG["num_hidden_layers"]))
+        assert all(0 < layer.density < 0.7 for layer in scenario.layers_of(report).values())
 
     def test_tokens_in_and_out(self, ours: Server) -> None:
         body = {"model": ours.model, "token_ids": [2, *range(5, 700)], "sampling_params": FEW}

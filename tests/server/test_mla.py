@@ -50,18 +50,18 @@ def test_a_server_runs_long_rows_sparse_unless_requests_are_exact(mla_model: Pat
     long, short = scenario.prompt(901, seed=1), scenario.prompt(70, seed=2)
     with Server(mla_model, (*flags(SETTINGS), *ARGS), env=ENV) as server:
         before = scenario.counted(server)
-        assert (before.rows, before.attention) == ({}, {"mla": 2})
+        assert (before.rows, before.by("layers", "attention")) == ({}, {"mla": 2})
         sparse, exact = (scenario.ask(server, long, level=level) for level in (None, 0))
         assert_same(scenario.ask(server, short), scenario.ask(server, short, level=0))
         report = scenario.counted(server, before)
     assert sparse.logprobs != pytest.approx(exact.logprobs, abs=1e-3)
     assert all(map(math.isfinite, sparse.logprobs))
-    assert report.rows_of("sparse") == 1
+    assert report.by("rows", "path")["sparse"] == 1
     assert set(report.rows) == {
         ("sparse", ""), ("dense", Fallback.REQUESTED), ("dense", Fallback.SHORT_QUERY), ("decode", ""),
     }  # fmt: skip
-    assert set(report.layers) == {0, 1}
-    assert all(0.1 < layer.density < 0.95 for layer in report.layers.values())
+    assert set(scenario.layers_of(report)) == {0, 1}
+    assert all(0.1 < layer.density < 0.95 for layer in scenario.layers_of(report).values())
 
 
 def chunked(model: Path, *runs: tuple[dict[str, Any] | None, Sequence[str]]) -> list[dict[str, Answer]]:

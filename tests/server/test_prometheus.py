@@ -91,7 +91,7 @@ def test_it_holds_what_the_page_says(query: Query, server: Server) -> None:
     (density,) = _soon(query, "sum(sparse_prefill_kept_pairs_total) / sum(sparse_prefill_causal_pairs_total)")
     assert float(density["value"][1]) == pytest.approx(report.pairs.density)
     rows = {r["metric"]["path"]: int(r["value"][1]) for r in _soon(query, "sum by (path) (sparse_prefill_rows_total)")}
-    assert rows == {path: report.rows_of(path) for path in ("sparse", "dense", "decode")}
+    assert rows == {path: report.by("rows", "path")[path] for path in ("sparse", "dense", "decode")}
 
 
 def test_what_the_dashboard_asks_has_an_answer(query: Query, server: Server) -> None:

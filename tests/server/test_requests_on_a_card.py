@@ -79,10 +79,10 @@ def check(server: Server) -> None:
     answers = scenario.ask_together(server, dict(dealt))
     report = scenario.counted(server)
     assert report.rows["dense", Fallback.REQUESTED] == NUM_EACH
-    assert report.rows_of("sparse") == NUM_EACH
-    assert report.rows_of("dense") == NUM_EACH
-    assert set(report.layers) == set(range(CONFIG["num_hidden_layers"]))
-    assert all(0 < pairs.density < 1 for pairs in report.layers.values())
+    assert report.by("rows", "path")["sparse"] == NUM_EACH
+    assert report.by("rows", "path")["dense"] == NUM_EACH
+    assert set(scenario.layers_of(report)) == set(range(CONFIG["num_hidden_layers"]))
+    assert all(0 < pairs.density < 1 for pairs in scenario.layers_of(report).values())
     # An exact request does not read a sparse request's blocks, except for its first positions; its answer differs.
     prompt, *_ = sparse["sparse 0"]
     first, second, default = (scenario.ask(server, prompt, level=level) for level in (0, "exact", None))
@@ -114,7 +114,7 @@ def test_facts_are_found_under_every_option(option: str) -> None:
         page, log = scenario.fresh_page(server), server.log_path.read_text(errors="replace")
     report = parse_metrics(page)
     assert 0 < report.pairs.density < 1
-    assert report.rows_of("sparse") > len(prompts)
+    assert report.by("rows", "path")["sparse"] > len(prompts)
     assert report.rows["dense", Fallback.REQUESTED] > len(prompts)
     preempted = sum(float(n) for n in re.findall(r"(?m)^vllm:num_preemptions_total{.*} (\S+)$", page))
     assert (preempted > 0) == (option == "no room for all")

@@ -74,7 +74,7 @@ def test_everything_kept_gives_the_tokens_of_stock_vllm(answered: Answered) -> N
     assert_same(answered.everything.answers, answered.stock.answers)
     for name, expected in answered.stock.answers.items():
         assert answered.everything.answers[name].cached_tokens == expected.cached_tokens, name
-    densities = {layer: counts.density for layer, counts in answered.everything.report.layers.items()}
+    densities = {layer: counts.density for layer, counts in scenario.layers_of(answered.everything.report).items()}
     assert densities == dict.fromkeys(range(NUM_LAYERS), 1.0)  # it ran sparse
 
 
@@ -86,18 +86,19 @@ def test_rows_are_counted_by_the_way_they_went(answered: Answered) -> None:
         # An answer of n tokens is a last chunk and n - 1 decodes, each a row of a step; some prompts end with a
         # chunk of a single token.
         decodes = sum(len(answer.token_ids) - 1 for answer in served.answers.values())
-        assert decodes <= served.report.rows_of("decode") <= decodes + len(served.answers)
+        assert decodes <= served.report.by("rows", "path")["decode"] <= decodes + len(served.answers)
 
 
 def test_nothing_is_counted_before_the_first_request(servers: Servers) -> None:
     before = servers.untouched
-    assert (before.rows, before.layers, before.attention) == ({}, {}, {"torch": NUM_LAYERS})
+    assert (before.rows, scenario.layers_of(before)) == ({}, {})
+    assert before.by("layers", "attention") == {"torch": NUM_LAYERS}
 
 
 def test_sparse_prefill_leaves_out_something_in_every_layer_and_it_shows(answered: Answered) -> None:
     """This shows that the tests of exact answers can fail, because of a shared cache or a row that runs sparse."""
-    assert set(answered.sparse.report.layers) == set(range(NUM_LAYERS))
-    assert all(0 < pairs.density < 1 for pairs in answered.sparse.report.layers.values())
+    assert set(scenario.layers_of(answered.sparse.report)) == set(range(NUM_LAYERS))
+    assert all(0 < pairs.density < 1 for pairs in scenario.layers_of(answered.sparse.report).values())
     for name in ("chunks", "prefix: same prompt", "prefix: other tail", "mixed: prefill 901", "concurrent: 1301"):
         expected = answered.stock.answers[name].logprobs
         assert answered.sparse.answers[name].logprobs != pytest.approx(expected, abs=1e-3), name
@@ -117,7 +118,7 @@ def test_exact_requests_equal_stock_after_any_mix_of_sparse_ones(answered: Answe
 
 def test_rows_of_exact_requests_are_counted_as_such(answered: Answered) -> None:
     assert answered.exact.report.rows["dense", Fallback.REQUESTED] > 0
-    assert answered.exact.report.rows_of("sparse") > 0  # the requests next to them
+    assert answered.exact.report.by("rows", "path")["sparse"] > 0  # the requests next to them
 
 
 def test_counts_of_known_requests(servers: Servers) -> None:

@@ -51,7 +51,7 @@ def test_all_is_answered_memory_stays_and_counters_fit(small_model: Path, tmp_pa
         pages = [scenario.counted(server) for _ in range(6)]  # each connection gets one of the two
     assert [(load.differing, load.fallen, load.readings > 10) for load in loads] == [([], set(), True)] * 2
     assert after < 1.03 * before
-    assert report.rows_of("sparse") > 20
+    assert report.by("rows", "path")["sparse"] > 20
     assert report.rows["dense", Fallback.REQUESTED] > 20
     assert not report.by("compilations", "when")["serving"] + report.by("arena_overflows").total()
     assert pages == [pages[0]] * len(pages)

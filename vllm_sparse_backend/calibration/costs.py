@@ -8,15 +8,19 @@ attention to all pairs. Of the last cost, a head pays the share of pairs that it
 The device is measured once, on the first layer that can run sparse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import torch
+
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
-from vllm_sparse_backend.calibration.layer_timing import TimedLayer
+from vllm_sparse_backend.calibration.judge import with_engine
+from vllm_sparse_kernels.attention import AttendEngine
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
-from vllm_sparse_kernels.layer import layer_plan
+from vllm_sparse_kernels.layer import Layer, LayerPlan, layer_plan
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -51,6 +55,29 @@ class Costs:
         return cost.head_ms + density * cost.full_ms
 
 
+@dataclass
+class TimedLayer:
+    """One layer's part of a pass: its chunk, the layer as a server would run it, and its output."""
+
+    batch: Batch
+    served: Layer
+    call: Call
+    out: torch.Tensor
+
+    @staticmethod
+    def of(batch: Batch, plan: LayerPlan, engines: Mapping[str, AttendEngine]) -> "TimedLayer":
+        """Prepare a layer's chunk for attention on one of the device's engines."""
+        served = Layer.of(plan, batch.cache.head_dim, batch.q.device)
+        call = served.new_call(batch.q, batch.cache, batch.rows, batch.scale)
+        return TimedLayer(batch, with_engine(served, call, engines), call, batch.empty_out())
+
+    def select(self) -> None:
+        self.served.select(self.call)
+
+    def attend(self) -> None:
+        self.served.attend(self.call, self.out)
+
+
 def measure_costs(card: Card, read_batches: Callable[[], Sequence[Batch]]) -> Costs:
     """Measure the times of a layer; ``read_batches`` returns its served chunks."""
     batches = read_batches()
@@ -81,7 +108,7 @@ def _measure_kind(card: Card, batches: Sequence[Batch], method: Method, base_ms:
     attend = [("attend", layer.attend) for layer in layers]
     alone = [("alone", _alone(layer, method).select) for layer in layers]
     taken = _median_ms(card, batches, [[*select, *attend], alone])
-    kept_pairs = sum(int(layer.index.kept_pairs()) for layer in layers)
+    kept_pairs = sum(int(layer.call.index.kept_pairs()) for layer in layers)
     density = kept_pairs / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
     head_ms = max(0.0, (taken["select"] - taken["alone"]) / max(1, num_heads - 1))
     group_ms = max(0.0, taken["select"] - num_heads * head_ms)

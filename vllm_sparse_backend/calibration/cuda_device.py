@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 
+from vllm_sparse_backend.calibration.external import require_module
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.engine_trial import Batch
@@ -58,16 +59,13 @@ class Card:
                 "this needs a CUDA device, but torch finds none (`sparse-prefill bench serve` and "
                 "`sparse-prefill demo` also run on a CPU)"
             )
-        try:
-            from vllm_sparse_backend.serving.compat import flash_attention
-        except ImportError as error:
-            raise ConfigurationError(f"this needs vLLM's FlashAttention, but importing vLLM failed: {error}") from None
-        if (flash := flash_attention()) is None:
+        compat = require_module("vllm_sparse_backend.serving.compat", "this needs vLLM's FlashAttention")
+        flash = compat.flash_attention()
+        if flash is None:
             raise ConfigurationError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.name = torch.cuda.get_device_name(self.device)
-        self.flash_version = _flash_version(self.device)
-        self.dense_name = f"FlashAttention-{self.flash_version}"
+        major, _ = torch.cuda.get_device_capability(self.device)
+        self.flash_version = 3 if major == 9 else compat.flash_attention_version() or 2  # as a server's dense attention
         self.engines = engines(flash)
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
@@ -134,12 +132,3 @@ def _launch_ms(spans: Sequence[Span], new_pass: Run) -> float:
     for _, run in spans:
         run()
     return (time.thread_time() - began) * 1e3
-
-
-def _flash_version(device: torch.device) -> int:
-    """Return the version of FlashAttention that a server's dense attention uses."""
-    if torch.cuda.get_device_capability(device)[0] == 9:
-        return 3
-    from vllm_sparse_backend.serving.compat import flash_attention_version
-
-    return flash_attention_version() or 2

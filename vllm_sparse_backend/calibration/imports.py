@@ -27,14 +27,13 @@ PATTERNS: dict[str, Callable[[int, int], Method]] = {
     "block_sparse": lambda a, b: make_method("block_sparse", {"top_blocks": 100}),
 }
 
-Number = Annotated[StrictStr, Field(pattern="^(0|[1-9][0-9]{0,5})$")]
 Count = Annotated[StrictInt, Field(ge=0)]
 
 
 class ClusterFile(Section):
     """Contents of SharePrefill's cluster file."""
 
-    clusters: dict[Number, list[tuple[Count, Count]]]
+    clusters: dict[Annotated[StrictStr, Field(pattern="^(0|[1-9][0-9]{0,5})$")], list[tuple[Count, Count]]]
     """Layer and head of each member, by cluster."""
     shared_clusters: list[StrictStr]
 
@@ -88,14 +87,14 @@ def _minference(content: Any, shape: ModelShape) -> list[list[Method]]:
 
 
 def _method(entry: object, place: str) -> Method:
+    problem = unexpected(entry, f"[{' or '.join(PATTERNS)}, integer, integer, score]")
     match entry:
         case [str(pattern), int(a), int(b), int() | float()] if pattern in PATTERNS:
             try:
                 return PATTERNS[pattern](a, b)
             except ValueError as error:
-                raise ValueError(f"{place}: {error}") from None
-    expected = f"[{' or '.join(PATTERNS)}, integer, integer, score]"
-    raise ValueError(f"{place}: {unexpected(entry, expected)}")
+                problem = str(error)
+    raise ValueError(f"{place}: {problem}")
 
 
 def _share_prefill(content: Any, shape: ModelShape) -> list[list[Method]]:

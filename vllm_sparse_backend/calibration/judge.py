@@ -12,7 +12,7 @@ The device holds one layer at a time:
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from vllm_sparse_backend.streaming_heads import (
 )
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
+from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, layer_plan, run
@@ -188,9 +189,8 @@ class LayerPrompt:
         for batch in self.batches:
             rows = replace(batch.rows)  # no state remains between passes
             out, call = batch.empty_out(), layer.new_call(batch.q, cache, rows, batch.scale)
-            if self.engines:  # the engine that a server uses
-                spec = AttendSpec.of(cache, call.index, layer.options)
-                layer = replace(layer, engine=choose_engine(self.engines.values(), spec).engine)
+            if self.engines:
+                layer = with_engine(layer, call, self.engines)
             run(layer, call, out)
             yield out, call.index
 
@@ -207,6 +207,12 @@ class LayerPrompt:
         return Outcome(torch.cat(errors), torch.stack(absolute).sum(0) / num_tokens, torch.stack(pairs).sum(0).double())
 
 
+def with_engine(layer: Layer, call: Call, engines: Mapping[str, AttendEngine]) -> Layer:
+    """Return the layer with the attention engine that a server would use."""
+    spec = AttendSpec.of(call.cache, call.index, layer.options)
+    return replace(layer, engine=choose_engine(engines.values(), spec).engine)
+
+
 def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Tensor:
     """Reduce queries' errors to those of ``HeadErrors``, except the last, ``absolute``."""
     mean, default = errors.double().mean(0), of_default.double().mean(0).clamp(min=LEAST_ERROR)
@@ -216,8 +222,8 @@ def summarize_errors(errors: torch.Tensor, of_default: torch.Tensor) -> torch.Te
 
 def error_quantile(of_queries: torch.Tensor, share: float) -> torch.Tensor:
     """Return the error that a share of queries exceeds, for each head."""
-    ordered = of_queries.sort(0).values
-    return ordered[len(ordered) - 1 - int(share * len(ordered))].double()
+    num_queries = len(of_queries)
+    return of_queries.kthvalue(num_queries - int(share * num_queries), 0).values.double()
 
 
 @dataclass
@@ -225,9 +231,7 @@ class CapturedLayer:
     """One layer of captured prompts, on which methods are measured. Remembers the figures of methods."""
 
     prompts: Sequence[LayerPrompt]
-
-    def __post_init__(self) -> None:
-        self._known: dict[tuple[Method, ...], list[HeadResult]] = {}
+    _known: dict[tuple[Method, ...], list[HeadResult]] = field(default_factory=dict)
 
     @property
     def num_heads(self) -> int:

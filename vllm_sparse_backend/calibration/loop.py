@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from vllm_sparse_backend.calibration.prompts import sha256_of
 from vllm_sparse_backend.calibration.search import (
     Choose,
     choose_cheapest,
+    choose_in_order,
     choose_sparsest,
     default_ladder,
     halved,
@@ -48,8 +48,8 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 MARGIN = 0.1
 """Share of an error bound that is kept as a margin for unseen prompts."""
 
-MOST_ROUNDS = 8
-"""Number of choices for a layer after which heads that still miss the bound become dense."""
+MOST_FAILED = 8
+"""Number of methods of a head that miss the bound, after which the head becomes dense."""
 
 SHARE_PREFILL = "share_prefill"
 """The method whose paper has no search within a bound (``papers/share_prefill.py``)."""
@@ -77,8 +77,8 @@ class Job:
     device: torch.device
     seed: int | None
     """Seed of generated prompts; None for the operator's own prompts."""
-    sets_min_tokens: bool
-    """Whether the profile sets ``min_tokens``; otherwise the server's setting applies."""
+    min_tokens: int | None
+    """Sets ``min_tokens`` in the profile; None for the server's setting."""
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -139,8 +139,7 @@ class Job:
     @property
     def profile_fields(self) -> dict[str, Any]:
         """Fields of a profile that do not depend on the search."""
-        min_tokens = self.served.min_tokens if self.sets_min_tokens else None
-        return {"format": 1, "model": self.shape, "min_tokens": min_tokens}
+        return {"format": 1, "model": self.shape, "min_tokens": self.min_tokens}
 
     def provenance(self, source: str, **figures: Any) -> dict[str, Any]:
         """Record how a profile was made: versions, device, prompts and ``figures``."""
@@ -165,14 +164,14 @@ def search_of_method(job: Job, name: str) -> Choose:
         case "minference":
             costs = job.costs
             spaces = list(minference.search_spaces(job.read_layer(job.captures.prompts, job.layers[0]), costs))
-            return partial(minference.choose_pattern, spaces=spaces)
+            return partial(choose_in_order, spaces=spaces)
         case "sale":
             return sale.choose_threshold
         case "sparge_attn" | "sparge_attn+skip":
             return partial(sparge_attn.choose_thresholds, skipping=name.endswith("+skip"))
     settings = default_ladder(name)
     require_long_prompts(job, settings)
-    return partial(choose_sparsest, settings=halved(halved(settings)))
+    return partial(choose_sparsest, ladders=[halved(halved(settings))])
 
 
 def search_for_cheapest(job: Job, names: Sequence[str]) -> Choose:
@@ -260,16 +259,15 @@ def choose_jointly(judge: CapturedLayer, choose: Choose, bound: Bound) -> tuple[
     Returns the methods with their figures; None for a dense layer.
     """
     failed: dict[int, set[Method]] = defaultdict(set)
-    given_up: set[int] = set()
 
     def is_allowed(head: int, method: Method) -> bool:
-        return head not in given_up and method not in failed[head]
+        return len(failed[head]) < MOST_FAILED and method not in failed[head]
 
-    for rounds in count(1):
+    while True:
         methods = choose(judge, bound, is_allowed)
         sparse = [head for head, method in enumerate(methods) if not isinstance(method, Dense)]
         if not sparse:
-            break
+            return methods, None
         figures = judge.judge(methods)
         # Even dense attention misses the bound if an output is not a number. The head is then dense.
         failing = [head for head in sparse if not bound.holds(figures[head])]
@@ -277,8 +275,6 @@ def choose_jointly(judge: CapturedLayer, choose: Choose, bound: Bound) -> tuple[
             return methods, figures
         for head in failing:
             failed[head].add(methods[head])
-        given_up.update(failing if rounds >= MOST_ROUNDS else ())
-    return methods, None
 
 
 def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Profile:

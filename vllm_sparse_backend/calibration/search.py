@@ -5,11 +5,11 @@ Methods whose papers describe a procedure have their own search in ``papers``. `
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import chain, combinations, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from vllm_sparse_backend.calibration.costs import Costs
 from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer, HeadResult
@@ -23,8 +23,6 @@ LEAST_SPARSITY = 0.1
 
 MOST_KINDS = 3
 """Maximum number of sparse kinds of methods in a layer: each kind adds a selection."""
-
-MethodT = TypeVar("MethodT", bound=Method)
 
 IsAllowed = Callable[[int, Method], bool]
 """Returns whether a head may use a method: False if the method missed the bound jointly with other heads."""
@@ -44,6 +42,11 @@ class Judged(NamedTuple):
     def sparsity(self) -> float:
         """Share of causal pairs that the method leaves out."""
         return 1 - self.figures.density
+
+    @property
+    def pays(self) -> bool:
+        """Whether the method meets the bound, and leaves out enough pairs to be worth its selection."""
+        return self.holds and self.sparsity >= LEAST_SPARSITY
 
 
 def judge_all(judge: CapturedLayer, bound: Bound, methods: Sequence[Method]) -> list[Judged]:
@@ -78,24 +81,45 @@ def sparsest(judge: CapturedLayer, bound: Bound, ladders: Mapping[int, Sequence[
     return sparsest_by_head
 
 
-def sparse_enough(judged: Judged | None) -> Method:
-    """Return a judged method if it is worth its selection, otherwise dense."""
-    return judged.method if judged and judged.holds and judged.sparsity >= LEAST_SPARSITY else Dense()
-
-
 def allowed_ladders(
-    judge: CapturedLayer, settings: Sequence[Method], is_allowed: IsAllowed
+    heads: Iterable[int], settings: Sequence[Method], is_allowed: IsAllowed
 ) -> dict[int, Sequence[Method]]:
     """Return the settings that each head may use."""
-    return {head: [method for method in settings if is_allowed(head, method)] for head in range(judge.num_heads)}
+    return {head: [method for method in settings if is_allowed(head, method)] for head in heads}
 
 
 def choose_sparsest(
-    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, settings: Sequence[Method]
+    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, ladders: Iterable[Sequence[Method]]
 ) -> list[Method]:
-    """Choose each head's sparsest setting of one ladder that meets the bound."""
-    judged = sparsest(judge, bound, allowed_ladders(judge, settings, is_allowed))
-    return [sparse_enough(judged.get(head)) for head in range(judge.num_heads)]
+    """Choose each head's sparsest setting within the bound.
+
+    Settings of later ladders keep more: once a head leaves out too few pairs, no later ladder is tried for it.
+    """
+    chosen: dict[int, Judged] = {}
+    heads = list(range(judge.num_heads))
+    for settings in ladders:
+        for head, judged in sparsest(judge, bound, allowed_ladders(heads, settings, is_allowed)).items():
+            if judged.pays and (head not in chosen or judged.sparsity > chosen[head].sparsity):
+                chosen[head] = judged
+            if judged.sparsity < LEAST_SPARSITY:
+                heads.remove(head)
+    return [chosen[head].method if head in chosen else Dense() for head in range(judge.num_heads)]
+
+
+def choose_in_order(
+    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, spaces: Iterable[Sequence[Method]]
+) -> list[Method]:
+    """Choose each head's candidate with the least error, in the first space that has one within the bound."""
+    chosen: list[Method | None] = [None] * judge.num_heads
+    for space in spaces:
+        passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
+        for head, judged in enumerate(zip(*passes, strict=True)):
+            allowed = [result for result in judged if result.pays and is_allowed(head, result.method)]
+            if chosen[head] is None and allowed:
+                chosen[head] = min(allowed, key=lambda result: result.figures.seen.error).method
+        if None not in chosen:
+            break
+    return [method or Dense() for method in chosen]
 
 
 def choose_cheapest(
@@ -108,9 +132,10 @@ def choose_cheapest(
     ladders: dict[Method, list[Method]] = defaultdict(list)
     for method in settings:
         ladders[method.group_key].append(method)
-    offers: list[dict[Method, tuple[float, Method]]] = [{} for _ in range(judge.num_heads)]
+    heads = range(judge.num_heads)
+    offers: list[dict[Method, tuple[float, Method]]] = [{} for _ in heads]
     for kind, ladder in ladders.items():
-        for head, judged in sparsest(judge, bound, allowed_ladders(judge, ladder, is_allowed)).items():
+        for head, judged in sparsest(judge, bound, allowed_ladders(heads, ladder, is_allowed)).items():
             if judged.holds:
                 offers[head][kind] = costs.head_ms(judged.method, judged.figures.density), judged.method
     return cheapest_methods(offers, costs)
@@ -149,14 +174,14 @@ def default_ladder(name: str) -> list[Method]:
     return [setting for setting in ladder if setting.group_key == default.group_key] or ladder
 
 
-def halved(ladder: Sequence[MethodT]) -> list[MethodT]:
+def halved(ladder: Sequence[Method]) -> list[Method]:
     """Insert a setting between neighbours that differ in one float parameter."""
     finer = list(ladder[:1])
     for before, after in pairwise(ladder):
-        differing = [field.name for field in fields(after) if getattr(before, field.name) != getattr(after, field.name)]
-        ends = [getattr(method, differing[0]) for method in (before, after)]
-        if len(differing) == 1 and all(isinstance(end, float) for end in ends):
-            middle: Any = {differing[0]: round(sum(ends) / 2, 6)}
-            finer.append(replace(after, **middle))
+        old = asdict(before)
+        match [(name, old[name], end) for name, end in asdict(after).items() if end != old[name]]:
+            case [(name, float(start), float(end))]:
+                middle: Any = {name: round((start + end) / 2, 6)}
+                finer.append(replace(after, **middle))
         finer.append(after)
     return finer

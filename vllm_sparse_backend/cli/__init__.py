@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `sparse-prefill` command: one file for each of its parts."""
 
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -26,7 +28,8 @@ def _options(
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    # SystemExit, so that servers stop and release their GPUs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 app.command(epilog="Example: sparse-prefill doctor meta-llama/Llama-3.1-8B-Instruct")(doctor.doctor)

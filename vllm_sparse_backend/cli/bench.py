@@ -3,17 +3,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from vllm_sparse_backend.cli import common
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.evaluation.report import BenchError, Report, table_of
-
-if TYPE_CHECKING:
-    from vllm_sparse_backend.evaluation.serve_bench import Length
+from vllm_sparse_backend.evaluation.report import CaseReport, table_of
 
 bench = common.group("Measure speed against dense attention and stock vLLM.")
 
@@ -37,14 +34,14 @@ class Serve(common.ServerOptions):
 
     def run(self) -> None:
         """Measure, and print tables."""
-        common.exit_on_sigterm()
         with common.failures(), bar("connecting") as progress:
             from vllm_sparse_backend.evaluation import serve_bench
             from vllm_sparse_backend.evaluation.vllm_server import NOT_FASTER_ON_CPU, has_cuda
             from vllm_sparse_backend.prompts.texts import read_prompt_text
 
             text = read_prompt_text(self.text) if self.text else None
-            workload = serve_bench.ServeWorkload(tuple(self._lengths()), self.output_tokens, self.repeats, text)
+            lengths = common.serve_lengths(self.lengths, serve_bench.LENGTHS, self.output_tokens, self.model)
+            workload = serve_bench.ServeWorkload(lengths, self.output_tokens, self.repeats, text)
             servers = self.contestants(workload.longest)
             report = self.report("serve")
             serve_bench.compare_servers(servers, workload, report, progress)
@@ -56,18 +53,6 @@ class Serve(common.ServerOptions):
             raise typer.Exit(1)
         if self.model is not None and not has_cuda():
             common.say(NOT_FASTER_ON_CPU)
-
-    def _lengths(self) -> "list[Length]":
-        """Parse --lengths, such as ``8192,200+32768``; by default, return those that fit into the model's positions."""
-        from vllm_sparse_backend.evaluation.serve_bench import LENGTHS, Length
-
-        if self.lengths is None:
-            return [Length(n) for n in common.fitting_lengths("--lengths", LENGTHS, self.output_tokens, self.model)]
-        parts = [part.split("+") for part in common.split(self.lengths)]
-        if not parts or any(len(part) > 2 or not all(n.isdecimal() and int(n) for n in part) for part in parts):
-            expected = "whole numbers above 0, or NEW+CACHED, separated by commas"
-            raise BenchError(f"--lengths: given {self.lengths!r}, expected {expected}")
-        return [Length(*map(int, part)) for part in parts]
 
 
 add_command(bench, Serve, "Example: sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768")
@@ -89,7 +74,6 @@ def crossover(
     The result is the table that `auto` uses. For each of --settings, starts a server of MODEL, and compares TTFT of
     sparse and exact requests with several numbers of new and of cached tokens.
     """
-    common.exit_on_sigterm()
     with common.failures(f"{out} holds the measurements so far."), bar("crossover") as progress:
         from vllm_sparse_backend.config.model_check import max_positions, read_config
         from vllm_sparse_backend.evaluation import crossover_bench
@@ -102,7 +86,7 @@ def crossover(
             crossover_bench.Crossover(model, configuration, longest, server_args)
             for configuration in common.settings_of(settings, model)
         ]
-        report = Report("crossover", device_name(), json_path)
+        report = CaseReport("crossover", device_name(), json_path)
         for measured in crossovers:
             engine, cells = measured.measure(progress)
             lengths = crossover_bench.fit_lengths(cells)

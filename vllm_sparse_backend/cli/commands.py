@@ -30,10 +30,3 @@ class OptionsCommand(TyperCommand):
 def add_command(app: typer.Typer, options: type[Command], epilog: str | None = None) -> None:
     """Add a command with the class's name in lower case."""
     app.command(cls=OptionsCommand, epilog=epilog)(options)
-
-
-def run_alone(options: type[Command]) -> None:
-    """Run a program that has a single command, as ``typer.run`` does with a function."""
-    app = typer.Typer(add_completion=False)
-    add_command(app, options)
-    app()

@@ -4,8 +4,6 @@
 import errno
 import os
 import re
-import signal
-import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,16 +17,21 @@ from rich.markup import escape
 
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.evaluation.output_files import require_output_file
-from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.evaluation.compared_servers import Contestant, Settings
+    from vllm_sparse_backend.evaluation.serve_bench import Length
 
 STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors in writing that only the operator can solve: full disk or quota, file limit, read-only file system."""
 
 USAGE = re.compile(r"--[a-z]|[A-Z]+:")
 """Start of a message about the command line: the option or argument."""
+
+
+TOKENS = r"0*[1-9]\d*"
+"""A number of tokens in an option."""
 
 
 def group(help: str) -> typer.Typer:
@@ -110,7 +113,6 @@ Text = Annotated[
 ServerArgs = Annotated[
     str, typer.Option("--server-args", metavar="ARGS", help="Further arguments for all servers, as one text.")
 ]
-Chunk = Annotated[int, typer.Option(metavar="N", help="Maximum tokens of a step (--max-num-batched-tokens).", min=1)]
 
 
 @contextmanager
@@ -140,11 +142,6 @@ def failure(error: object, code: int | None = None) -> typer.Exit:
     return typer.Exit(code or (2 if USAGE.match(str(error)) else 1))
 
 
-def exit_on_sigterm() -> None:
-    """Turn SIGTERM into SystemExit, so that servers stop and release their GPUs."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-
-
 def say(text: str) -> None:
     Console().print(escape(text), highlight=False, soft_wrap=True)
 
@@ -163,10 +160,26 @@ def levels_of(texts: Sequence[str] | None) -> list[float | str]:
 
 def token_counts(option: str, text: str) -> list[int]:
     """Parse comma-separated numbers of tokens."""
+    return [count for (count,) in _sums(option, text, TOKENS, "whole numbers above 0")]
+
+
+def serve_lengths(
+    text: str | None, defaults: Sequence[int], output_tokens: int, model: Path | None
+) -> "tuple[Length, ...]":
+    """Parse --lengths, such as ``8192,200+32768``; by default, return those that fit into the model's positions."""
+    from vllm_sparse_backend.evaluation.serve_bench import Length
+
+    if text is None:
+        return tuple(map(Length, prompt_lengths("--lengths", None, defaults, output_tokens, model)))
+    form = "whole numbers above 0, or NEW+CACHED"
+    return tuple(Length(*counts) for counts in _sums("--lengths", text, rf"{TOKENS}(\+{TOKENS})?", form))
+
+
+def _sums(option: str, text: str, pattern: str, form: str) -> list[list[int]]:
     parts = split(text)
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise BenchError(f"{option}: given {text!r}, expected whole numbers above 0, separated by commas")
-    return [int(part) for part in parts]
+    if not parts or not all(re.fullmatch(pattern, part) for part in parts):
+        raise BenchError(f"{option}: given {text!r}, expected {form}, separated by commas")
+    return [[int(count) for count in part.split("+")] for part in parts]
 
 
 def settings_of(texts: Sequence[str] | None, model: Path) -> "list[Settings]":
@@ -183,12 +196,16 @@ def require_known(option: str, names: Iterable[str], known: Collection[str]) -> 
             raise ConfigurationError(f"{option}: {not_one_of(name, known)}")
 
 
-def fitting_lengths(option: str, lengths: Sequence[int], output_tokens: int, model: Path | None) -> list[int]:
-    """Return the lengths of an option's default that fit into the model's positions with their answers."""
+def prompt_lengths(
+    option: str, text: str | None, defaults: Sequence[int], output_tokens: int, model: Path | None
+) -> list[int]:
+    """Parse prompt lengths; by default, return those that fit into the model's positions with their answers."""
+    if text is not None:
+        return token_counts(option, text)
     from vllm_sparse_backend.config.model_check import max_positions, read_config
 
     most = None if model is None else max_positions(read_config(model))
-    fitting = [length for length in lengths if most is None or length + output_tokens <= most]
+    fitting = [length for length in defaults if most is None or length + output_tokens <= most]
     if not fitting:
         raise BenchError(f"{option}: given none, expected lengths within the {most:,} positions of {model}")
     return fitting
@@ -230,8 +247,8 @@ class ServerOptions:
             raise BenchError(f"{', '.join(useless)}: given with running servers, expected only with a MODEL to serve")
         return once_each(chain.from_iterable(Contestant.running(url, levels) for url in urls))
 
-    def report(self, bench: str) -> Report:
+    def report(self, bench: str) -> CaseReport:
         """Return an empty report about these servers, or about this machine."""
         from vllm_sparse_backend.evaluation.vllm_server import device_name
 
-        return Report(bench, ", ".join(self.url or ()) or device_name(), self.json_path)
+        return CaseReport(bench, ", ".join(self.url or ()) or device_name(), self.json_path)

@@ -3,7 +3,7 @@
 
 from rich.console import Console
 
-from vllm_sparse_backend.cli.common import exit_on_sigterm, failures
+from vllm_sparse_backend.cli.common import failures
 
 
 def demo() -> None:
@@ -13,6 +13,5 @@ def demo() -> None:
     """
     from vllm_sparse_backend.demo import run
 
-    exit_on_sigterm()
     with failures():
         run.run_demo(Console())

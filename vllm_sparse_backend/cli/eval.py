@@ -39,11 +39,9 @@ class Answers(common.ServerOptions):
 
     def run(self) -> None:
         """Send the questions to all servers, and print a table."""
-        common.exit_on_sigterm()
         go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run, answer_tables
-            from vllm_sparse_backend.evaluation.answer_scores import read_cases
             from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload, require_room
             from vllm_sparse_backend.evaluation.compared_servers import resume
             from vllm_sparse_backend.evaluation.tasks import TASKS
@@ -58,8 +56,7 @@ class Answers(common.ServerOptions):
             options = options_of(workload, server_args=self.server_args)
             del options["tasks"]  # prompts of a task do not depend on the other tasks
             resume(report, options, servers)
-            answer_run.ask_all(servers, workload, report, progress)
-            prompts = read_cases(report.cases)
+            prompts = answer_run.ask_all(servers, workload, report, progress)
             rows = answer_tables.summaries(prompts, [server.label for server in servers])
             report.write(summary=rows)
         common.say(answer_tables.tables(rows))
@@ -88,7 +85,8 @@ class Report:
         Path, typer.Option("--out", metavar="FOLDER", help="Folder of the report.", callback=common.output_folder)
     ] = Path("report")
     lengths: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Prompt tokens for TTFT. Default: 8K to 131K.")
+        str | None,
+        typer.Option(metavar="N,...", help="Prompt tokens for TTFT, as for bench serve. Default: 8K to 131K."),
     ] = None
     answer_lengths: Annotated[
         str | None, typer.Option(metavar="N,...", help="Prompt tokens for answers. Default: 16K and 65K.")
@@ -99,34 +97,26 @@ class Report:
 
     def run(self) -> None:
         """Measure what is not finished, and print the page."""
-        common.exit_on_sigterm()
         with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
+            from vllm_sparse_backend.evaluation.compared_servers import servers_to_start
             from vllm_sparse_backend.evaluation.vllm_server import device_name
             from vllm_sparse_backend.prompts.texts import project_text, read_prompt_text
 
-            report = model_report.ModelReport(
-                folder=self.folder,
-                model=self.model,
-                settings=common.settings_of(self.settings, self.model),
-                lengths=self._lengths("--lengths", self.lengths, model_report.LENGTHS),
-                answer_lengths=self._lengths("--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS),
-                count=self.count,
-                text=read_prompt_text(self.text) if self.text else project_text(),
-                server_args=f"{model_report.MEMORY_ARGS} {self.server_args}".rstrip(),
-                device=device_name(),
+            settings = common.settings_of(self.settings, self.model)
+            output_tokens = model_report.OUTPUT_TOKENS
+            lengths = common.serve_lengths(self.lengths, model_report.LENGTHS, output_tokens, self.model)
+            answer_lengths = common.prompt_lengths(
+                "--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS, output_tokens, self.model
             )
+            text = read_prompt_text(self.text) if self.text else project_text()
+            speed = model_report.speed_workload(lengths, text)
+            questions = model_report.answer_workload(answer_lengths, self.count, text)
+            args = f"{model_report.MEMORY_ARGS} {self.server_args}".rstrip()
+            servers = servers_to_start(self.model, settings, max(speed.longest, questions.longest), args)
             with bar("report") as progress:
-                page = report.make(progress)
+                page = model_report.make_report(self.folder, device_name(), servers, args, speed, questions, progress)
             common.say(page)
-
-    def _lengths(self, option: str, text: str | None, defaults: tuple[int, ...]) -> tuple[int, ...]:
-        """Parse prompt lengths; by default, return those that fit into the model's positions."""
-        from vllm_sparse_backend.evaluation.model_report import OUTPUT_TOKENS
-
-        if text is not None:
-            return tuple(common.token_counts(option, text))
-        return tuple(common.fitting_lengths(option, defaults, OUTPUT_TOKENS, self.model))
 
 
 add_command(evaluate, Report, "Example: sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")

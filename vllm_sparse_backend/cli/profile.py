@@ -13,11 +13,9 @@ import typer
 
 from vllm_sparse_backend.cli.commands import add_command
 from vllm_sparse_backend.cli.common import (
-    Chunk,
     MaybeModel,
     Model,
     NewProfile,
-    exit_on_sigterm,
     failures,
     group,
     require_known,
@@ -37,25 +35,11 @@ if TYPE_CHECKING:
 
 profile_app = group("List, check, import and make profiles. A profile has a method for each layer and head.")
 
-ProfileName = Annotated[
-    str, typer.Argument(metavar="PROFILE", help="Name of a bundled profile, or path of a YAML file.")
-]
-
 _NUMBER = r"\d+(?:\.\d+)?"
 LEVEL_BOUND = re.compile(
     rf"\w+=(?:(?P<of_default>{_NUMBER})x|(?P<absolute>{_NUMBER})abs|(?P<error>{_NUMBER})(?::(?P<p99>{_NUMBER}))?)"
 )
 """A level's name and bound. The names of the groups are those of ``Bound``'s fields."""
-
-LevelBounds = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=BOUND",
-        help="Error bound of a level (high or fast), as NAME=MEAN[:P99]: the largest mean and p99 over "
-        "a head's queries; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: |o - dense| summed over channels, "
-        "mean over tokens. Repeatable. Default: high=0.1:0.4.",
-    ),
-]
 
 
 @profile_app.command("list", epilog="Example: sparse-prefill profile list")
@@ -71,7 +55,12 @@ def list_profiles() -> None:
 
 
 @profile_app.command(epilog="Example: sparse-prefill profile check mine.yaml MODEL")
-def check(profile: ProfileName, model: MaybeModel = None) -> None:
+def check(
+    profile: Annotated[
+        str, typer.Argument(metavar="PROFILE", help="Name of a bundled profile, or path of a YAML file.")
+    ],
+    model: MaybeModel = None,
+) -> None:
     """Check and describe a profile.
 
     The checks are those of a server at start-up; exit code 1 if the profile is invalid.
@@ -144,7 +133,9 @@ class JobOptions(ABC):
         ),
     ] = None
     count: Annotated[int, typer.Option(metavar="N", help="Number of generated prompts.", min=1)] = 3
-    chunk: Chunk = 8192
+    chunk: Annotated[
+        int, typer.Option(metavar="N", help="Maximum tokens of a step (--max-num-batched-tokens).", min=1)
+    ] = 8192
     min_tokens: Annotated[
         int | None,
         typer.Option(
@@ -160,7 +151,6 @@ class JobOptions(ABC):
 
     def run(self) -> None:
         """Make the profile, write it, and report its figures."""
-        exit_on_sigterm()
         with (
             failures(),
             bar("prompts") as progress,
@@ -199,7 +189,7 @@ class JobOptions(ABC):
             folder,
             torch.device("cuda" if torch.cuda.is_available() else "cpu"),
             seed=None if self.prompts else 0,
-            sets_min_tokens=self.min_tokens is not None,
+            min_tokens=self.min_tokens,
             progress=progress,
         )
 
@@ -258,7 +248,15 @@ class Calibrate(JobOptions):
             "method with a ladder.",
         ),
     ]
-    level: LevelBounds = None
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=BOUND",
+            help="Error bound of a level (high or fast), as NAME=MEAN[:P99]: the largest mean and p99 over "
+            "a head's queries; or NAME=1.5x, as in best; or NAME=0.4abs, as in SALE: |o - dense| summed over channels, "
+            "mean over tokens. Repeatable. Default: high=0.1:0.4.",
+        ),
+    ] = None
 
     def search(self) -> "Callable[[Job], Profile]":
         from vllm_sparse_backend.calibration import loop

@@ -45,12 +45,14 @@ class Bar(Progress):
 @contextmanager
 def bar(what: str) -> Iterator[Bar]:
     console = Console(stderr=True)
-    counts = (
+    columns = (
         rich_bar.TextColumn("{task.description}", markup=False),
         rich_bar.BarColumn(),
         rich_bar.MofNCompleteColumn(),
+        rich_bar.TimeElapsedColumn(),
+        rich_bar.TextColumn("left"),
+        rich_bar.TimeRemainingColumn(),
     )
-    columns = *counts, rich_bar.TimeElapsedColumn(), rich_bar.TextColumn("left"), rich_bar.TimeRemainingColumn()
     with rich_bar.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=None)
         yield Bar(progress)

@@ -7,7 +7,6 @@ server that returns log-probabilities of the prompt's tokens (``prompt_logprobs`
 gives the rank of each token of an answer. The answer is right if all of its tokens have rank 1.
 """
 
-import hashlib
 import random
 import string
 from collections.abc import Sequence
@@ -96,10 +95,6 @@ class Prompt:
         """Token indices outside inserted lines, except the first, which no token precedes."""
         inside = set(chain.from_iterable(starmap(range, self.lines)))
         return [place for place in range(1, len(self.token_ids)) if place not in inside]
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(" ".join(map(str, self.token_ids)).encode()).hexdigest()
 
 
 def build_prompt(

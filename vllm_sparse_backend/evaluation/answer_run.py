@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from vllm_sparse_backend.evaluation.agreement import TOP
 from vllm_sparse_backend.evaluation.answer_prompts import Prompt, PromptKey
-from vllm_sparse_backend.evaluation.answer_scores import AnsweredPrompt, PromptScores, read_cases
+from vllm_sparse_backend.evaluation.answer_scores import CASE, AnsweredPrompt, PromptScores, read_cases
 from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Report
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport
 from vllm_sparse_backend.progress import Progress
 
 SAMPLE_CHARS = 2000
@@ -25,8 +25,10 @@ def ask(endpoint: Endpoint, prompt: Prompt) -> PromptScores:
     return PromptScores.of(prompt, returned, time.perf_counter() - began)
 
 
-def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report: Report, progress: Progress) -> None:
-    """Add a case for each server and prompt that the report lacks. Raises BenchError or ServerError."""
+def ask_all(
+    contestants: Sequence[Contestant], workload: AnswerWorkload, report: CaseReport, progress: Progress
+) -> list[AnsweredPrompt]:
+    """Add a case for each server and prompt that the report lacks, and return all. Raises BenchError or ServerError."""
     answered = {(prompt.label, prompt.key) for prompt in read_cases(report.cases)}
     missing = {
         contestant.label: [key for key in workload.wanted if (contestant.label, key) not in answered]
@@ -47,13 +49,14 @@ def ask_all(contestants: Sequence[Contestant], workload: AnswerWorkload, report:
                     )
                 wanted = {key: prompts[key] for key in missing[contestant.label]}
                 _ask_server(contestant, endpoint, wanted, report, progress)
+    return read_cases(report.cases)
 
 
 def _ask_server(
     contestant: Contestant,
     endpoint: Endpoint,
     prompts: Mapping[PromptKey, Prompt],
-    report: Report,
+    report: CaseReport,
     progress: Progress,
 ) -> None:
     """Add a case for each prompt, with its density and the reasons for dense rows if the server counts them."""
@@ -75,12 +78,11 @@ def _ask_server(
             label=contestant.label,
             level=contestant.level,
             key=key,
-            sha256=prompt.sha256,
             error=error,
             scores=scores,
             pairs=pairs,
             dense_rows=dense_rows,
         )
-        report.add_case(answered.to_case())
+        report.add_case(CASE.dump_python(answered, mode="json"))
         progress.step()
         progress.print(f"{answered}: {answered.outcome}")

@@ -95,8 +95,6 @@ class AnsweredPrompt:
     """The contestant's label."""
     level: int | float | str | None
     key: PromptKey
-    sha256: str
-    """Hash of the prompt's tokens."""
     error: str | None
     """Why the request failed or its answer is incomplete; then there are no scores."""
     scores: PromptScores | None
@@ -113,10 +111,6 @@ class AnsweredPrompt:
 
     def __str__(self) -> str:
         return f"{self.label}, {self.key.task}, {self.key.tokens:,} tokens, prompt {self.key.prompt + 1}"
-
-    def to_case(self) -> dict[str, Any]:
-        """Return the prompt as a results file keeps it."""
-        return dict(CASE.dump_python(self, mode="json"))
 
 
 CASE = TypeAdapter(AnsweredPrompt)

@@ -49,12 +49,13 @@ FORMATS = {
 
 def summaries(prompts: Sequence[AnsweredPrompt], labels: Sequence[str]) -> list[Row]:
     """Return a row for each task, length and label, compared with the first label on prompts that both answered."""
+    by_case: dict[tuple[str, int], dict[str, list[AnsweredPrompt]]] = {}
+    for prompt in prompts:
+        if prompt.label in labels:
+            case = by_case.setdefault((prompt.key.task, prompt.key.tokens), {label: [] for label in labels})
+            case[prompt.label].append(prompt)
     rows = []
-    for task, length in dict.fromkeys((prompt.key.task, prompt.key.tokens) for prompt in prompts):
-        by_label: dict[str, list[AnsweredPrompt]] = {label: [] for label in labels}
-        for prompt in prompts:
-            if (prompt.key.task, prompt.key.tokens) == (task, length) and prompt.label in by_label:
-                by_label[prompt.label].append(prompt)
+    for (task, length), by_label in by_case.items():
         first = _scores(by_label[labels[0]])
         for label, of_label in by_label.items():
             scores = _scores(of_label)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -40,34 +40,33 @@ class RequestError(RuntimeError):
         self.status = status
 
 
-Send = Callable[..., HTTPResponse]
-"""GETs a path, or POSTs a body to it as JSON: ``send(path, body=None)``."""
-
-
 @contextmanager
-def connected(url: str, timeout_s: float = TIMEOUT_S) -> Iterator[Send]:
-    """Connect to a server. Any failure of the request or of reading its answer raises RequestError."""
+def connected(url: str, timeout_s: float = TIMEOUT_S) -> Iterator[Callable[..., HTTPResponse]]:
+    """Connect to a server, and yield ``send(path, body=None)``, which GETs a path or POSTs a body to it as JSON.
+
+    Any failure of the request or of reading its answer raises RequestError.
+    """
+
+    def send(path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        data = None if body is None else json.dumps(body).encode()
+        connection.request("GET" if body is None else "POST", parts.path + path, data, headers)
+        response = connection.getresponse()
+        if not 200 <= response.status < 300:
+            said = response.read().decode(errors="replace")
+            raise RequestError(f"answered {response.status}: {said[:2000]}", response.status)
+        return response
+
     try:
         parts = urlsplit(url)
         # A direct connection: requests to loopback must not use the environment's proxy.
         connection = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(parts.netloc, timeout=timeout_s)
         with closing(connection):
             connection.connect()
-            yield partial(_send, connection, parts.path)
+            yield send
     except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         raise RequestError(f"{type(error).__name__}: {error}") from None
-
-
-def _send(connection: HTTPConnection, prefix: str, path: str, body: Mapping[str, Any] | None = None) -> HTTPResponse:
-    key = os.environ.get("OPENAI_API_KEY") or "none"
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    data = None if body is None else json.dumps(body).encode()
-    connection.request("GET" if body is None else "POST", prefix + path, data, headers)
-    response = connection.getresponse()
-    if not 200 <= response.status < 300:
-        said = response.read().decode(errors="replace")
-        raise RequestError(f"answered {response.status}: {said[:2000]}", response.status)
-    return response
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Endpoint:
 
     def ask(self, prompt: Sequence[int], max_tokens: int) -> TimedAnswer:
         """Stream an answer of exactly ``max_tokens`` tokens. Raises RequestError otherwise."""
-        body = self._body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1}
+        body = self.body(prompt, max_tokens) | {"stream": True, "ignore_eos": True, "logprobs": 1}
         tokens, first_s, last_s = 0, 0.0, 0.0
         with connected(self.url) as send:
             began = time.perf_counter()
@@ -138,7 +137,8 @@ class Endpoint:
             raise RequestError(f"the answer has {tokens} tokens, expected {max_tokens}")
         return TimedAnswer(first_s, last_s, tokens)
 
-    def _body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    def body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+        """Return the fields that every completion request has."""
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
         return body | dict(self.extra)
 
@@ -150,7 +150,7 @@ class Endpoint:
         RequestError if the answer has no such list.
         """
         with connected(self.url) as send:
-            answer = json.load(send("/v1/completions", self._body(prompt, 1) | {"prompt_logprobs": top}))
+            answer = json.load(send("/v1/completions", self.body(prompt, 1) | {"prompt_logprobs": top}))
             returned = answer["choices"][0].get("prompt_logprobs")
         if not isinstance(returned, list):
             raise RequestError("the answer has no prompt_logprobs, expected a vLLM server")
@@ -234,9 +234,8 @@ class Prompts:
     def take(self, length: int) -> list[int]:
         """Return the next prompt of ``length`` tokens. A short text starts again."""
         # Stretches of a text repeat eventually, so the first tokens of each prompt are random.
-        ids, base = self.token_ids, len(self.token_ids)
-        head = random.Random(self.made).choices(ids, k=8)
-        start = self.made * 997 % base
+        head = random.Random(self.made).choices(self.token_ids, k=8)
+        start = self.made * 997 % len(self.token_ids)
         self.made += 1
-        around = [ids[(start + i) % base] for i in range(length)]
-        return [*head, *around][:length]
+        stretch = islice(cycle(self.token_ids), start, start + length)
+        return [*head, *stretch][:length]

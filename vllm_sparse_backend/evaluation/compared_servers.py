@@ -19,7 +19,7 @@ from vllm_sparse_backend.config.model_shape import ModelShape, name_of_path
 from vllm_sparse_backend.config.profile import load_profile, name_of_profile
 from vllm_sparse_backend.config.settings import load_config
 from vllm_sparse_backend.evaluation.client import Endpoint
-from vllm_sparse_backend.evaluation.report import BenchError, Report, read_results
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, read_results
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
 from vllm_sparse_backend.progress import Progress
 
@@ -31,7 +31,7 @@ STOCK = "stock"
 class Settings:
     """One configuration of this backend: the object under ``sparse_prefill``."""
 
-    values: Mapping[str, Any]
+    values: dict[str, Any]
 
     @staticmethod
     def parse(text: str, model: Path | None = None) -> "Settings":
@@ -63,7 +63,7 @@ class Settings:
     @property
     def identity(self) -> str:
         """The settings in full, with a hash of their profile, because a profile may be rebuilt under the same name."""
-        text = json.dumps(dict(self.values))
+        text = json.dumps(self.values)
         if (profile := self.values.get("profile")) is None:
             return text
         return f"{text}, {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"
@@ -163,14 +163,13 @@ def servers_to_start(
     contestants = [Contestant.served(STOCK, model, args, STOCK)]
     names = [str(setting) for setting in settings]
     for name, setting in zip(names, settings):
-        is_unique = names.count(name) == 1
-        label = name if is_unique else json.dumps(dict(setting.values))
+        label = name if names.count(name) == 1 else json.dumps(setting.values)
         ours = Contestant.served(label, model, (*args, *sparse_args(setting.values)), setting.identity)
         contestants += ours.at(levels)
     return once_each(contestants)
 
 
-def resume(report: Report, options: Mapping[str, Any], contestants: Sequence[Contestant]) -> None:
+def resume(report: CaseReport, options: Mapping[str, Any], contestants: Sequence[Contestant]) -> None:
     """Add the cases of an earlier run in the report's file, except those with failed requests.
 
     ``options`` are those of the requests. Raises BenchError if the file has another run's options.

@@ -102,9 +102,10 @@ def fit_lengths(cells: Sequence[Cell]) -> Lengths:
     dense_s = torch.tensor([[cell.dense_s] for cell in cells], dtype=torch.float64)
     terms = torch.tensor([[cell.pairs, -1, cell.sparse_tokens] for cell in cells], dtype=torch.float64) / dense_s
     saved = torch.tensor([[cell.dense_s - cell.sparse_s] for cell in cells], dtype=torch.float64) / dense_s
-    s_per_pair, fixed_s, s_per_token = _least_squares(terms, saved)
+    # Pairs are up to 1e9, which float64 solves without scales.
+    s_per_pair, fixed_s, s_per_token = torch.linalg.lstsq(terms, saved).solution[:, 0].tolist()
     if s_per_token < 0:  # new tokens would cost time
-        s_per_pair, fixed_s = _least_squares(terms[:, :2], saved)
+        s_per_pair, fixed_s = torch.linalg.lstsq(terms[:, :2], saved).solution[:, 0].tolist()
         s_per_token = 0.0
     if s_per_pair <= 0:
         return NEVER
@@ -112,13 +113,6 @@ def fit_lengths(cells: Sequence[Cell]) -> Lengths:
     lengths = Lengths(LEAST.min_tokens, LEAST.min_query_tokens, min_pairs, pairs_per_token)
     paying = [cell.sparse_tokens for cell in cells if cell.runs_sparse(lengths)]
     return replace(lengths, min_query_tokens=min(paying)) if paying else NEVER
-
-
-def _least_squares(terms: torch.Tensor, values: torch.Tensor) -> list[float]:
-    """Return the factor of each column of ``terms``."""
-    scales = terms.abs().amax(0)  # pairs are up to 1e9
-    solution: list[float] = (torch.linalg.lstsq(terms / scales, values).solution[:, 0] / scales).tolist()
-    return solution
 
 
 @dataclass(frozen=True)
@@ -149,7 +143,7 @@ class Crossover:
         workload, cells = ServeWorkload(lengths_to_measure(self.longest), 1, REPEATS, None), list[Cell]()
         progress.begin(f"crossover of {self.settings}", 2 * workload.num_requests)
         with opened(self.contestants(), progress) as servers:
-            layers = parse_metrics(servers[0].metrics()).attention
+            layers = parse_metrics(servers[0].metrics()).by("layers", "attention")
             for length, (dense, sparse) in alternate_requests(servers, workload, Prompts.of(servers[0]), progress):
                 if dense.first_s is None or sparse.first_s is None:
                     raise BenchError(f"{length}: no request was answered: {(dense.failures + sparse.failures)[0]}")

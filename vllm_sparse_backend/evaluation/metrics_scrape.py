@@ -51,23 +51,10 @@ class MetricsReport:
         """Rows by path and reason."""
         return self.by("rows", "path", "reason")
 
-    @cached_property
-    def layers(self) -> dict[int, Pairs]:
-        kept, causal = self.by("kept_pairs", "layer"), self.by("causal_pairs", "layer")
-        return {int(layer): Pairs(kept[layer], causal[layer]) for layer in causal}
-
-    @property
-    def attention(self) -> Counter[str]:
-        """Number of the model's layers by the engine that computes their prefill attention."""
-        return self.by("layers", "attention")
-
-    def rows_of(self, path: str) -> int:
-        return int(self.by("rows", "path")[path])
-
     @property
     def pairs(self) -> Pairs:
         """Pairs of all layers together."""
-        return sum(self.layers.values(), Pairs())
+        return Pairs(self.by("kept_pairs").total(), self.by("causal_pairs").total())
 
 
 def parse_metrics(text: str) -> MetricsReport:

@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.evaluation.output_files import write_text
@@ -24,12 +26,12 @@ class BenchError(RuntimeError):
     """A benchmark could not run. The message has the reason and the remedy."""
 
 
-class Report:
+class CaseReport:
     """Cases of one run. The file is rewritten after each case, so an interrupted run keeps its results."""
 
-    def __init__(self, bench: str, device: str, json_path: Path | None = None, command: str | None = None) -> None:
+    def __init__(self, bench: str, device: str, json_path: Path | None = None) -> None:
         self.bench, self.device, self.json_path = bench, device, json_path
-        self.command = command or command_of(sys.argv[1:])
+        self.command = command_line()
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         self.options: Mapping[str, Any] = {}
         """All that must be equal for another run to add to the file."""
@@ -53,7 +55,7 @@ class Report:
 def options_of(workload: Any, **more: Any) -> dict[str, Any]:
     """Return the fields of a dataclass with a text as JSON, which holds the text's hash."""
     sha256 = hashlib.sha256((workload.text or "").encode()).hexdigest()
-    return dict(json.loads(json.dumps(asdict(workload) | {"text": sha256[:16]} | more)))
+    return dict(to_jsonable_python(asdict(workload) | {"text": sha256[:16]} | more))
 
 
 def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,9 +78,9 @@ def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     return results
 
 
-def command_of(arguments: Sequence[str]) -> str:
+def command_line() -> str:
     """Return the command that repeats the measurement elsewhere, without paths of folders."""
-    names = [Path(argument).name if Path(argument).is_absolute() else argument for argument in arguments]
+    names = [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv[1:]]
     return shlex.join(["sparse-prefill", *names])
 
 
@@ -92,12 +94,13 @@ def table_of(
 ) -> str:
     """Return cases as a Markdown table. ``columns`` maps a case's key to its heading; missing values stay empty."""
     rows = [[*columns.values()], *([cell(case.get(key)).replace("|", r"\|") for key in columns] for case in cases)]
-    numeric = [any(isinstance(case.get(key), int | float) for case in cases) for key in columns]
+    is_number = [any(isinstance(case.get(key), int | float) for case in cases) for key in columns]
     widths = [max(3, *map(len, column)) for column in zip(*rows)]
-    rule = ["-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, numeric)]
+    rows.insert(1, ["-" * (width - 1) + (":" if right else "-") for width, right in zip(widths, is_number)])
+    pads = [str.rjust if right else str.ljust for right in is_number]
     lines = []
-    for row in (rows[0], rule, *rows[1:]):
-        cells = [text.rjust(n) if right else text.ljust(n) for text, n, right in zip(row, widths, numeric)]
+    for row in rows:
+        cells = [pad(text, width) for pad, text, width in zip(pads, row, widths)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n\n".join(filter(None, [title, "\n".join(lines), caption])) + "\n"
 
@@ -110,6 +113,6 @@ def line_of(columns: Mapping[str, str], case: Mapping[str, Any]) -> str:
 def cell(value: object) -> str:
     if value is None:
         return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_sparse_backend.evaluation.client import Endpoint, Prompts, RequestError, TimedAnswer
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, groups, opened
 from vllm_sparse_backend.evaluation.metrics_scrape import Pairs, parse_metrics
-from vllm_sparse_backend.evaluation.report import BenchError, Report, line_of, table_of
+from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, line_of, table_of
 from vllm_sparse_backend.progress import Progress
 
 BASELINE_KEY, COMPARED_KEY = "stock", "ours"
@@ -175,7 +175,7 @@ def alternate_requests(
 
 
 def compare_servers(
-    contestants: Sequence[Contestant], workload: ServeWorkload, report: Report, progress: Progress
+    contestants: Sequence[Contestant], workload: ServeWorkload, report: CaseReport, progress: Progress
 ) -> None:
     """Add a case for every server after the first, compared with the first. Raises BenchError or ServerError."""
     baseline = contestants[0]

@@ -48,14 +48,13 @@ def fact_thread(name: str, value: str) -> Thread:
 
 
 def facts(rng: Random, count: int, num_tokens: int) -> Questions:
-    names, values = rng.sample(NAMES, count), _numbers(rng, count)
-    return Questions([fact_thread(name, value) for name, value in zip(names, values)])
+    return Questions(list(map(fact_thread, rng.sample(NAMES, count), _numbers(rng, count))))
 
 
 def multi_key(rng: Random, count: int, num_tokens: int) -> Questions:
     """Ask for facts between facts of similar names, which fill the text."""
     names = rng.sample(NAMES, len(NAMES))
-    threads = [fact_thread(name, value) for name, value in zip(names, _numbers(rng, count))]
+    threads = list(map(fact_thread, names, _numbers(rng, count)))
     others = rng.choices(names[count:], k=num_tokens // FACT_LINE_TOKENS)
     lines = [FACT.format(name=name, value=rng.randrange(1_000_000, 10_000_000)) for name in others]
     return Questions(threads, "\n".join(lines))

@@ -64,9 +64,11 @@ def sparse_args(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
     Relative paths in it become absolute, because the server runs in its own folder.
     """
-    files = {name: Path(settings[name]) for name in FILES if settings.get(name)}
-    settings = {**settings, **{name: str(path.resolve()) for name, path in files.items() if path.is_file()}}
-    return ("--attention-backend", "sparse-prefill", "--additional-config", json.dumps({"sparse_prefill": settings}))
+    absolute = dict(settings)
+    for name in FILES:
+        if settings.get(name) and Path(settings[name]).is_file():
+            absolute[name] = str(Path(settings[name]).resolve())
+    return ("--attention-backend", "sparse-prefill", "--additional-config", json.dumps({"sparse_prefill": absolute}))
 
 
 def device_name() -> str:
@@ -117,8 +119,7 @@ class Server:
 
     def __enter__(self) -> Self:
         try:
-            self._start()
-            self._wait_until_ready()
+            self._wait_until_ready(self._start())
         except BaseException:
             self.stop()
             raise
@@ -127,7 +128,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start(self) -> None:
+    def _start(self) -> "subprocess.Popen[bytes]":
         folder = Path(self._folder.name)
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -139,21 +140,20 @@ class Server:
                 cwd=folder,
                 start_new_session=True,
             )
+        return self._process
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, process: "subprocess.Popen[bytes]") -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline:
-            if (code := self.exit_code()) is not None:
+            if (code := process.poll()) is not None:
                 raise ServerError(f"{self}\nexited with code {code} before it was ready. {self._end_of_log()}")
             try:
-                self.get("/health", timeout_s=5)
+                with connected(self.url, timeout_s=5) as send:
+                    send("/health")
                 return
             except RequestError:
                 time.sleep(0.25)
         raise ServerError(f"{self}\nwas not ready after {READY_TIMEOUT_S:.0f} s. {self._end_of_log()}")
-
-    def exit_code(self) -> int | None:
-        return self._process.poll() if self._process else None
 
     def tail(self) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-60:])
@@ -162,10 +162,6 @@ class Server:
         """Return the log's last lines, and the engine's error, which is often further up."""
         cause = root_cause(self.log_path.read_text(errors="replace"))
         return f"The end of its log:\n{self.tail()}" + (f"\nThe engine's own error: {cause}" if cause else "")
-
-    def get(self, path: str, *, timeout_s: float = 60) -> str:
-        with connected(self.url, timeout_s) as send:
-            return send(path).read().decode()
 
     def stop(self) -> None:
         """Ask the server to end, then kill the rest of its process group."""

@@ -10,8 +10,7 @@ Choices that the paper leaves open, and differences from it:
   its heads run the candidate (``costs.py``). The paper counts the work of its kernels, and ignores selection.
 * A step changes the larger of a candidate's two numbers by 50 tokens, so its character does not change. A step of
   block-sparse is a block of 64 keys, because the paper's step of 50 would be 50 blocks, or 3,200 keys.
-* A candidate is left out if its smallest setting costs too much, or if it keeps everything at this cost. Algorithm 1
-  would not terminate with it.
+* A candidate is left out if its smallest setting costs too much. Algorithm 1 would not terminate with it.
 * The search takes the candidate with the least error among those that meet ``bound`` and leave out at least a tenth of
   the head's pairs (scattered slashes may keep all pairs). If there is none, the head runs dense.
 * Beyond the paper, there are several budgets, multiples of the paper's cost. Each head takes the smallest budget at
@@ -21,14 +20,13 @@ Heads with the same pattern may have different numbers within one launch.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from statistics import fmean
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm_sparse_backend.calibration.costs import Costs
-from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer
-from vllm_sparse_backend.calibration.search import LEAST_SPARSITY, IsAllowed, judge_all
+from vllm_sparse_backend.calibration.judge import CapturedLayer
+from vllm_sparse_backend.calibration.search import LEAST_SPARSITY
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.dense.method import Dense
 from vllm_sparse_kernels.methods.minference.a_shape import AShape
@@ -48,62 +46,31 @@ CANDIDATES = (
 )
 """Candidates of the paper's table 7."""
 
-SIZES: dict[type[Method], tuple[str, ...]] = {
-    AShape: ("local_tokens",), VerticalSlash: ("slash_tokens", "vertical_tokens"), BlockSparse: ("top_blocks",),
-}  # fmt: skip
-"""Fields that a step may change."""
-
 STEP, MOST_STEPS = 50, 4096
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 """Budgets as multiples of the paper's cost. The paper has only 1."""
 
-Space = tuple[Method, ...]
-"""Candidates of equal cost."""
 
-
-def choose_pattern(
-    judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, spaces: Sequence[Space]
-) -> list[Method]:
-    """Choose each head's candidate with the least error, in the smallest budget that has one within the bound."""
-    chosen: list[Method | None] = [None] * judge.num_heads
-    for space in spaces:
-        passes = [judge_all(judge, bound, [candidate] * judge.num_heads) for candidate in space]
-        for head, judged in enumerate(zip(*passes, strict=True)):
-            allowed = [
-                result
-                for result in judged
-                if result.holds and result.sparsity >= LEAST_SPARSITY and is_allowed(head, result.method)
-            ]
-            if chosen[head] is None and allowed:
-                chosen[head] = min(allowed, key=lambda result: result.figures.seen.error).method
-        if None not in chosen:
-            break
-    return [method or Dense() for method in chosen]
-
-
-def search_spaces(judge: CapturedLayer, costs: Costs, budgets: Sequence[float] = BUDGETS) -> Iterator[Space]:
-    """Resize the candidates to each budget, in at most twelve passes per candidate."""
+def search_spaces(judge: CapturedLayer, costs: Costs) -> Iterator[tuple[Method, ...]]:
+    """Yield candidates of equal cost for each budget, resized in at most twelve passes per candidate."""
     dense_ms = _layer_ms(judge, costs, Dense())
-    for budget in sorted(budgets):
+    for budget in BUDGETS:
         aim = budget * _layer_ms(judge, costs, TARGET)
         if aim < (1 - LEAST_SPARSITY) * dense_ms:
-            fitted = [
-                candidate if (candidate, budget) == (TARGET, 1) else _fitted(judge, costs, candidate, aim)
-                for candidate in CANDIDATES
-            ]
-            yield tuple(filter(None, fitted))
+            yield tuple(filter(None, (_fitted(judge, costs, candidate, aim) for candidate in CANDIDATES)))
 
 
 def resized(candidate: Method, steps: int) -> Method:
     """Resize a candidate (the paper's ChangeSpace)."""
-    number, field = max((getattr(candidate, field), field) for field in SIZES[type(candidate)])
+    # The largest of all numbers is one of those that table 7 varies.
+    number, field = max((number, field) for field, number in asdict(candidate).items())
     step = 1 if isinstance(candidate, BlockSparse) else STEP
     changes: dict[str, Any] = {field: steps * step + number % step}
     return replace(candidate, **changes)
 
 
 def _fitted(judge: CapturedLayer, costs: Costs, candidate: Method, aim: float) -> Method | None:
-    """Return the candidate at the size whose cost is closest to ``aim`` ms; None if none fits or it keeps all."""
+    """Return the candidate at the size whose cost is closest to ``aim`` ms; None if none fits."""
 
     def taken(steps: int) -> float:
         return _layer_ms(judge, costs, resized(candidate, steps))
@@ -112,16 +79,11 @@ def _fitted(judge: CapturedLayer, costs: Costs, candidate: Method, aim: float) -
     if over == 1:
         return None
     steps = min(over - 1, over, key=lambda steps: abs(taken(steps) - aim))
-    fitted = resized(candidate, steps)
-    density = fmean(_densities(judge, fitted))
-    return fitted if 1 - density >= LEAST_SPARSITY else None
+    return resized(candidate, steps)
 
 
 def _layer_ms(judge: CapturedLayer, costs: Costs, method: Method) -> float:
     """Return the time of a layer with this method on all heads."""
     shared = costs.of(method).group_ms + costs.base_ms
-    return shared + sum(costs.head_ms(method, density) for density in _densities(judge, method))
-
-
-def _densities(judge: CapturedLayer, method: Method) -> list[float]:
-    return [result.density for result in judge.judge([method] * judge.num_heads)]
+    results = judge.judge([method] * judge.num_heads)
+    return shared + sum(costs.head_ms(method, result.density) for result in results)

@@ -85,15 +85,14 @@ def map_side(num_tokens: int, device: torch.device) -> int:
 
 def attention_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
     """Average the causal attention of a layer's heads over ``side`` × ``side`` blocks of equal width."""
-    width = len(q) // side
     group = q.shape[1] // k.shape[1]
-    maps = [_group_maps(heads, k[:, i], scale, side, width) for i, heads in enumerate(q.split(group, 1))]
-    return torch.cat(maps)
+    return torch.cat([_group_maps(heads, k[:, i], scale, side) for i, heads in enumerate(q.split(group, 1))])
 
 
-def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int, width: int) -> torch.Tensor:
+def _group_maps(q: torch.Tensor, k: torch.Tensor, scale: float, side: int) -> torch.Tensor:
     """Return the maps of the heads q [num_tokens, group, head_dim] of one kv head."""
-    num_tokens, group = side * width, q.shape[1]
+    width, group = len(q) // side, q.shape[1]
+    num_tokens = side * width
     queries, keys = q[:num_tokens].transpose(0, 1).float() * scale, k[:num_tokens].float()
     blocks = max(1, SCORE_BYTES // (4 * group * num_tokens * width))  # rows of the maps at a time
     maps = queries.new_zeros(group, side, side)

@@ -28,14 +28,7 @@ Heads may differ in all three parameters within one launch. The search takes at 
 from dataclasses import replace
 
 from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer
-from vllm_sparse_backend.calibration.search import (
-    LEAST_SPARSITY,
-    IsAllowed,
-    Judged,
-    allowed_ladders,
-    sparse_enough,
-    sparsest,
-)
+from vllm_sparse_backend.calibration.search import IsAllowed, choose_sparsest, sparsest
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 
@@ -52,23 +45,10 @@ def choose_thresholds(
     judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed, *, skipping: bool = False
 ) -> list[Method]:
     """Choose each head's pair of τ and θ that leaves out the most pairs, then with ``skipping`` its λ."""
-    pairs = _sparsest_pairs(judge, bound.with_margin(FIRST_MARGIN) if skipping else bound, is_allowed)
-    methods = [sparse_enough(pairs.get(head)) for head in range(judge.num_heads)]
+    first_bound = bound.with_margin(FIRST_MARGIN) if skipping else bound
+    ladders = ([SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS] for theta in THETAS)
+    methods = choose_sparsest(judge, first_bound, is_allowed, ladders=ladders)
     return _with_margins(judge, bound, methods, is_allowed) if skipping else methods
-
-
-def _sparsest_pairs(judge: CapturedLayer, bound: Bound, is_allowed: IsAllowed) -> dict[int, Judged]:
-    """Return the sparsest pair within the bound, for each head that has one."""
-    sparsest_pairs: dict[int, Judged] = {}
-    heads = list(range(judge.num_heads))
-    for theta in THETAS:
-        ladders = allowed_ladders(judge, [SpargeAttn(min_similarity=theta, kept_mass=tau) for tau in TAUS], is_allowed)
-        for head, judged in sparsest(judge, bound, {head: ladders[head] for head in heads}).items():
-            if judged.holds and (head not in sparsest_pairs or judged.sparsity > sparsest_pairs[head].sparsity):
-                sparsest_pairs[head] = judged
-            if judged.sparsity < LEAST_SPARSITY:
-                heads.remove(head)  # higher θs keep even more
-    return sparsest_pairs
 
 
 def _with_margins(judge: CapturedLayer, bound: Bound, methods: list[Method], is_allowed: IsAllowed) -> list[Method]:
