@@ -99,11 +99,10 @@ def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torc
     return (largest * scales[:, None] >= queries.thresholds[:, :, None, None]).any(3)
 
 
-def flags_twice(
-    method: Sale, queries, keys, batch: Batch, block_tokens: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kernel's flags for row 0 and those of its arithmetic recomputed: uint8 in the layout of block_ids."""
-    index = new_index(batch.rows, batch.num_heads, block_tokens)
+def checked_flags(method: Sale, queries, keys, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+    """Return the kernel's flags for row 0: uint8 in the layout of block_ids. They equal those of its recomputed
+    arithmetic."""
+    index = new_index(batch.rows, batch.num_heads, 64)
     group = batch.num_heads // batch.cache.num_kv_heads
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
@@ -115,12 +114,13 @@ def flags_twice(
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
-        fine = fine.unflatten(1, (-1, block_tokens // 32)).any(2)
+        fine = fine.unflatten(1, (-1, 2)).any(2)
         start = int(index.block_offsets[i_tile])
-        begin = ceil_div(method.sink_tokens, block_tokens)
-        end = regions(method, tile.position, tile.length_tokens)[0][1] // block_tokens
+        begin = ceil_div(method.sink_tokens, 64)
+        end = regions(method, tile.position, tile.length_tokens)[0][1] // 64
         expected[:, start + begin : start + end] = fine[:, begin:end]
-    return ours, expected
+    assert torch.equal(ours, expected)
+    return ours
 
 
 @pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.2, 4), (0.2, 60)])
@@ -137,39 +137,14 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
     largest = float((queries.inverse_scales.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
     assert (largest > 2048) == (mean == 60)
-    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(mean < 60))
-    assert torch.equal(ours, expected)
-    assert 0.1 < ours.float().mean() < 0.9
-
-
-def check_flags(row: tuple[RoundedQueries, RoundedKeys], batch: Batch, block_tokens: int, dtype: torch.dtype):
-    """Check that the kernel's flags equal those of its recomputed arithmetic."""
-    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, dtype)
-    assert torch.equal(ours, expected)
-    return ours
-
-
-@pytest.mark.parametrize("integers", INTEGERS, ids=str)
-@pytest.mark.parametrize("block_tokens", [32, 64, 128])
-def test_scores_and_thresholds_below_zero(integers, block_tokens):
-    """Biases fall from key to key, so blocks of a tile fail and pass at scores that are all negative."""
-    batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    q = torch.randint(-3, 4, (1, 384, 64), generator=generator, device=DEVICE)
-    k = torch.randint(-7, 8, (1, 1664, 64), generator=generator, device=DEVICE)
-    thresholds = torch.full((1, 384), -600.0, device=DEVICE)
-    thresholds[:, 100:] = 200.0
-    thresholds[:, 260:] = torch.inf
-    biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
-    row = rounded_row(q, k, thresholds, biases, integers)
-    assert 0 in check_flags(row, batch, block_tokens, compared_as())[:, : 1300 // block_tokens]
+    assert 0.1 < checked_flags(method, queries, keys, batch, compared_as(mean < 60)).float().mean() < 0.9
 
 
 @pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
     """Thresholds that a single key just reaches, and thresholds that it misses by one, at sums up to 12,544 and
-    2,048."""
+    2,048. A bias makes all other scores negative, and most thresholds too where sums are at most 2,048."""
     batch = random_batch([(700, 130)], 1, 1, head_dim, 64, torch.float32, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(0)
     q = torch.randint(0, 2, (1, 256, head_dim), generator=generator, device=DEVICE) * 2 * largest - largest
@@ -177,14 +152,14 @@ def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
     for query in range(130):
         k[0, 37 + 4 * query] = q[0, query]
         k[0, 37 + 4 * query, : query % 5] -= q[0, query, : query % 5].sign()  # sums of 12544, 12537, …
-    thresholds = (q.float() @ k.float().mT)[:, :, :600].amax(2)
-    assert thresholds[:, :130].min() == largest * (largest * head_dim - 4)
+    biases = torch.full((1, 896), -2048.0, device=DEVICE)
+    thresholds = (q.float() @ k.float().mT)[:, :, :600].amax(2) - 2048
+    assert thresholds[:, :130].min() == largest * (largest * head_dim - 4) - 2048
     thresholds[:, 1::2] += 1
     thresholds[:, 130:] = torch.inf
-    zeros = torch.zeros(1, 896, device=DEVICE)
-    # Integers have no rounding differences if half precision represents all of them.
-    row = rounded_row(q, k, thresholds, zeros, integers)
-    assert 0 in check_flags(row, batch, 64, torch.float32)
+    # Half precision represents all integers near these thresholds, so no flag depends on its rounding.
+    row = rounded_row(q, k, thresholds, biases, integers)
+    assert 0 in checked_flags(Sale(0.5), *row, batch, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -202,4 +177,4 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
     biases[0, 150], biases[0, 330] = 1000.3, bias
     row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
     dtype = compared_as(fits)
-    assert int(check_flags(row, batch, 64, dtype)[0, 150 // 64]) == (dtype == torch.float16)
+    assert int(checked_flags(Sale(0.5), *row, batch, dtype)[0, 150 // 64]) == (dtype == torch.float16)
