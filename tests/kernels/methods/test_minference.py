@@ -10,7 +10,19 @@ from hypothesis import given, settings, strategies as st
 
 from tests.helpers.batches import new_index, random_batch
 from tests.helpers.masks import mask_of
-from tests.helpers.method_cases import DEVICE, F32, all_lists, assert_agree, int32, lists, row_alone, select
+from tests.helpers.method_cases import (
+    DEVICE,
+    DTYPES,
+    F32,
+    SHAPES,
+    all_lists,
+    assert_agree,
+    by_turns,
+    int32,
+    lists,
+    row_alone,
+    select,
+)
 from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
@@ -28,29 +40,15 @@ from vllm_sparse_kernels.selection import last_queries
 from vllm_sparse_kernels.selection.last_queries import Sums
 from vllm_sparse_kernels.selection.lines import Lines, write_lines
 
-F16 = torch.float16
-
-# lengths, heads, kv heads, head dim, page size, dtype, index block, layout
-CASES = [
-    ([(0, 1), (64, 1), (0, 63)], 2, 1, 64, 16, F32, 64, "NHD"),
-    ([(37, 130), (5, 63)], 2, 2, 64, 64, F16, 128, "HND"),
-    ([(301, 130), (0, 1)], 4, 2, 64, 16, F32, 128, "NHD"),
-    ([(0, 1000)], 1, 1, 64, 128, F16, 64, "HND"),
-    ([(300, 63)], 8, 1, 64, 48, F16, 64, "NHD"),
-    ([(129, 70)], 6, 2, 96, 128, F32, 128, "NHD"),
-    ([(200, 129)], 2, 1, 128, 16, F16, 64, "NHD"),
-    ([(90, 65)], 2, 1, 256, 16, F32, 128, "NHD"),
-    ([(0, 2049)], 1, 1, 64, 64, F16, 64, "NHD"),
-    # More key blocks than a single product covers, and more splits than are joined at once.
-    ([(4200, 65)], 1, 1, 64, 128, F32, 64, "NHD"),
-]
+# More key blocks than a single product covers, and more splits than are joined at once.
+LONG = ([(4200, 65)], 1, 1, 64, 128, 64, "NHD")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_kernels_are_the_reference(case):
-    *shape, block_tokens, layout = case
-    batch = random_batch(*shape, DEVICE, layout=layout, gap_tokens=3)
+@pytest.mark.parametrize(("shape", "dtype"), by_turns([*SHAPES, LONG], DTYPES), ids=str)
+def test_kernels_are_the_reference(shape, dtype):
+    *sizes, block_tokens, layout = shape
+    batch = random_batch(*sizes, dtype, DEVICE, layout=layout, gap_tokens=3)
     total = max(batch.rows.seq_lens)
     lines = VerticalSlash(total // 10, total // 40, 64, total // 40, total // 100)
     for method in (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.batches import every_head, new_index, random_batch
-from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, select
+from tests.helpers.method_cases import DEVICE, DTYPES, SHAPES, by_turns, select
 from tests.helpers.sale_cases import (
     assert_agrees,
     compared_as,
@@ -29,40 +29,28 @@ from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.engine import SelectSpec, hopper_refusal
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
-# lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
-CASES = [
-    ([(0, 1), (0, 63), (0, 1000)], 1, 1, 64, 16, 64, "NHD", Sale(0.3)),
-    ([(477, 300), (300, 63)], 4, 2, 64, 64, 128, "HND", Sale(0.3)),
-    ([(841, 100)], 4, 1, 64, 128, 64, "HND", Sale(0.2, sink_tokens=0)),
-    ([(633, 130), (129, 1), (255, 2)], 8, 1, 64, 16, 128, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
-    ([(1800, 249)], 1, 1, 96, 64, 64, "NHD", Sale(0.3)),
-    ([(2300, 70)], 2, 1, 256, 16, 64, "NHD", Sale(0.3)),
-    ([(0, 2049)], 1, 1, 128, 128, 128, "NHD", Sale(0.5)),
-    ([(477, 300), (0, 63), (801, 1)], 4, 2, 64, 16, 32, "HND", Sale(0.3)),
-    ([(711, 130)], 6, 2, 64, 32, 32, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
-    ([(513, 64)], 1, 1, 64, 16, 32, "NHD", Sale(0.2, sink_tokens=0)),
-    ([(477, 300), (0, 63), (801, 1)], 4, 2, 128, 16, 32, "HND", Sale(0.3)),
-    ([(500, 130)], 1, 1, 32, 16, 32, "NHD", Sale(0.2)),
-]
+METHODS = [Sale(0.5), Sale(0.6, sink_tokens=0), Sale(0.3, sink_tokens=96, local_tokens=160)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
-def test_kernel_agrees_with_the_paper(case, dtype):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
-    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
-    assert_agrees(batch, method, select(method, batch, block_tokens))
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("shape", "dtype", "method"), by_turns(SHAPES, DTYPES, METHODS), ids=str)
+def test_kernel_agrees_with_the_paper(shape, dtype, method, narrow):
+    *sizes, block_tokens, layout = shape
+    batch = make_batch(*sizes, dtype, layout=layout)
+    assert_agrees(batch, method, select(method, batch, 32 if narrow else block_tokens))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_reference_agrees_with_the_paper(case):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
-    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, layout=layout)
-    assert_agrees(batch, method, select(method, batch, block_tokens, by_reference=True))
+@pytest.mark.parametrize(("shape", "method"), by_turns(SHAPES, METHODS), ids=str)
+def test_reference_agrees_with_the_paper(shape, method):
+    *sizes, _, layout = shape
+    batch = make_batch(*sizes, layout=layout)
+    num_heads = batch.num_heads
+    assert_agrees(batch, method, select(method, batch, by_reference=True))
     call = batch.call(new_index(batch.rows, num_heads, 32), every_head(method, num_heads))
     ours = {(head, i): x for head, i, x in paper_blocks(call)}
-    for row, head in product(range(len(lengths)), range(num_heads)):
+    for row, head in product(range(batch.rows.num_rows), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
             assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
 

@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from itertools import cycle
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from tests.helpers.batches import new_index
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.helpers.masks import mask_of
-from tests.helpers.method_cases import DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
+from tests.helpers.method_cases import DTYPES, SHAPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
@@ -76,32 +75,18 @@ def of_head(index: SparseIndex, head: int) -> list[Lists]:
     return all_lists(index, heads=[head])[0]
 
 
-CASES = [
-    # lengths, query heads, kv heads, head_dim, page size, block, layout, clusters of each layer
-    ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, "NHD", ((0, 0), (0, 0))),
-    ([(437, 200)], 4, 2, 64, 64, 64, "HND", ((2, 2, NOISE, 5), (5, 2, 2, 7))),
-    ([(150, 140), (37, 20)], 4, 1, 96, 16, 128, "NHD", ((1, 0, 0, 1), (1, 1, NOISE, 0))),
-    ([(450, 66)], 8, 1, 128, 128, 64, "NHD", ((0, 0, 0, 0, 1, 1, 1, 1),)),
-]
-
-
-GAMMAS = {"alike": (0.8,), "differing": (0.6, 0.69, 0.78, 0.87)}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("case", "dtype", "gammas"),
-    [*((*case, "alike") for case in by_turns(CASES, DTYPES)), (CASES[1], torch.float32, "differing")],
-    ids=str,
-)
-def test_kernels_keep_what_the_reference_keeps(case, dtype, gammas):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, clusters = case
-    batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=2)
+@pytest.mark.parametrize(("shape", "dtype"), by_turns(SHAPES, DTYPES), ids=str)
+def test_kernels_keep_what_the_reference_keeps(shape, dtype):
+    """Two layers of heads in several clusters and outside of them, with different γ."""
+    *sizes, block_tokens, layout = shape
+    batch = lined_batch(*sizes, dtype, layout=layout, gap_tokens=2)
     batch.q.mul_(0.5)
-    batches = [batch, next_layer(batch)][: len(clusters)]
-    more = {"last_queries": 30} if gammas == "differing" else {}
-    heads = [[SharePrefill(0.25, 0.1, g, c, **more) for g, c in zip(cycle(GAMMAS[gammas]), cs)] for cs in clusters]
-    check_layers(batches, heads, block_tokens)
+    layers = [
+        [SharePrefill(0.25, 0.1, 0.6 + 0.09 * (head % 4), clusters[head % 4], 30) for head in range(batch.num_heads)]
+        for clusters in ((2, 2, NOISE, 5), (5, 2, 2, 7))
+    ]
+    check_layers([batch, next_layer(batch)], layers, block_tokens)
 
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
