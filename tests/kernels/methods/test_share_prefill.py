@@ -10,7 +10,7 @@ import torch
 from tests.helpers.batches import new_index
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.helpers.masks import mask_of
-from tests.helpers.method_cases import DTYPES, SHAPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
+from tests.helpers.method_cases import DTYPES, SHAPES, Lists, all_lists, by_turns, int32, row_parts, select
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
@@ -171,42 +171,6 @@ def test_each_row_has_pivots_of_its_own(by_reference):
         index = select(method, batch, by_reference=by_reference)
         dense.append([is_dense(index, 0, row) for row in (0, 1)])
     assert dense == [[True, False], [False, True]]
-
-
-@pytest.mark.full
-def test_rows_never_see_each_other():
-    """Two rows of a batch select bitwise the same as each row alone, layer after layer, with separate pivots."""
-    batch = small_batch(((75, 135), (230, 60)), num_heads=2)
-    batch.q[batch.rows.query_starts[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
-    batches, method = [batch, next_layer(batch)], layer_of((0, 0), 0.3)
-    together = [select(method, b) for b in batches]
-    assert [is_dense(together[0], *head_and_row) for head_and_row in ((0, 0), (0, 1), (1, 1))] == [True, False, True]
-    for row in (0, 1):
-        rows = row_alone(batch, row).rows
-        for b, joint in zip(batches, together, strict=True):
-            alone = select(method, dataclasses.replace(b, rows=rows))
-            assert all_lists(alone) == all_lists(joint, batch.rows.tiles_of(row))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
-def test_each_head_takes_what_its_own_gamma_holds(by_reference):
-    """Heads with different γ share with each other, in this layer and in the next, as if all heads had the same γ."""
-    batch = small_batch(((130, 140),), num_heads=4)
-    batch.q[:, 2] = batch.q[:, 0]
-    gammas, clusters = (0.6, 0.6, 0.9, 0.9), (0, 0, 0, NOISE)
-    alike = {
-        gamma: [select(layer_of(clusters, 0.9, 1e-6, gamma), b, by_reference=by_reference) for b in (a, a)]
-        for gamma in set(gammas)
-        for a in [dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))]
-    }
-    heads = [SharePrefill(0.9, 1e-6, gamma, c) for gamma, c in zip(gammas, clusters, strict=True)]
-    for layer in range(2):
-        index = select(heads, batch, by_reference=by_reference)
-        assert is_dense(index, 0, 0) == (layer == 0)
-        assert not is_dense(index, 1, 0)
-        assert all(of_head(index, i) == of_head(alike[gamma][layer], i) for i, gamma in enumerate(gammas))
-    assert of_head(index, 1) != of_head(index, 2)
 
 
 def papers_masks(queries: torch.Tensor, keys: torch.Tensor, scale: float, method: SharePrefill):
