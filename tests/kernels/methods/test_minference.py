@@ -12,7 +12,6 @@ from tests.helpers.batches import new_index, random_batch
 from tests.helpers.masks import mask_of
 from tests.helpers.method_cases import (
     DEVICE,
-    DTYPES,
     F32,
     SHAPES,
     all_lists,
@@ -45,7 +44,7 @@ LONG = ([(4200, 65)], 1, 1, 64, 128, 64, "NHD")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("shape", "dtype"), by_turns([*SHAPES, LONG], DTYPES), ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), by_turns([*SHAPES, LONG], (F32, torch.float16)), ids=str)
 def test_kernels_are_the_reference(shape, dtype):
     *sizes, block_tokens, layout = shape
     batch = random_batch(*sizes, dtype, DEVICE, layout=layout, gap_tokens=3)
