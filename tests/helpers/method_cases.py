@@ -24,6 +24,19 @@ DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 F32 = DTYPES[-1] if DEVICE == "cuda" else torch.float32
 POISON = -7
 
+# lengths, heads, kv heads, head_dim, page size, block_tokens, layout
+SHAPES: list[tuple[Any, ...]] = [
+    ([(0, 1), (0, 63), (0, 1000)], 2, 2, 64, 16, 64, "NHD"),
+    ([(477, 300), (300, 63)], 4, 2, 64, 64, 128, "HND"),
+    ([(1041, 200)], 4, 1, 64, 128, 128, "HND"),
+    ([(633, 130), (129, 1), (255, 2)], 6, 2, 64, 16, 64, "NHD"),
+    ([(0, 2049)], 1, 1, 96, 64, 64, "NHD"),
+    ([(2300, 70)], 2, 1, 256, 16, 128, "NHD"),
+    ([(130, 10), (700, 520)], 8, 1, 64, 48, 128, "NHD"),  # more heads and groups than anchors vote on at once
+    ([(477, 300), (0, 63), (801, 1)], 4, 2, 128, 16, 64, "HND"),
+]
+"""Shapes in which each method's kernels are compared with its reference."""
+
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "anchor_attention": [{}, {"sample_tokens": 2, "step_tiles": 1}],
     "flex_vertical_slash": [{}, {"estimating": "spread", "last_queries": 256}],
@@ -33,6 +46,27 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "top_p": [{}],
 }
 """Settings of a method that use other kernels, or another amount of memory, than its defaults."""
+
+SMALL: dict[str, list[dict[str, Any]]] = {
+    "a_shape": [{"sink_tokens": 50, "local_tokens": 50}],
+    "anchor_attention": [
+        {"theta": 3.0, "step_tiles": 1},
+        {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True},
+    ],
+    "block_sparse": [{"top_blocks": 1}],
+    "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
+    "sale": [{"tau": 0.3}],
+    "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
+    "sparge_attn": [
+        {"kept_mass": 0.6, "min_similarity": 0.1},
+    ],
+    "top_p": [
+        {"kept_mass": 0.9, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64},
+        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
+    ],
+    "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
+}
+"""Parameters that do not keep all of a few hundred keys; methods that are not listed use their demo's."""
 
 Lists = tuple[list[int], list[int]]
 

@@ -12,9 +12,8 @@ from tests.helpers.batches import assert_close, random_batch, random_index
 from tests.helpers.engine_cases import DTYPES, ENGINES, FULL, READS_PAST_THE_END, check, run, same
 from tests.helpers.lined import lined_batch
 from tests.helpers.method_cases import VARIANTS, all_lists, select
-from vllm_sparse_kernels.attention import AttendEngine, AttendSpec
+from vllm_sparse_kernels.attention import AttendEngine
 from vllm_sparse_kernels.engine_trial import Batch, expected_attention
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods import METHODS
 from vllm_sparse_kernels.paged import PagedCache
 from vllm_sparse_kernels.rows import Rows
@@ -132,21 +131,7 @@ def test_attention_past_two_to_the_31_elements(engine: AttendEngine) -> None:
     """Offsets of pages that exceed 32 bits (native-sparse-attention#8)."""
     batch, far = far_batch([(201, 70), (0, 5)], DTYPES[1], FAR)
     index = random_index(batch, 64, 0.5, stripes=30)
-    assert same(run_in_place(engine, far, replace(index, rows=far.rows)), run_in_place(engine, batch, index))
-
-
-def run_in_place(engine: AttendEngine, batch: Batch, index: SparseIndex) -> torch.Tensor:
-    """Run an engine without touching the cache outside of the batch's pages, or skip the test if the engine refuses."""
-    why = engine.refusal(AttendSpec.of(batch.cache, index, None))
-    if why is not None:
-        pytest.skip(f"{engine.name}: {why}")
-    pages = batch.rows.block_table[batch.rows.block_table < batch.cache.keys.shape[0]].long().unique()
-    if engine.name in READS_PAST_THE_END:
-        for side in (batch.cache.keys, batch.cache.values):
-            side[pages] = side[pages].nan_to_num(nan=1e3)
-    out = batch.empty_out()
-    engine.attend(batch.call(index), out)
-    return out
+    assert same(run(engine, far, replace(index, rows=far.rows)), run(engine, batch, index))
 
 
 @every_method

@@ -20,14 +20,6 @@ def test_tensors_of_a_buffer_do_not_overlap_and_are_aligned() -> None:
     assert first.shape == (3, 5)
 
 
-def test_a_frame_gives_back_and_the_peak_stays() -> None:
-    workspace = Workspace(CPU, torch.empty(1024, dtype=torch.uint8))
-    with workspace.frame():
-        before = workspace.empty(256, dtype=torch.uint8).data_ptr()
-    assert workspace.empty(256, dtype=torch.uint8).data_ptr() == before
-    assert workspace.peak_bytes == workspace.used_bytes == 256
-
-
 def test_who_asks_again_gets_the_same_tensor_and_may_write_it() -> None:
     """A view costs the host more than a look-up, and inference mode must not stay with tensors created in it."""
     workspace = Workspace(CPU, torch.empty(1 << 16, dtype=torch.uint8))
@@ -48,10 +40,3 @@ def test_a_full_buffer_says_so() -> None:
     with pytest.raises(MemoryError, match="expected at most 512 bytes"):
         workspace.empty(513, dtype=torch.uint8)
     assert workspace.used_bytes == 0
-
-
-def test_without_a_buffer_bytes_are_counted_as_with_one() -> None:
-    workspace = Workspace(CPU)
-    assert workspace.empty(0, 4).shape == (0, 4)
-    workspace.empty(65)
-    assert workspace.peak_bytes == 512

@@ -10,7 +10,7 @@ from tests.helpers.batches import in_fp8, random_batch, random_index, widened
 from tests.helpers.engine_cases import ENGINES, check, flash_attention, run, same
 from tests.helpers.lined import lined_batch
 from tests.helpers.masks import density_of, mask_of
-from tests.helpers.method_cases import select
+from tests.helpers.method_cases import SMALL, select
 from vllm_sparse_kernels.attention import AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.reference import attend as reference
@@ -24,17 +24,11 @@ SCALES = (0.03, 0.05, 0.2)
 
 READS_FP8 = [name for name in ENGINES if name != "hopper"]
 
-SMALL = {
-    "anchor_attention": {"theta": 3.0, "step_tiles": 1}, "block_sparse": {"top_blocks": 1}, "sale": {"tau": 0.3},
-    "flex_vertical_slash": {"gamma": 0.7}, "sparge_attn": {"kept_mass": 0.6}, "share_prefill": {"cluster": 0},
-    "top_p": {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
-    "vertical_slash": {"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5},
-}  # fmt: skip
-READING = [name for name in METHODS if name not in ("a_shape", "dense")]
-"""Methods that read keys."""
-METHODS_ASKED = [METHODS[name].parameters(**SMALL.get(name, {})) for name in READING]
-METHODS_ASKED += [
-    METHODS["anchor_attention"].parameters(theta=0.5, step_tiles=1, sample_tokens=32),
+METHODS_ASKED = [
+    METHODS[name].parameters(**params)
+    for name in METHODS
+    if name not in ("a_shape", "dense")  # which read no keys
+    for params in SMALL.get(name, [{}])
 ]
 
 

@@ -49,19 +49,14 @@ CASES = {
     ],
 )
 def test_heads_of_all_kinds_in_one_launch(device, case, dtype, kinds):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES[case]
-    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, device, layout)
+    *sizes, block_tokens, stripes, layout = CASES[case]
+    batch = lossless_batch(*sizes, dtype, device, layout)
     index = random_index(batch, block_tokens, 0.7, stripes)
-    check(batch, index, mixed_options(batch, index, **kinds))
-
-
-def test_a_sink_is_told_what_smoothing_took_off_the_scores(device):
-    """The other heads have other options, and sinks weigh about as much as all keys."""
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, stripes, layout = CASES["mixed"]
-    batch = lossless_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, torch.float16, device, layout)
-    index = random_index(batch, block_tokens, 0.7, stripes)
-    options = mixed_options(batch, index)
-    check(dataclasses.replace(batch, sinks=torch.full((num_heads,), 6.4, device=device)), index, options)
+    options = mixed_options(batch, index, **kinds)
+    check(batch, index, options)
+    if case == "mixed":  # sinks that weigh about as much as all keys: heads add what smoothing took off their scores
+        sinks = torch.full((batch.num_heads,), 6.4, device=device)
+        check(dataclasses.replace(batch, sinks=sinks), index, options)
 
 
 @pytest.mark.full

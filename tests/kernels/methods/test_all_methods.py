@@ -16,33 +16,13 @@ import torch
 from tests.helpers.batches import assert_close, every_head, new_index, random_batch, repaged
 from tests.helpers.lined import lined_batch
 from tests.helpers.masks import density_of
-from tests.helpers.method_cases import DEVICE, F32, POISON, all_lists, assert_agree, row_alone, select
+from tests.helpers.method_cases import DEVICE, F32, POISON, SMALL, all_lists, assert_agree, row_alone, select
 from vllm_sparse_kernels.attention import PORTABLE
 from vllm_sparse_kernels.engine_trial import expected_attention
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import layer_plan
 from vllm_sparse_kernels.methods import METHODS, name_of
 
-SMALL: dict[str, list[dict[str, Any]]] = {
-    "a_shape": [{"sink_tokens": 50, "local_tokens": 50}],
-    "anchor_attention": [
-        {"theta": 3.0, "step_tiles": 1},
-        {"theta": 0.2, "step_tiles": 1, "sample_tokens": 64, "whole_blocks": True},
-    ],
-    "block_sparse": [{"top_blocks": 1}],
-    "flex_vertical_slash": [{"gamma": 0.7}, {"gamma": 0.5, "estimating": "spread", "max_stripes": 8}],
-    "sale": [{"tau": 0.3}],
-    "share_prefill": [{"gamma": 0.6, "cluster": 0, "max_sparsity": 0.9, "max_distance": 0.3}],
-    "sparge_attn": [
-        {"kept_mass": 0.6, "min_similarity": 0.1},
-    ],
-    "top_p": [
-        {"kept_mass": 0.9, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64},
-        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
-    ],
-    "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
-}
-"""Parameters that do not keep all of a few hundred keys; methods that are not listed use their demo's."""
 CASES = [
     pytest.param(name, params, marks=pytest.mark.full if i else ())
     for name, spec in METHODS.items()

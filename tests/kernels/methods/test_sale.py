@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.batches import every_head, new_index, random_batch
-from tests.helpers.method_cases import DEVICE, DTYPES, by_turns, select
+from tests.helpers.method_cases import DEVICE, DTYPES, SHAPES, by_turns, select
 from tests.helpers.sale_cases import (
     assert_agrees,
     compared_as,
@@ -29,40 +29,28 @@ from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.engine import SelectSpec, hopper_refusal
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
-# lengths, heads, kv heads, head_dim, page size, block_tokens, physical layout, method
-CASES = [
-    ([(0, 1), (0, 63), (0, 1000)], 1, 1, 64, 16, 64, "NHD", Sale(0.3)),
-    ([(477, 300), (300, 63)], 4, 2, 64, 64, 128, "HND", Sale(0.3)),
-    ([(841, 100)], 4, 1, 64, 128, 64, "HND", Sale(0.2, sink_tokens=0)),
-    ([(633, 130), (129, 1), (255, 2)], 8, 1, 64, 16, 128, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
-    ([(1800, 249)], 1, 1, 96, 64, 64, "NHD", Sale(0.3)),
-    ([(2300, 70)], 2, 1, 256, 16, 64, "NHD", Sale(0.3)),
-    ([(0, 2049)], 1, 1, 128, 128, 128, "NHD", Sale(0.5)),
-    ([(477, 300), (0, 63), (801, 1)], 4, 2, 64, 16, 32, "HND", Sale(0.3)),
-    ([(711, 130)], 6, 2, 64, 32, 32, "NHD", Sale(0.3, sink_tokens=96, local_tokens=160)),
-    ([(513, 64)], 1, 1, 64, 16, 32, "NHD", Sale(0.2, sink_tokens=0)),
-    ([(477, 300), (0, 63), (801, 1)], 4, 2, 128, 16, 32, "HND", Sale(0.3)),
-    ([(500, 130)], 1, 1, 32, 16, 32, "NHD", Sale(0.2)),
-]
+METHODS = [Sale(0.5), Sale(0.6, sink_tokens=0), Sale(0.3, sink_tokens=96, local_tokens=160)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("case", "dtype"), by_turns(CASES, DTYPES), ids=str)
-def test_kernel_agrees_with_the_paper(case, dtype):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
-    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout)
-    assert_agrees(batch, method, select(method, batch, block_tokens))
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("shape", "dtype", "method"), by_turns(SHAPES, DTYPES, METHODS), ids=str)
+def test_kernel_agrees_with_the_paper(shape, dtype, method, narrow):
+    *sizes, block_tokens, layout = shape
+    batch = make_batch(*sizes, dtype, layout=layout)
+    assert_agrees(batch, method, select(method, batch, 32 if narrow else block_tokens))
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_reference_agrees_with_the_paper(case):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, method = case
-    batch = make_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, layout=layout)
-    assert_agrees(batch, method, select(method, batch, block_tokens, by_reference=True))
+@pytest.mark.parametrize(("shape", "method"), by_turns(SHAPES, METHODS), ids=str)
+def test_reference_agrees_with_the_paper(shape, method):
+    *sizes, _, layout = shape
+    batch = make_batch(*sizes, layout=layout)
+    num_heads = batch.num_heads
+    assert_agrees(batch, method, select(method, batch, by_reference=True))
     call = batch.call(new_index(batch.rows, num_heads, 32), every_head(method, num_heads))
     ours = {(head, i): x for head, i, x in paper_blocks(call)}
-    for row, head in product(range(len(lengths)), range(num_heads)):
+    for row, head in product(range(batch.rows.num_rows), range(num_heads)):
         for i_tile, surely, maybe in definition(batch, method, row, head):
             assert bool((ours[head, i_tile] | ~surely).all() and (maybe | ~ours[head, i_tile]).all())
 
@@ -99,11 +87,10 @@ def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torc
     return (largest * scales[:, None] >= queries.thresholds[:, :, None, None]).any(3)
 
 
-def flags_twice(
-    method: Sale, queries, keys, batch: Batch, block_tokens: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the kernel's flags for row 0 and those of its arithmetic recomputed: uint8 in the layout of block_ids."""
-    index = new_index(batch.rows, batch.num_heads, block_tokens)
+def checked_flags(method: Sale, queries, keys, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+    """Return the kernel's flags for row 0: uint8 in the layout of block_ids. They equal those of its recomputed
+    arithmetic."""
+    index = new_index(batch.rows, batch.num_heads, 64)
     group = batch.num_heads // batch.cache.num_kv_heads
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)
     expected = ours.clone()
@@ -115,12 +102,13 @@ def flags_twice(
     passed = flags_of(queries, keys, group, dtype)
     for i_tile, tile in enumerate(batch.rows.tile_list):
         fine = passed[:, i_tile * 128 : (i_tile + 1) * 128].any(1)
-        fine = fine.unflatten(1, (-1, block_tokens // 32)).any(2)
+        fine = fine.unflatten(1, (-1, 2)).any(2)
         start = int(index.block_offsets[i_tile])
-        begin = ceil_div(method.sink_tokens, block_tokens)
-        end = regions(method, tile.position, tile.length_tokens)[0][1] // block_tokens
+        begin = ceil_div(method.sink_tokens, 64)
+        end = regions(method, tile.position, tile.length_tokens)[0][1] // 64
         expected[:, start + begin : start + end] = fine[:, begin:end]
-    return ours, expected
+    assert torch.equal(ours, expected)
+    return ours
 
 
 @pytest.mark.parametrize(("tau", "mean"), [(0.3, 0), (0.2, 4), (0.2, 60)])
@@ -137,39 +125,14 @@ def test_on_the_same_integers_flags_are_equal_bit_for_bit(integers, tau, mean, m
     assert float(queries.integers.float().abs().max()) == float(keys.integers.float().abs().max()) == 7
     largest = float((queries.inverse_scales.amax(1) * keys.biases[:, :1500].abs().amax(1)).min())
     assert (largest > 2048) == (mean == 60)
-    ours, expected = flags_twice(method, queries, keys, batch, 64, compared_as(mean < 60))
-    assert torch.equal(ours, expected)
-    assert 0.1 < ours.float().mean() < 0.9
-
-
-def check_flags(row: tuple[RoundedQueries, RoundedKeys], batch: Batch, block_tokens: int, dtype: torch.dtype):
-    """Check that the kernel's flags equal those of its recomputed arithmetic."""
-    ours, expected = flags_twice(Sale(0.5), *row, batch, block_tokens, dtype)
-    assert torch.equal(ours, expected)
-    return ours
-
-
-@pytest.mark.parametrize("integers", INTEGERS, ids=str)
-@pytest.mark.parametrize("block_tokens", [32, 64, 128])
-def test_scores_and_thresholds_below_zero(integers, block_tokens):
-    """Biases fall from key to key, so blocks of a tile fail and pass at scores that are all negative."""
-    batch = random_batch([(1300, 260)], 1, 1, 64, 64, torch.float32, DEVICE)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    q = torch.randint(-3, 4, (1, 384, 64), generator=generator, device=DEVICE)
-    k = torch.randint(-7, 8, (1, 1664, 64), generator=generator, device=DEVICE)
-    thresholds = torch.full((1, 384), -600.0, device=DEVICE)
-    thresholds[:, 100:] = 200.0
-    thresholds[:, 260:] = torch.inf
-    biases = -1.2 * torch.arange(1664.0, device=DEVICE)[None] - 50
-    row = rounded_row(q, k, thresholds, biases, integers)
-    assert 0 in check_flags(row, batch, block_tokens, compared_as())[:, : 1300 // block_tokens]
+    assert 0.1 < checked_flags(method, queries, keys, batch, compared_as(mean < 60)).float().mean() < 0.9
 
 
 @pytest.mark.parametrize(("head_dim", "largest"), [(256, 7), (128, 4)])
 @pytest.mark.parametrize("integers", INTEGERS, ids=str)
 def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
     """Thresholds that a single key just reaches, and thresholds that it misses by one, at sums up to 12,544 and
-    2,048."""
+    2,048. A bias makes all other scores negative, and most thresholds too where sums are at most 2,048."""
     batch = random_batch([(700, 130)], 1, 1, head_dim, 64, torch.float32, DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(0)
     q = torch.randint(0, 2, (1, 256, head_dim), generator=generator, device=DEVICE) * 2 * largest - largest
@@ -177,14 +140,14 @@ def test_sums_of_the_largest_integers_are_exact(integers, head_dim, largest):
     for query in range(130):
         k[0, 37 + 4 * query] = q[0, query]
         k[0, 37 + 4 * query, : query % 5] -= q[0, query, : query % 5].sign()  # sums of 12544, 12537, …
-    thresholds = (q.float() @ k.float().mT)[:, :, :600].amax(2)
-    assert thresholds[:, :130].min() == largest * (largest * head_dim - 4)
+    biases = torch.full((1, 896), -2048.0, device=DEVICE)
+    thresholds = (q.float() @ k.float().mT)[:, :, :600].amax(2) - 2048
+    assert thresholds[:, :130].min() == largest * (largest * head_dim - 4) - 2048
     thresholds[:, 1::2] += 1
     thresholds[:, 130:] = torch.inf
-    zeros = torch.zeros(1, 896, device=DEVICE)
-    # Integers have no rounding differences if half precision represents all of them.
-    row = rounded_row(q, k, thresholds, zeros, integers)
-    assert 0 in check_flags(row, batch, 64, torch.float32)
+    # Half precision represents all integers near these thresholds, so no flag depends on its rounding.
+    row = rounded_row(q, k, thresholds, biases, integers)
+    assert 0 in checked_flags(Sale(0.5), *row, batch, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -202,4 +165,4 @@ def test_half_precision_is_used_within_its_range_alone(integers, bias, sevens, f
     biases[0, 150], biases[0, 330] = 1000.3, bias
     row = rounded_row(q, k, torch.full((1, 256), 1000.4, device=DEVICE), biases, integers)
     dtype = compared_as(fits)
-    assert int(check_flags(row, batch, 64, dtype)[0, 150 // 64]) == (dtype == torch.float16)
+    assert int(checked_flags(Sale(0.5), *row, batch, dtype)[0, 150 // 64]) == (dtype == torch.float16)

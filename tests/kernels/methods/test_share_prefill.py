@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from itertools import cycle
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from tests.helpers.batches import new_index
 from tests.helpers.lined import assert_between, kept_keys, lined_batch
 from tests.helpers.masks import mask_of
-from tests.helpers.method_cases import DTYPES, Lists, all_lists, by_turns, int32, row_alone, row_parts, select
+from tests.helpers.method_cases import DTYPES, SHAPES, Lists, all_lists, by_turns, int32, row_parts, select
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import SparseIndex
@@ -76,32 +75,18 @@ def of_head(index: SparseIndex, head: int) -> list[Lists]:
     return all_lists(index, heads=[head])[0]
 
 
-CASES = [
-    # lengths, query heads, kv heads, head_dim, page size, block, layout, clusters of each layer
-    ([(0, 1), (0, 63)], 2, 2, 64, 16, 64, "NHD", ((0, 0), (0, 0))),
-    ([(437, 200)], 4, 2, 64, 64, 64, "HND", ((2, 2, NOISE, 5), (5, 2, 2, 7))),
-    ([(150, 140), (37, 20)], 4, 1, 96, 16, 128, "NHD", ((1, 0, 0, 1), (1, 1, NOISE, 0))),
-    ([(450, 66)], 8, 1, 128, 128, 64, "NHD", ((0, 0, 0, 0, 1, 1, 1, 1),)),
-]
-
-
-GAMMAS = {"alike": (0.8,), "differing": (0.6, 0.69, 0.78, 0.87)}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("case", "dtype", "gammas"),
-    [*((*case, "alike") for case in by_turns(CASES, DTYPES)), (CASES[1], torch.float32, "differing")],
-    ids=str,
-)
-def test_kernels_keep_what_the_reference_keeps(case, dtype, gammas):
-    lengths, num_heads, num_kv_heads, head_dim, page_size, block_tokens, layout, clusters = case
-    batch = lined_batch(lengths, num_heads, num_kv_heads, head_dim, page_size, dtype, layout=layout, gap_tokens=2)
+@pytest.mark.parametrize(("shape", "dtype"), by_turns(SHAPES, DTYPES), ids=str)
+def test_kernels_keep_what_the_reference_keeps(shape, dtype):
+    """Two layers of heads in several clusters and outside of them, with different γ."""
+    *sizes, block_tokens, layout = shape
+    batch = lined_batch(*sizes, dtype, layout=layout, gap_tokens=2)
     batch.q.mul_(0.5)
-    batches = [batch, next_layer(batch)][: len(clusters)]
-    more = {"last_queries": 30} if gammas == "differing" else {}
-    heads = [[SharePrefill(0.25, 0.1, g, c, **more) for g, c in zip(cycle(GAMMAS[gammas]), cs)] for cs in clusters]
-    check_layers(batches, heads, block_tokens)
+    layers = [
+        [SharePrefill(0.25, 0.1, 0.6 + 0.09 * (head % 4), clusters[head % 4], 30) for head in range(batch.num_heads)]
+        for clusters in ((2, 2, NOISE, 5), (5, 2, 2, 7))
+    ]
+    check_layers([batch, next_layer(batch)], layers, block_tokens)
 
 
 @pytest.mark.parametrize("block_tokens", [64, 128])
@@ -186,42 +171,6 @@ def test_each_row_has_pivots_of_its_own(by_reference):
         index = select(method, batch, by_reference=by_reference)
         dense.append([is_dense(index, 0, row) for row in (0, 1)])
     assert dense == [[True, False], [False, True]]
-
-
-@pytest.mark.full
-def test_rows_never_see_each_other():
-    """Two rows of a batch select bitwise the same as each row alone, layer after layer, with separate pivots."""
-    batch = small_batch(((75, 135), (230, 60)), num_heads=2)
-    batch.q[batch.rows.query_starts[1] :, 0] *= 8  # in row 1 head 0 is too sparse, and head 1 becomes the pivot
-    batches, method = [batch, next_layer(batch)], layer_of((0, 0), 0.3)
-    together = [select(method, b) for b in batches]
-    assert [is_dense(together[0], *head_and_row) for head_and_row in ((0, 0), (0, 1), (1, 1))] == [True, False, True]
-    for row in (0, 1):
-        rows = row_alone(batch, row).rows
-        for b, joint in zip(batches, together, strict=True):
-            alone = select(method, dataclasses.replace(b, rows=rows))
-            assert all_lists(alone) == all_lists(joint, batch.rows.tiles_of(row))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("by_reference", [False, True], ids=["kernels", "reference"])
-def test_each_head_takes_what_its_own_gamma_holds(by_reference):
-    """Heads with different γ share with each other, in this layer and in the next, as if all heads had the same γ."""
-    batch = small_batch(((130, 140),), num_heads=4)
-    batch.q[:, 2] = batch.q[:, 0]
-    gammas, clusters = (0.6, 0.6, 0.9, 0.9), (0, 0, 0, NOISE)
-    alike = {
-        gamma: [select(layer_of(clusters, 0.9, 1e-6, gamma), b, by_reference=by_reference) for b in (a, a)]
-        for gamma in set(gammas)
-        for a in [dataclasses.replace(batch, rows=dataclasses.replace(batch.rows))]
-    }
-    heads = [SharePrefill(0.9, 1e-6, gamma, c) for gamma, c in zip(gammas, clusters, strict=True)]
-    for layer in range(2):
-        index = select(heads, batch, by_reference=by_reference)
-        assert is_dense(index, 0, 0) == (layer == 0)
-        assert not is_dense(index, 1, 0)
-        assert all(of_head(index, i) == of_head(alike[gamma][layer], i) for i, gamma in enumerate(gammas))
-    assert of_head(index, 1) != of_head(index, 2)
 
 
 def papers_masks(queries: torch.Tensor, keys: torch.Tensor, scale: float, method: SharePrefill):

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from tests.helpers.batches import every_head, new_index, random_batch
 from tests.helpers.method_cases import DEVICE, kept_blocks, row_parts, select
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.engine_trial import Batch
-from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.layer import attend_options, layer_plan
 from vllm_sparse_kernels.methods.sparge_attn import method as module, reference
 from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
@@ -175,23 +175,6 @@ def papers_map(q: torch.Tensor, k: torch.Tensor, theta: float, tau: float) -> to
     return torch.stack(maps)
 
 
-def selected_map(index: SparseIndex, batch: Batch, row: int, head: int) -> torch.Tensor:
-    maps = torch.zeros(len(batch.rows.tiles_of(row)), ceil_div(batch.rows.seq_lens[row], 64), dtype=torch.bool)
-    for i, i_tile in enumerate(batch.rows.tiles_of(row)):
-        maps[i, index.blocks_of(head, i_tile).long().cpu()] = True
-    return maps
-
-
-def diagonal_map(batch: Batch, row: int) -> torch.Tensor:
-    context, new, total = (
-        lengths[row] for lengths in (batch.rows.context_lens, batch.rows.query_lens, batch.rows.seq_lens)
-    )
-    maps = torch.zeros(ceil_div(new, 128), ceil_div(total, 64), dtype=torch.bool)
-    for i, first in enumerate(range(0, new, 128)):
-        maps[i, (context + first) // 64 : (context + min(first + 128, new) - 1) // 64 + 1] = True
-    return maps
-
-
 RULE_CASES = {
     "1": ([(0, 1)], 1, 1),
     "63": ([(0, 63)], 2, 2),
@@ -213,12 +196,12 @@ def test_selection_equals_the_papers_rule(name, by_reference):
     theta, tau = method.min_similarity, method.kept_mass
     index = select(method, batch, 64, None, by_reference)
     common = union = 0
-    for row in range(batch.rows.num_rows):
-        for head in range(batch.num_heads):
-            q, k = (tensor.cpu() for tensor in row_parts(batch, row, head))
-            diagonal = diagonal_map(batch, row)
-            expected = papers_map(q, k, theta, tau) | diagonal
-            kept = selected_map(index, batch, row, head)
+    for row, head in product(range(batch.rows.num_rows), range(batch.num_heads)):
+        q, k = (tensor.cpu() for tensor in row_parts(batch, row, head))
+        for i_tile, expected in zip(batch.rows.tiles_of(row), papers_map(q, k, theta, tau), strict=True):
+            kept = kept_blocks(index, head, i_tile).cpu()
+            expected[index.first_diagonal_block(batch.rows.tile_list[i_tile]) : len(kept)] = True
+            expected = expected[: len(kept)]
             common, union = common + int((kept & expected).sum()), union + int((kept | expected).sum())
     assert common >= 0.999 * union
 

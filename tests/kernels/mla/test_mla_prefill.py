@@ -4,11 +4,10 @@
 import pytest
 import torch
 
-from tests.helpers.mla_calls import HEADS, KEY_DIM, SCALE, VALUE_DIM, inputs_of, prefill, zero_sums
+from tests.helpers.mla_calls import HEADS, KEY_DIM, VALUE_DIM, inputs_of, prefill, zero_sums
 from vllm_sparse_kernels.methods.minference import AShape
 from vllm_sparse_kernels.methods.top_p import TopP
-from vllm_sparse_kernels.mla import MlaMethod, MlaRow, attention, prefill as prefill_module, reference
-from vllm_sparse_kernels.mla.calls import Tensors
+from vllm_sparse_kernels.mla import MlaMethod, MlaRow, attention, prefill as prefill_module
 
 CALLS: dict[str, tuple[bool, list[MlaRow]]] = {
     "one token": (True, [MlaRow(0, 1, 0, 0, 0, 1, 0)]),
@@ -43,29 +42,6 @@ def test_bulk_copies_read_the_same_keys(monkeypatch: pytest.MonkeyPatch) -> None
     engine, inputs = prefill("cpu"), inputs_of(rows, "cpu")
     call = engine.prepare(TopP(kept_mass=1.0), rows, is_causal=is_causal)
     inputs.check(call, inputs.attend(engine, call), zero_sums("cpu"))
-
-
-@pytest.mark.parametrize("chunk_tokens", [64, 150, 401])
-def test_chunks_do_not_show_in_an_a_shape(chunk_tokens: int, device: str) -> None:
-    """Chunks of any size, merged by their log-sum-exp, equal attention over the whole row."""
-    method, context, new = AShape(70, 140), 401, 130
-    engine, whole_row = prefill(device), MlaRow(0, new, context, 0, 0, context + new, 0)
-    inputs = inputs_of([whole_row], device)
-    out, lse = torch.zeros_like(inputs.out), torch.zeros_like(inputs.lse)
-    whole = engine.prepare(method, [whole_row], is_causal=False)
-    reference.attend(whole, Tensors.of(inputs.q, inputs.k, inputs.v, out, lse), SCALE, zero_sums(device))
-    rows = [MlaRow(0, new, context, 0, context, new, context)]
-    for start in range(0, context, chunk_tokens):
-        rows.append(MlaRow(0, new, context, 0, start, min(chunk_tokens, context - start), start))
-    merged_out, merged_lse = torch.zeros_like(out[:new]).float(), torch.full_like(lse[:, :new], -torch.inf)
-    for i, row in enumerate(rows):
-        inputs.attend(engine, engine.prepare(method, [row], is_causal=i == 0))
-        merged = torch.logaddexp(merged_lse, inputs.lse[:, :new])
-        before, now = ((x - merged).exp().T[..., None] for x in (merged_lse, inputs.lse[:, :new]))
-        merged_out, merged_lse = merged_out * before + inputs.out[:new].float() * now, merged
-    tolerance = 2e-4 if device == "cpu" else 1e-2
-    torch.testing.assert_close(merged_out, out[:new].float(), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(merged_lse, lse[:, :new], rtol=tolerance, atol=tolerance)
 
 
 def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
