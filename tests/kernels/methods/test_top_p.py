@@ -22,10 +22,11 @@ from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.methods.top_p import method as module, portable, rounding
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.methods.top_p.reference import round_to_e4m3, scored_queries, tile_shares
-from vllm_sparse_kernels.methods.top_p.rounding import in_e4m3
+from vllm_sparse_kernels.methods.top_p.rounding import RoundedFormat, in_e4m3
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
+from vllm_sparse_kernels.selection.slabs import slabs_of
 
 METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_tokens=None, peak_share=1.0)
 MASS_ERROR = 5e-3
@@ -113,13 +114,27 @@ def test_eight_bits_are_close_to_exact_scores() -> None:
         assert float((shares.mean(0) - exact_masses(batch, head, i_tile)).abs().sum()) / 2 < 0.02
 
 
-@pytest.mark.parametrize(("head_dim", "num_vectors"), [(64, 64), (128, 32)])
-def test_smaller_programs_round_to_the_same(head_dim, num_vectors, monkeypatch) -> None:
+def rounded_by(batch: Batch, permuted: bool) -> list[torch.Tensor]:
+    """Return rounded queries, factors, keys and steps of all rows, with 7 wherever nothing is written."""
+    call = call_of(METHOD, batch)
+    storage = RoundedFormat(module.estimate_channels(batch.cache.head_dim), torch.float16)
+    moments = rounding.row_moments(call, storage)
+    room: Any = SimpleNamespace(empty=lambda *shape, dtype=torch.float32: torch.full(shape, 7.0, dtype=dtype))
+    filled = replace(call, index=replace(call.index, workspace=room))
+    (slab,) = slabs_of(batch.rows, batch.num_heads, portable.tile_bytes)
+    queries = rounding.round_queries(filled, moments, storage)
+    return [*queries, *rounding.round_keys(filled, slab, moments, storage, permuted)]
+
+
+@pytest.mark.parametrize(("head_dim", "permuted"), [(64, False), (128, True)])
+def test_smaller_programs_round_to_the_same(head_dim, permuted, monkeypatch) -> None:
     """GPUs without shared memory for 128 float32 vectors round 64 or 32 at a time."""
     batch = make_batch(heads=(2, 1, head_dim))
-    expected = masses_of(METHOD, batch, monkeypatch)
-    monkeypatch.setattr(rounding, "vectors_at_once", lambda *sizes: num_vectors)
-    assert torch.equal(masses_of(METHOD, batch, monkeypatch), expected)
+    whole = rounded_by(batch, permuted)
+    assert all(bool((part != 7).any()) for part in whole)
+    for num_vectors in (64, 32):
+        monkeypatch.setattr(rounding, "vectors_at_once", lambda block_d, kept_d, limit_bytes, n=num_vectors: n)
+        assert all(torch.equal(a, b) for a, b in zip(whole, rounded_by(batch, permuted), strict=True))
 
 
 @pytest.mark.parametrize("lengths", [[(900, 130), (0, 63), (500, 1)], [(2000, 49)]])
