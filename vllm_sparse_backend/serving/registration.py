@@ -71,18 +71,3 @@ def _why_taken(custom: Any, path: str, kind: str) -> str | None:
         f"another plugin has taken vLLM's only slot for a custom {kind} ({custom.get_path()}). Choose plugins with "
         "VLLM_PLUGINS, for example VLLM_PLUGINS=sparse_prefill."
     )
-
-
-def load_plugins() -> None:
-    """Load all general plugins as vLLM does, in its order."""
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-
-
-def look_up_backend(name: str) -> type:
-    """Look up the flag's value as vLLM's command line does."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    backend: type = AttentionBackendEnum[name].get_class()
-    return backend
