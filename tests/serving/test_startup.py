@@ -237,7 +237,6 @@ def test_weights_that_can_be_replaced_are_a_warning_if_heads_were_measured(
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     monkeypatch.setattr(compat, "gather_over_world", lambda answer, timeout_s: [answer])
     monkeypatch.setattr(compat, "tensor_parallel_rank", lambda: 0)
-    monkeypatch.setattr(compat, "is_first_rank", lambda config: True)
     for config in (streaming({}), streaming({"method": "a_shape"})):
         startup.check(config)
         agree(config)

@@ -79,14 +79,6 @@ def tensor_parallel_rank() -> int:
     return get_tensor_model_parallel_rank()
 
 
-def pipeline_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return this worker's pipeline stage and the number of stages."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    return (get_pp_group().rank_in_group if num_stages > 1 else 0), num_stages
-
-
 def gather_over_stages(value: T) -> list[T]:
     """Gather a value from all tensor-parallel ranks of all pipeline stages.
 
@@ -112,11 +104,6 @@ def gather_over_world(value: T, timeout_s: float) -> list[T]:
                 "start all nodes with the same backend and the same version of this package"
             ) from error
     return _gather(group, value)
-
-
-def is_first_rank(vllm_config: VllmConfig) -> bool:
-    """Return whether this worker logs for its engine."""
-    return tensor_parallel_rank() == pipeline_parallel(vllm_config)[0] == 0
 
 
 def _gather(group: Any, value: T) -> list[T]:

@@ -35,7 +35,7 @@ def carry_streaming(vllm_config: VllmConfig, finds_streaming_heads: bool) -> Non
 
 def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
     """Return the operator's settings."""
-    return _settings(_text_of(vllm_config))
+    return load_config(vllm_config.additional_config)
 
 
 def resolve(vllm_config: VllmConfig, tp_rank: int | None = None) -> Resolved:
@@ -43,17 +43,9 @@ def resolve(vllm_config: VllmConfig, tp_rank: int | None = None) -> Resolved:
     shape = compat.model_shape(vllm_config)
     weights = layer_weights_if_known(compat.hf_config(vllm_config), shape)
     rank_of = (0, 1) if tp_rank is None else (tp_rank, vllm_config.parallel_config.tensor_parallel_size)
-    return _resolved(_text_of(vllm_config), shape, weights, compat.device_name(), *rank_of)
-
-
-def _text_of(vllm_config: VllmConfig) -> str:
-    """Return ``additional_config`` as a text, by which results are cached. Other plugins' values may be objects."""
-    return json.dumps(vllm_config.additional_config, default=repr)
-
-
-@lru_cache(PARSED)
-def _settings(additional_config: str) -> SparsePrefillConfig:
-    return load_config(json.loads(additional_config))
+    # A text, because results are cached by it. Other plugins' values may be objects.
+    additional_config = json.dumps(vllm_config.additional_config, default=repr)
+    return _resolved(additional_config, shape, weights, compat.device_name(), *rank_of)
 
 
 @lru_cache(PARSED)

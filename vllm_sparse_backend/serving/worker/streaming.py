@@ -45,15 +45,15 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
         return
     start = time.monotonic()
     try:
-        model, layers, prompt = _on_all_ranks(worker, lambda: (get_model(), *_layers_and_prompt(vllm_config)))
-        heads = _on_all_ranks(worker, lambda: measure(vllm_config, model, layers, prompt))
+        model, layers, prompt = _on_all_ranks(vllm_config, lambda: (get_model(), *_layers_and_prompt(vllm_config)))
+        heads = _on_all_ranks(vllm_config, lambda: measure(vllm_config, model, layers, prompt))
     except _SearchError as error:
-        do_without(vllm_config, str(error), is_logged=compat.is_first_rank(vllm_config))
+        do_without(vllm_config, str(error), is_logged=vllm_config.parallel_config.rank == 0)
         return
     num_heads = {number: impl.num_heads for number, impl in layers.items()}
     by_rank = compat.gather_over_stages((worker.rank, num_heads, heads))
     worker.streaming = StreamingHeads(heads, fingerprint(by_rank))
-    if compat.is_first_rank(vllm_config):
+    if vllm_config.parallel_config.rank == 0:
         _log(worker, by_rank, time.monotonic() - start)
 
 
@@ -61,15 +61,13 @@ class _SearchError(Exception):
     """A rank cannot find its streaming heads. All ranks raise it."""
 
 
-def _on_all_ranks(worker: Worker, function: Callable[[], T]) -> T:
+def _on_all_ranks(vllm_config: VllmConfig, function: Callable[[], T]) -> T:
     """Call a function on all ranks, and wait for the others. If it fails on one rank, it fails on all."""
     problem = None
     try:
         result = function()
     except Exception as error:
-        stage, num_stages = compat.pipeline_parallel(worker.vllm_config)
-        place = f" of pipeline stage {stage}" if num_stages > 1 else ""
-        problem = f"rank {worker.rank}{place}: {describe(error)}"
+        problem = f"rank {vllm_config.parallel_config.rank}: {describe(error)}"
     first_problem = next(filter(None, compat.gather_over_stages(problem)), None)
     if first_problem is not None:
         raise _SearchError(first_problem)
