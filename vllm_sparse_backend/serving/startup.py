@@ -11,9 +11,8 @@ from vllm import envs
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
+from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_check import layer_reasons
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.identity import FLAG, RELEASES
 from vllm_sparse_backend.serving import compat, streaming_startup
 from vllm_sparse_backend.serving.level_policy import RUST_FRONTEND, level_policy, warn_of_stores
@@ -33,26 +32,16 @@ def check(vllm_config: VllmConfig) -> None:
     refuse(FLAG, _reasons(vllm_config))
     streaming_startup.decide(vllm_config, resolved)
     level_policy(vllm_config)
-    hf_config, plan = compat.hf_config(vllm_config), resolved.plan
-    shape = plan.shape
+    plan, cache = resolved.plan, vllm_config.cache_config
     # ``ModelShape`` also knows older models' names for these fields.
-    reasons = layer_reasons({**hf_config, "num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim})
-    server_reason = _server_reason(vllm_config, shape)
-    if server_reason is not None:
-        reasons = [server_reason] * shape.num_layers
-    sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
-    if not sparse:
+    usual = {"num_hidden_layers": plan.shape.num_layers, "head_dim": plan.shape.head_dim}
+    some_unquantised = bool(cache.kv_cache_dtype_skip_layers)
+    limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
+    reasons = layer_reasons({**compat.hf_config(vllm_config), **usual}, **limits)
+    if not any(reason is None and plan.layer(i) is not None for i, reason in enumerate(reasons)):
         raise ConfigurationError(no_layer_message(reasons))
     compat.capture_prefills(vllm_config)
     warn_of_stores(vllm_config)
-
-
-def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
-    """Return why vLLM's options keep every layer of any model from running sparse."""
-    cache = vllm_config.cache_config
-    some_unquantised = bool(cache.kv_cache_dtype_skip_layers)
-    limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
-    return layer_fallback(LayerTraits(head_dim=shape.head_dim, **limits))
 
 
 def no_layer_message(layer_reasons: Iterable[Fallback | None]) -> str:
