@@ -42,15 +42,9 @@ TIMEOUT_S = 4.0
 @functools.cache
 def exported_metrics() -> dict[str, Any]:
     """Return this process's metrics by name. The first call adds them to the registry of vLLM's page."""
-    exported: dict[str, Any] = {}
-    for name, metric in METRICS.items():
-        if metric.type == "counter":
-            exported[name] = prometheus_client.Counter(PREFIX + name, metric.help, metric.all_labels)
-        else:
-            exported[name] = prometheus_client.Gauge(
-                PREFIX + name, metric.help, metric.all_labels, multiprocess_mode="mostrecent"
-            )
-    return exported
+    gauge = functools.partial(prometheus_client.Gauge, multiprocess_mode="mostrecent")
+    kinds: dict[str, Any] = {"counter": prometheus_client.Counter, "gauge": gauge}
+    return {name: kinds[metric.type](PREFIX + name, metric.help, metric.all_labels) for name, metric in METRICS.items()}
 
 
 def engine_amounts(workers: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, tuple[str, ...]]]:
