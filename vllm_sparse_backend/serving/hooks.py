@@ -161,9 +161,11 @@ def set_levels(original: Function) -> Function:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_selected(self.vllm_config.attention_config):
             return original(self, *args, **kwargs)
-        from vllm_sparse_backend.serving.level_policy import level_of, set_level
+        from vllm_sparse_backend.serving.level_policy import level_of, level_policy, set_level
 
-        policy = _policy_of(self)
+        if POLICY not in vars(self):
+            setattr(self, POLICY, level_policy(self.vllm_config))
+        policy = vars(self)[POLICY]
         arguments = signature.bind(self, *args, **kwargs).arguments
         level = level_of(policy, arguments["params"], arguments.get("resumable", False))
         request = original(self, *args, **kwargs)
@@ -171,15 +173,6 @@ def set_levels(original: Function) -> Function:
         return request
 
     return process_inputs
-
-
-def _policy_of(front: Any) -> Any:
-    """Return the policy of an engine's requests, which stays with the object that turns them into engine requests."""
-    if POLICY not in vars(front):
-        from vllm_sparse_backend.serving.level_policy import level_policy
-
-        setattr(front, POLICY, level_policy(front.vllm_config))
-    return vars(front)[POLICY]
 
 
 # --- the engine's core ---
