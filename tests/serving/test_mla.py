@@ -29,7 +29,7 @@ from vllm_sparse_backend.config.mla import describe
 from vllm_sparse_backend.identity import FLAG, MLA_BACKEND, MLA_FLAG
 from vllm_sparse_backend.serving import compat, hooks, mla_startup
 from vllm_sparse_backend.serving.registration import is_our_mla_prefill, is_selected, why_mla_prefill_displaced
-from vllm_sparse_backend.serving.unread import unread_settings
+from vllm_sparse_backend.serving.unread import log_unread_settings
 from vllm_sparse_kernels.mla import MlaMethod
 
 CUSTOM = registry.MLAPrefillBackendEnum.CUSTOM
@@ -170,9 +170,9 @@ def test_the_wrong_flag_for_the_model_names_the_other(tmp_path: Path) -> None:
         mla_startup.check(mla_config(attention={"backend": ours}))
 
 
-def test_settings_on_a_stock_server_of_such_a_model_name_its_flag() -> None:
-    assert f"add {MLA_FLAG} to use these settings" in unread_settings(MLA_FLAG)
-    assert f"add {FLAG} to use these settings" in unread_settings(FLAG)
+def test_settings_on_a_stock_server_of_such_a_model_name_its_flag(lines: list[str]) -> None:
+    log_unread_settings(mla_config({"method": "a_shape"}))
+    assert f"add {MLA_FLAG} to use these settings" in lines[-1]
 
 
 def test_the_log_shows_the_parameters_that_exist() -> None:

@@ -18,15 +18,9 @@ def log_unread_settings(vllm_config: Any) -> None:
     if multiprocessing.parent_process() is not None:
         return
     if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
-        has_mla = vllm_config.model_config.use_mla
-        init_logger(LOGGER).info_once(unread_settings(MLA_FLAG if has_mla else FLAG))
+        init_logger(LOGGER).info_once(
+            "sparse-prefill: %s in %s is ignored: this server runs another attention backend; add %s to use these "
+            "settings, or remove them", KEY, OPTION, MLA_FLAG if vllm_config.model_config.use_mla else FLAG,
+        )  # fmt: skip
     elif (why := why_other_selected(vllm_config.attention_config)) is not None:
         init_logger(LOGGER).warning_once(why)
-
-
-def unread_settings(flag: str) -> str:
-    """Format the line about ignored settings."""
-    return (
-        f"sparse-prefill: {KEY} in {OPTION} is ignored: this server runs another attention backend; add {flag} to use "
-        "these settings, or remove them"
-    )
