@@ -38,9 +38,9 @@ def found(recorder: Recorder) -> dict[str, float]:
 def test_rows_by_path_and_reason() -> None:
     recorder = make()
     assert found(recorder) == {}
-    recorder.count_rows([SPARSE, RowKind("sparse", level="fast"), *[SHORT] * 3, PADDING_ROW])
-    recorder.count_rows([DECODE_ROW, SHORT])
-    recorder.count_decodes(1)
+    recorder.count_rows({SPARSE: 1, RowKind("sparse", level="fast"): 1, SHORT: 3, PADDING_ROW: 1})
+    recorder.count_rows({DECODE_ROW: 1, SHORT: 1})
+    recorder.count_rows({DECODE_ROW: 1})
     assert found(recorder) == {"rows sparse": 1, "rows sparse  fast": 1, "rows decode": 2, "rows dense too_short": 4}
 
 
@@ -100,11 +100,11 @@ class TestPendingCounts:
     def test_what_arrives_is_of_one_moment(self, event: Event) -> None:
         recorder = make()
         recorder.count_pairs(1, full_index())
-        recorder.count_rows([SPARSE])
+        recorder.count_rows({SPARSE: 1})
         assert recorder.samples() == []
         pending = recorder._pending
         recorder.count_pairs(1, full_index())  # after that moment, on the host and on the device
-        recorder.count_rows([SPARSE])
+        recorder.count_rows({SPARSE: 1})
         assert recorder.samples() == []
         assert recorder._pending is pending
         event.arrived = True
@@ -117,9 +117,9 @@ class TestPendingCounts:
 
     def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
         recorder = make()
-        recorder.count_decodes(1)
+        recorder.count_rows({DECODE_ROW: 1})
         assert recorder.samples() == []
-        recorder.count_decodes(1)
+        recorder.count_rows({DECODE_ROW: 1})
         event.arrived = True
         assert found(recorder) == {"rows decode": 2}
 

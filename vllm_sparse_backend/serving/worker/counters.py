@@ -8,8 +8,7 @@ idle, and of the answer before if it is busy.
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -85,20 +84,14 @@ class Recorder:
             self._places.setdefault(place, len(self._places))
         self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
 
-    def count_decodes(self, rows: int) -> None:
-        self._count_rows(DECODE_ROW, rows)
-
-    def count_rows(self, kinds: Iterable[RowKind]) -> None:
+    def count_rows(self, kinds: Mapping[RowKind, int]) -> None:
         """Count the rows of a step, and log each new reason for dense rows. Padding rows are not counted."""
-        for kind, rows in Counter(kinds).items():
+        for kind, rows in kinds.items():
             if kind.path != PADDING:
-                self._count_rows(kind, rows)
+                self._add("rows", (kind.path, kind.reason.value if kind.reason else "", kind.level), rows)
             if kind.reason is not None and kind.reason not in self._logged:
                 self._logged.add(kind.reason)
                 logger.info("sparse-prefill: a row prefills dense: %s (logged once)", kind.reason.explain)
-
-    def _count_rows(self, kind: RowKind, rows: int) -> None:
-        self._add("rows", (kind.path, kind.reason.value if kind.reason else "", kind.level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = ON) -> None:
         """Count the pairs of one layer in a step. Does not wait for the device."""

@@ -21,7 +21,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
 from vllm_sparse_backend.serving.worker import compile_monitor, startup_log
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
-from vllm_sparse_backend.serving.worker.counters import Key, Recorder, Sample
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, Key, Recorder, Sample
 from vllm_sparse_backend.serving.worker.rows import BatchRow, Requests, count_decodes
 from vllm_sparse_backend.streaming_heads import streaming_method
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, layer_plan
@@ -126,12 +126,8 @@ class Worker:
 
     def count_rows(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> None:
         """Count the rows of a batch, which are decodes if ``rows`` is empty. Dummy runs are not counted."""
-        if self.rank or not self.requests.is_counted:
-            return
-        if rows:
-            self.recorder.count_rows(row.kind for row in rows)
-        else:
-            self.recorder.count_decodes(count_decodes(common))
+        if self.rank == 0 and self.requests.is_counted:
+            self.recorder.count_rows(Counter(row.kind for row in rows) or {DECODE_ROW: count_decodes(common)})
 
     def should_log(self, line: str) -> bool:
         """Return whether to log a line: True only for the first call with the line."""
