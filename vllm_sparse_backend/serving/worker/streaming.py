@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -50,11 +51,30 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
     except _SearchError as error:
         do_without(vllm_config, str(error), is_logged=vllm_config.parallel_config.rank == 0)
         return
-    num_heads = {number: impl.num_heads for number, impl in layers.items()}
-    by_rank = compat.gather_over_stages((worker.rank, num_heads, heads))
-    worker.streaming = StreamingHeads(heads, fingerprint(by_rank))
+    num_heads = sum(impl.num_heads for impl in layers.values())
+    by_rank = compat.gather_over_stages((num_heads, model_heads(worker.rank, layers, heads)))
+    all_heads = sorted(chain.from_iterable(rank_heads for _, rank_heads in by_rank))
+    worker.streaming = StreamingHeads(heads, hashlib.sha256(json.dumps(all_heads).encode()).hexdigest()[:12])
     if vllm_config.parallel_config.rank == 0:
-        _log(worker, by_rank, time.monotonic() - start)
+        windows = Counter(window for _, _, window in all_heads)
+        logger.info(
+            "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): they keep only "
+            "%d first and their nearest keys (%s)",
+            len(all_heads), sum(num_heads for num_heads, _ in by_rank), worker.streaming.fingerprint,
+            time.monotonic() - start, streaming_heads.SINK_TOKENS,
+            ", ".join(f"{count} keep {window}" for window, count in sorted(windows.items())) or "none",
+        )  # fmt: skip
+
+
+def model_heads(
+    rank: int, layers: Mapping[int, SparsePrefillImpl], heads: Mapping[int, Mapping[int, int]]
+) -> list[tuple[int, int, int]]:
+    """Return the streaming heads of a rank as (layer, number of the head in the whole layer, window)."""
+    return [
+        (number, rank * layers[number].num_heads + head, window)
+        for number, windows in heads.items()
+        for head, window in windows.items()
+    ]
 
 
 class _SearchError(Exception):
@@ -173,35 +193,6 @@ def measure(
     return {number: measured[impl].windows() for number, impl in layers.items()}
 
 
-RankHeads = tuple[int, Mapping[int, int], Mapping[int, Mapping[int, int]]]
-"""The tensor-parallel rank and, by layer, the number of its heads and the windows of the streaming heads among them."""
-
-
-def fingerprint(by_rank: Sequence[RankHeads]) -> str:
-    """Hash the streaming heads of all ranks and their windows, by their numbers in the whole model."""
-    heads = sorted(
-        (number, rank * num_heads[number] + head, window)
-        for rank, num_heads, by_layer in by_rank
-        for number, windows in by_layer.items()
-        for head, window in windows.items()
-    )
-    return hashlib.sha256(json.dumps(heads).encode()).hexdigest()[:12]
-
-
 def heads_of_worker(vllm_worker: Any) -> str:
     """Return the fingerprint of the streaming heads of all ranks; empty without streaming heads. Runs in a worker."""
     return worker_of(vllm_worker.vllm_config).streaming.fingerprint
-
-
-def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
-    windows = Counter(
-        window for _, _, by_layer in by_rank for of_layer in by_layer.values() for window in of_layer.values()
-    )
-    logger.info(
-        "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): they keep only %d "
-        "first and their nearest keys (%s)",
-        windows.total(),
-        sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
-        worker.streaming.fingerprint, seconds, streaming_heads.SINK_TOKENS,
-        ", ".join(f"{count} keep {window}" for window, count in sorted(windows.items())) or "none",
-    )  # fmt: skip
