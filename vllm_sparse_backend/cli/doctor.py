@@ -245,7 +245,7 @@ def dense_backend() -> Iterator[Finding]:
         yield bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
         return
     yield ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
-    difference = startup.other_decode(compat.stock_backend(None, 128, torch.bfloat16), compat.DenseBackend.get_name())
+    difference = startup.other_decode(None, 128, torch.bfloat16)
     if difference is not None:
         yield note("decodes", difference)
 

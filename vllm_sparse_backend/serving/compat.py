@@ -199,12 +199,6 @@ def device_name() -> str:
     return str(current_platform.get_device_name())
 
 
-def device_capability() -> tuple[int, int] | None:
-    """Return the GPU's compute capability. The driver answers, so no CUDA context is created."""
-    capability = None if IS_CPU else current_platform.get_device_capability()
-    return None if capability is None else (capability.major, capability.minor)
-
-
 def device_memory_bytes() -> int:
     """Return the size of the device's memory."""
     return int(current_platform.get_device_total_memory())
@@ -236,8 +230,8 @@ def stock_backend(
     vllm_config: VllmConfig | None,
     head_dim: int,
     dtype: torch.dtype,
-    kv_cache_dtype: Any = "auto",
-    has_sink: bool = False,
+    kv_cache_dtype: Any,
+    has_sink: bool,
 ) -> str:
     """Return the attention backend that vLLM itself would choose for a decoder's layers on this device."""
     capability = None if IS_CPU else current_platform.get_device_capability()

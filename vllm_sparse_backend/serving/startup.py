@@ -6,7 +6,9 @@ Some options of vLLM do not work with this backend or make it slow. The list com
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import VllmConfig
 
@@ -98,8 +100,16 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         )
 
 
-def other_decode(stock: str, dense: str) -> str | None:
+def other_decode(
+    vllm_config: VllmConfig | None,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: Any = "auto",
+    has_sink: bool = False,
+) -> str | None:
     """Return why decodes and dense rows do not run as in stock vLLM on this device."""
+    dense = compat.DenseBackend.get_name()
+    stock = compat.stock_backend(vllm_config, head_dim, dtype, kv_cache_dtype, has_sink)
     if stock == dense:
         return None
     return (
