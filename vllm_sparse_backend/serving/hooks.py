@@ -2,9 +2,9 @@
 """All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, lists those of classes and modules.
 
 The package may also be installed on servers that run other backends. There, registration installs only the hooks of
-``REGISTRATION``: where a front process, an engine's core and a worker have their configuration. These read only the
-configuration. All other hooks are installed once a process has a configuration that
-selects ours, on the objects of that engine where possible.
+``EVERY`` and ``ON_CPU``: where a front process, an engine's core and a worker have their configuration. These read only
+the configuration. All other hooks are installed once a process has a configuration that selects ours, on the objects of
+that engine where possible.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -37,8 +37,8 @@ Function = Callable[..., Any]
 
 EVERY = "every process"
 ON_CPU = "every process, on a CPU"
-REGISTRATION = (EVERY, ON_CPU)
-"""Hooks that registration installs with any backend. Others are installed once a configuration selects ours."""
+"""Registration installs the hooks of these two with any backend. Others are installed once a configuration selects
+ours."""
 
 SERVER = "servers' processes"
 MLA_WORKER = "workers, for multi-head latent attention"
@@ -231,7 +231,7 @@ def begin_worker(original: Function) -> Function:
     return init_device
 
 
-def own(vllm_worker: Any) -> "Worker":
+def own(vllm_worker: Any) -> None:
     """Make the owner of our state in one of vLLM's workers, which keeps it alive, and install the hooks that fill it.
 
     vLLM's wrapper around the worker finds the method for ``collective_rpc`` among the worker's attributes.
@@ -244,18 +244,16 @@ def own(vllm_worker: Any) -> "Worker":
     worker = Worker(vllm_config)
     setattr(vllm_worker, WORKER_METHOD, worker.new_samples)
     if vllm_config.is_mm_encoder_only:  # its runner has no attention of ours
-        return worker
+        return
     wrap_method(runner, "execute_model", track_requests, runner, worker)
     if vllm_config.use_v2_model_runner:
         wrap_method(runner, "prepare_attn", name_rows, worker)
-    if current_platform.is_cpu():
-        # vLLM may skip the profile run here.
-        wrap_method(vllm_worker, "determine_available_memory", measure_model, runner, worker, False)
-    else:  # vLLM measures our memory in this run
-        wrap_method(runner, "profile_run", measure_model, runner, worker, True)
+    if current_platform.is_cpu():  # vLLM may skip the profile run here
+        wrap_method(vllm_worker, "determine_available_memory", measure_model, runner, worker)
+    else:
+        wrap_method(runner, "profile_run", measure_model, runner, worker)
     if is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
-    return worker
 
 
 def track_requests(original: Function, runner: Any, worker: "Worker") -> Function:
@@ -287,14 +285,13 @@ def name_rows(original: Function, worker: "Worker") -> Function:
     return prepare_attn
 
 
-def measure_model(original: Function, runner: Any, worker: "Worker", reserves: bool) -> Function:
-    """Find the streaming heads once vLLM has compiled the model. With ``reserves``, allocate our memory before."""
+def measure_model(original: Function, runner: Any, worker: "Worker") -> Function:
+    """Allocate our memory before vLLM measures the model's, and find the streaming heads once the model is compiled."""
     from vllm_sparse_backend.serving.worker.layers import reserve_memory
     from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
 
     def measure(*args: Any, **kwargs: Any) -> Any:
-        if reserves:
-            reserve_memory(worker)
+        reserve_memory(worker)
         result = original(*args, **kwargs)
         find_streaming_heads(worker, runner.get_model)
         return result
@@ -373,7 +370,7 @@ HOOKS = (
 
 
 def install() -> None:
-    """Install the hooks of ``REGISTRATION``. Every process has them, with any backend."""
+    """Install the hooks that every process has, with any backend."""
     from vllm.platforms import current_platform
 
     _install(EVERY)
