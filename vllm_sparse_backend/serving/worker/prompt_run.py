@@ -23,9 +23,6 @@ from vllm_sparse_kernels.rows import ceil_div
 
 def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int]) -> None:
     """Run the model on a prompt without a KV cache or attention metadata. All pipeline stages must call this."""
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        _forward(vllm_config, model, token_ids, None)
-        return
     group = get_pp_group()
     received: dict[str, Any] = {}
     passed_on: dict[str, Any] = {}
