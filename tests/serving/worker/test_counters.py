@@ -30,9 +30,11 @@ def full_index() -> Any:
 
 def found(recorder: Recorder) -> dict[str, float]:
     """Return samples without times. A level is a label unless it is the server's own."""
-    samples = recorder.samples()
-    keys = [" ".join([name, *labels]).removesuffix(" on").strip() for name, labels, _ in samples]
-    return {key: value for key, (_, _, value) in zip(keys, samples)}
+    return shown(recorder.samples())
+
+
+def shown(samples: Any) -> dict[str, float]:
+    return {" ".join([name, *labels]).removesuffix(" on").strip(): n for (name, labels), n in samples.items()}
 
 
 def test_rows_by_path_and_reason() -> None:
@@ -101,24 +103,22 @@ class TestPendingCounts:
         recorder = make()
         recorder.count_pairs(1, full_index())
         recorder.count_rows({SPARSE: 1})
-        assert recorder.samples() == []
+        assert recorder.samples() == {}
         pending = recorder._pending
         recorder.count_pairs(1, full_index())  # after that moment, on the host and on the device
         recorder.count_rows({SPARSE: 1})
-        assert recorder.samples() == []
+        assert recorder.samples() == {}
         assert recorder._pending is pending
         event.arrived = True
         recorder._take_arrived()
         once = {"rows sparse": 1, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
-        assert {
-            " ".join([name, *labels]).removesuffix(" on").strip(): n for name, labels, n in recorder._arrived
-        } == once
+        assert shown(recorder._arrived) == once
         assert found(recorder) == {name: 2 * value for name, value in once.items()}
 
     def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
         recorder = make()
         recorder.count_rows({DECODE_ROW: 1})
-        assert recorder.samples() == []
+        assert recorder.samples() == {}
         recorder.count_rows({DECODE_ROW: 1})
         event.arrived = True
         assert found(recorder) == {"rows decode": 2}
@@ -143,7 +143,6 @@ def test_on_a_device() -> None:
     for _ in range(4):
         torch.cuda._sleep(100_000_000)
         recorder.count_pairs(1, index)
-    assert recorder.samples() == []
+    assert recorder.samples() == {}
     torch.cuda.synchronize()
-    samples = recorder.samples()
-    assert ("kept_pairs", ["1", "on"], 4 * CAUSAL) in samples
+    assert recorder.samples()["kept_pairs", ("1", "on")] == 4 * CAUSAL

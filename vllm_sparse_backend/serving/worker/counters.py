@@ -22,9 +22,6 @@ from vllm_sparse_kernels.index import causal_pairs
 
 logger = logging.getLogger(LOGGER)
 
-Sample = tuple[str, list[str], float]
-"""A metric's name, the values of its labels, and its value."""
-
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""
 
@@ -75,7 +72,7 @@ class Recorder:
         self._listed = torch.zeros(0, dtype=torch.int64, device=device)
         self._counts: dict[Key, int] = {}
         self._pending: PendingCounts | None = None
-        self._arrived: list[Sample] = []
+        self._arrived: Mapping[Key, int] = {}
         self._logged: set[Fallback] = set()
 
     def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (ON,)) -> None:
@@ -111,7 +108,7 @@ class Recorder:
         key = name, tuple(map(str, labels))
         self._counts[key] = self._counts.get(key, 0) + amount
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> Mapping[Key, int]:
         """Return the latest counts that have arrived on the host. Waits ``COPY_WAIT_S`` for the device."""
         self._take_arrived()
         if self._pending is None:
@@ -122,7 +119,7 @@ class Recorder:
         return self._arrived
 
     def _take_arrived(self) -> None:
-        """Turn pending counts into samples, if they have arrived."""
+        """Take over pending counts, if they have arrived."""
         if self._pending is None or not self._pending.arrived():
             return
         counts = self._pending.counts
@@ -131,5 +128,4 @@ class Recorder:
             key = "kept_pairs", (str(layer), level)
             if key in counts:
                 counts[key] += totals[place]
-        self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
-        self._pending = None
+        self._arrived, self._pending = counts, None

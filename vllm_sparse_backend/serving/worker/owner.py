@@ -22,7 +22,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
 from vllm_sparse_backend.serving.worker import compile_monitor, startup_log
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
-from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, Key, Recorder, Sample
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, Key, Recorder
 from vllm_sparse_backend.serving.worker.rows import BatchRow, Requests, count_decodes
 from vllm_sparse_backend.streaming_heads import streaming_method
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, layer_plan
@@ -63,7 +63,7 @@ class Worker:
         """State of the prefill backends for multi-head latent attention, which the first of them makes."""
         self.attention_names: dict[int, str] = {}
         """By layer, the engine or backend that computes its prefills."""
-        self._sent: dict[Key, float] = {}
+        self._sent: dict[Key, int] = {}
         self._logged: set[str] = set()
         self.layer = cache(partial(Layer.of, device=self.device, engine=self.resolved.config.engine))
         """Returns the methods and engines of layers with a plan. Layers with equal plans share one object."""
@@ -136,25 +136,24 @@ class Worker:
         The server calls this by name (``WORKER_METHOD``).
         """
         samples = []
-        for name, labels, total in [*self.recorder.samples(), *self._gauges()]:
-            value, key = total, (name, tuple(labels))
+        for key, total in {**self.recorder.samples(), **self._gauges()}.items():
+            (name, labels), value = key, total
             if METRICS[name].type == "counter":
                 value -= self._sent.get(key, 0)
                 self._sent[key] = total
-            samples.append((name, labels, value))
+            samples.append((name, [*labels], float(value)))
         return {"rank": self.vllm_config.parallel_config.rank, "samples": samples}
 
-    def _gauges(self) -> list[Sample]:
-        samples: list[Sample] = [("compilations", [when], n) for when, n in compile_monitor.listener().counts.items()]
+    def _gauges(self) -> dict[Key, int]:
+        gauges: dict[Key, int] = {("compilations", (when,)): n for when, n in compile_monitor.listener().counts.items()}
         if self.rank == 0:
-            samples += [("layers", [name], number) for name, number in Counter(self.attention_names.values()).items()]
-        num_heads = sum(map(len, self.streaming.by_layer.values()))
-        samples.append(("streaming_heads", [self.streaming.fingerprint], num_heads))
+            gauges |= {("layers", (name,)): number for name, number in Counter(self.attention_names.values()).items()}
+        gauges["streaming_heads", (self.streaming.fingerprint,)] = sum(map(len, self.streaming.by_layer.values()))
         if self.memory is not None:
-            samples.append(("arena_overflows", [], self.memory.arena.overflows))
+            gauges["arena_overflows", ()] = self.memory.arena.overflows
             if self.device.type == "cuda":
-                samples.append(("device_bytes", [], torch.cuda.memory_reserved(self.device)))
-        return samples
+                gauges["device_bytes", ()] = torch.cuda.memory_reserved(self.device)
+        return gauges
 
 
 _workers: WeakValueDictionary[int, Worker] = WeakValueDictionary()
