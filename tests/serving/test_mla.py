@@ -28,7 +28,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.mla import describe
 from vllm_sparse_backend.identity import FLAG, MLA_BACKEND, MLA_FLAG
 from vllm_sparse_backend.serving import compat, hooks, mla_startup
-from vllm_sparse_backend.serving.registration import is_our_mla_prefill, is_selected, why_mla_prefill_displaced
+from vllm_sparse_backend.serving.registration import is_ours, is_selected, why_displaced
 from vllm_sparse_backend.serving.unread import log_unread_settings
 from vllm_sparse_kernels.mla import MlaMethod
 
@@ -48,7 +48,7 @@ def test_the_flag_means_our_prefill_backend_in_every_process(flag: str) -> None:
     assert config.mla_prefill_backend is CUSTOM
     assert is_selected(config)
     assert config.mla_prefill_backend.get_path() == MLA_BACKEND
-    assert is_our_mla_prefill(pickle.loads(pickle.dumps(config)).mla_prefill_backend)
+    assert is_ours(pickle.loads(pickle.dumps(config)).mla_prefill_backend)
 
 
 @pytest.mark.parametrize("other", [None, "FLASH_ATTN"])
@@ -62,7 +62,7 @@ def test_another_plugin_in_the_place_is_named(lines: list[str]) -> None:
     assert CUSTOM.get_path() == "other.plugin.Prefill"
     (line,) = [line for line in lines if "is not available" in line]
     assert line.startswith(f"{MLA_FLAG} is not available: another plugin has taken")
-    assert "custom MLA prefill backend (other.plugin.Prefill)" in str(why_mla_prefill_displaced())
+    assert "custom MLA prefill backend (other.plugin.Prefill)" in str(why_displaced(CUSTOM))
     config: Any = SimpleNamespace(
         attention_config=AttentionConfig(mla_prefill_backend="sparse-prefill"), additional_config={KEY: {}}
     )

@@ -174,7 +174,7 @@ def registration() -> Iterator[Finding]:
         from vllm_sparse_backend.serving.registration import why_displaced
 
         load_general_plugins()
-        if (why := why_displaced()) is not None:
+        if (why := why_displaced(AttentionBackendEnum.CUSTOM)) is not None:
             yield bad("backend", f"not available: {why}")
             return
         backend: type = AttentionBackendEnum["SPARSE-PREFILL"].get_class()

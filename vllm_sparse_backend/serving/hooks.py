@@ -21,12 +21,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import CARRIED, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
 from vllm_sparse_backend.identity import BACKEND, LOGGER
-from vllm_sparse_backend.serving.registration import (
-    is_our_mla_prefill,
-    is_ours,
-    is_selected,
-    why_other_selected,
-)
+from vllm_sparse_backend.serving.registration import is_ours, is_selected, why_other_selected
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.serving.worker.owner import Worker
@@ -70,7 +65,7 @@ def check_configuration(original: Function) -> Function:
             if not serves(vllm_config):
                 log_unread_settings(vllm_config)
                 return
-            is_for_mla = is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend)
+            is_for_mla = is_ours(vllm_config.attention_config.mla_prefill_backend)
             check = mla_startup.check if is_for_mla else startup.check
             check(vllm_config)
         except ConfigurationError as error:
@@ -127,7 +122,7 @@ def select_mla_on_cpu(original: Function) -> Function:
     """Select our prefill backend for MLA on the CPU platform, which otherwise ignores the configured backend."""
 
     def get_mla_prefill_backend(vllm_config: Any) -> Any:
-        if vllm_config is not None and is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
+        if vllm_config is not None and is_ours(vllm_config.attention_config.mla_prefill_backend):
             from vllm_sparse_backend.serving.worker.mla_prefill import SparseMlaPrefillBackend
 
             return SparseMlaPrefillBackend
@@ -252,7 +247,7 @@ def own(vllm_worker: Any) -> None:
         wrap_method(vllm_worker, "determine_available_memory", measure_model, runner, worker)
     else:
         wrap_method(runner, "profile_run", measure_model, runner, worker)
-    if is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
+    if is_ours(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
 
 
