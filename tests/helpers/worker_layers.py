@@ -30,7 +30,7 @@ def make_impls(
 ) -> list[SparsePrefillImpl]:
     """Return layers after the builder has run, without vLLM's configuration. Their arena has room for the longest
     row."""
-    plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
+    plan = Plan.by_level(SparsePrefillConfig(method=method, params=params), SHAPE)[ON]
     layers = [
         replace(Layer.of(layer, SHAPE.head_dim, device, engine), by_kernels=True) for layer in plan.layers if layer
     ]
