@@ -109,14 +109,10 @@ class SparsePrefillConfig(Section):
         return params
 
     @model_validator(mode="after")
-    def _single_source(self) -> "SparsePrefillConfig":
+    def _consistent(self) -> "SparsePrefillConfig":
         conflicts = [field for field in ("method", "params") if field in self.model_fields_set]
         if self.profile is not None and conflicts:
             raise ValueError(f"given both profile {self.profile!r} and {conflicts[0]}, expected only one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _streaming_heads_replace_scores(self) -> "SparsePrefillConfig":
         if self.streaming_heads is True and (why := self.not_for_streaming()) is not None:
             raise ValueError(why)
         return self
