@@ -42,13 +42,12 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
         do_without(vllm_config, f"given with {reason}", logging.DEBUG if useless else logging.INFO)
 
 
-def do_without(vllm_config: VllmConfig, problem: str, level: int = logging.WARNING, is_logged: bool = True) -> None:
+def do_without(vllm_config: VllmConfig, problem: str, level: int = logging.WARNING) -> None:
     """Leave this process without streaming heads. Raises ConfigurationError if the operator set them."""
     if settings_of(vllm_config).streaming_heads is True:
         raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
     carry_streaming(vllm_config, False)
-    if is_logged:
-        logger.log(level, "sparse-prefill: all heads score keys: %s", problem)
+    logger.log(level, "sparse-prefill: all heads score keys: %s", problem)
 
 
 def describe(error: Exception) -> str:

@@ -7,6 +7,7 @@ without the KV cache, which does not exist yet, and measures its heads (``vllm_s
 
 import hashlib
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,7 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
         model, layers, prompt = _on_all_ranks(vllm_config, lambda: (get_model(), *_layers_and_prompt(vllm_config)))
         heads = _on_all_ranks(vllm_config, lambda: measure(vllm_config, model, layers, prompt))
     except _SearchError as error:
-        do_without(vllm_config, str(error), is_logged=vllm_config.parallel_config.rank == 0)
+        do_without(vllm_config, str(error), logging.DEBUG if vllm_config.parallel_config.rank else logging.WARNING)
         return
     num_heads = sum(impl.num_heads for impl in layers.values())
     by_rank = compat.gather_over_stages((num_heads, model_heads(worker.rank, layers, heads)))
