@@ -41,7 +41,7 @@ class Resolved:
         if plans[ON].has_shares:
             plans[SHARE] = plans[ON]  # except for p, which each row sets
         size = LayerSize(shape.num_heads * shape.head_dim, layer_weights)
-        return Resolved(config, carried, plans, carried.parse_crossover(), size)
+        return Resolved(config, carried, plans, carried.table_for(config), size)
 
     @property
     def plan(self) -> Plan:
