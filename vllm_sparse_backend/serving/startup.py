@@ -29,7 +29,7 @@ def check(vllm_config: VllmConfig) -> None:
     processes therefore read no file, and resolve the settings to the same values.
     """
     carry_settings(vllm_config)
-    resolved = resolve(vllm_config, tp_rank=0)
+    resolved = resolve(vllm_config)
     refuse_on_cpu(resolved.config.engine)
     refuse(FLAG, _reasons(vllm_config))
     streaming_startup.decide(vllm_config, resolved)
