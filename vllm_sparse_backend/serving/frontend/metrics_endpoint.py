@@ -76,14 +76,15 @@ def engine_amounts(workers: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, t
 class EnginePoll:
     """Polls one engine in the background, at most once at a time, and adds its counts to this process's metrics."""
 
+    began_at = -math.inf
+    """When the last poll began, by ``time.monotonic``."""
+    task: asyncio.Task[None] | None = None
+    _failure: str | None = None
+    _is_down = False
+
     def __init__(self, call: Call, model_name: str, engine: str) -> None:
-        self.began_at = -math.inf
-        """When the last poll began, by ``time.monotonic``."""
-        self.task: asyncio.Task[None] | None = None
         self._call = call
         self._model_name, self._engine = model_name, engine
-        self._failure: str | None = None
-        self._is_down = False
 
     @property
     def is_running(self) -> bool:

@@ -10,6 +10,7 @@ path, no authorisation) costs nothing. It is parsed only if it contains the key 
 import asyncio
 import json
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
@@ -45,12 +46,12 @@ FORM_WINDOW = 512
 """Bytes of a form that are kept, to find a field that two chunks share."""
 
 
+@dataclass
 class SparsePrefillMiddleware:
     """Runs inside vLLM's own middleware, which has already checked the API key."""
 
-    def __init__(self, app: Any, endpoint: "SparsePrefillEndpoint") -> None:
-        self.app = app
-        self.endpoint = endpoint
+    app: Any
+    endpoint: "SparsePrefillEndpoint"
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         polls = self.endpoint.polls
@@ -87,9 +88,8 @@ class JsonBody:
 class FormBody:
     """Inspects the fields of a form without keeping its files in memory."""
 
-    def __init__(self) -> None:
-        self.window = b""
-        self.has_level = self.has_beams = False
+    window = b""
+    has_level = has_beams = False
 
     async def add(self, chunk: bytes, is_last: bool) -> None:
         seen = self.window + chunk

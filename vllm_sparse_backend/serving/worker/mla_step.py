@@ -75,11 +75,15 @@ class MlaStep:
         return MlaStep(divider.new_tokens(), chunks)
 
 
+@dataclass(frozen=True)
 class _Divider:
     """Divides calls among the rows of a step that prefill."""
 
-    def __init__(self, rows: Sequence[BatchRow], prefill_metadata: Any, stock: Any, prepare: Prepare) -> None:
-        self.rows, self.metadata, self.stock, self.prepare = rows, prefill_metadata, stock, prepare
+    rows: Sequence[BatchRow]
+    metadata: Any
+    """vLLM's metadata of these rows."""
+    stock: Any
+    prepare: Prepare
 
     def new_tokens(self) -> StepCall:
         """Divide the call for new tokens, whose keys are the tokens themselves."""
