@@ -77,7 +77,7 @@ class LevelPolicy:
 
     def under(self, policy: RequestsConfig) -> "LevelPolicy":
         """Restrict the levels by an operator's policy."""
-        default = ON if policy.default is None else self._named("default", policy.default)
+        default = self._named("default", policy.default)
         allowed = None
         if policy.allow is not None:
             allowed = frozenset(self._named("allow", name, SHARE) for name in policy.allow)

@@ -43,9 +43,8 @@ LevelChoice = Annotated[StrictStr, BeforeValidator(_to_level)]
 class RequestsConfig(Section):
     """The default level of requests, and the levels that they may choose (docs/requests.md)."""
 
-    default: LevelChoice | None = None
-    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level. The
-    default is `on`."""
+    default: LevelChoice = ON
+    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level."""
 
     allow: tuple[LevelChoice, ...] | None = None
     """Levels that requests may choose in addition to their default: `exact`, `on`, names of levels, and `p` for any
