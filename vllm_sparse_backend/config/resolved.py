@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from vllm_sparse_backend.config.carried import Carried
-from vllm_sparse_backend.config.crossover_table import AUTO, CrossoverTable, LayerSize, Lengths, Place, resolve_lengths
+from vllm_sparse_backend.config.crossover_table import CrossoverTable, LayerSize, Lengths, Place, resolve_lengths
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import ON, SHARE
@@ -59,11 +59,6 @@ class Resolved:
         if not num_heads:
             return ()
         return tuple(LayerPlan((Dense(),) * num_heads) if plan is None else plan for plan in plans)
-
-    @property
-    def uses_auto(self) -> bool:
-        """Whether any plan's lengths depend on the device, because they are ``auto``."""
-        return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
 
     def lengths(self, level: str, engines: Collection[str]) -> Lengths:
         """Return the lengths from which rows of a level run sparse: the strictest of several engines."""
