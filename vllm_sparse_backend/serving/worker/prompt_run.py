@@ -34,10 +34,7 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
         out = _forward(vllm_config, model, token_ids, IntermediateTensors(received) if received else None)
         if not group.is_last_rank:
             # Later stages may need what earlier stages sent; vLLM's runners pass it on too. NCCL ignores strides.
-            passed_on = {
-                name: value.contiguous() if isinstance(value, torch.Tensor) else value
-                for name, value in {**received, **out.tensors}.items()
-            }
+            passed_on = {name: tensor.contiguous() for name, tensor in {**received, **out.tensors}.items()}
     finally:
         if not group.is_last_rank:
             # Empty after an error, so that later stages raise an error instead of waiting.
