@@ -68,8 +68,7 @@ def hf_config(vllm_config: VllmConfig) -> dict[str, Any]:
 
 def model_shape(vllm_config: VllmConfig) -> ModelShape:
     """Return the numbers of layers and heads of the served model."""
-    model = vllm_config.model_config.model
-    return ModelShape.from_config({**hf_config(vllm_config), "_name_or_path": model}, model)
+    return ModelShape.from_config(hf_config(vllm_config), vllm_config.model_config.model)
 
 
 def tensor_parallel_rank() -> int:
