@@ -72,7 +72,8 @@ class MlaStep:
             chunk_rows, num_keys = chunk.request_slice, chunk.seq_lens.tolist()  # on the host
             chunks.append(divider.call(chunk, rows[chunk_rows], num_keys, contexts[chunk_rows]))
             contexts[chunk_rows] = [c + n for c, n in zip(contexts[chunk_rows], num_keys, strict=True)]
-        return MlaStep(divider.new_tokens(), chunks)
+        lengths, positions = [row.query_len for row in rows], [row.context_len for row in rows]
+        return MlaStep(divider.call(None, rows, lengths, positions), chunks)
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,10 @@ class _Divider:
     stock: Any
     prepare: Prepare
 
-    def new_tokens(self) -> StepCall:
-        """Divide the call for new tokens, whose keys are the tokens themselves."""
-        lengths, positions = [row.query_len for row in self.rows], [row.context_len for row in self.rows]
-        return self.call(None, self.rows, lengths, positions)
-
     def call(self, chunk: Any, rows: Sequence[BatchRow], num_keys: Sequence[int], positions: Sequence[int]) -> StepCall:
         """Divide a call in which ``rows`` have ``num_keys`` keys from ``positions`` on.
 
-        ``chunk`` is vLLM's metadata of a chunk of context, or None for the call for new tokens.
+        ``chunk`` is vLLM's metadata of a chunk of context, or None for the call for new tokens, which are their keys.
         """
         key_starts, first_token = list(accumulate(num_keys, initial=0)), rows[0].token
         dense = []
