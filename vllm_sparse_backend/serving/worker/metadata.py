@@ -72,11 +72,11 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> compat.DenseMetadata:
         common, group = common_attn_metadata, self.sparse_group
-        if group is None:
-            return super().build(common_prefix_len, common, fast_build)
-        rows = group.row_classifier.rows_of_step(common, common_prefix_len, self.reorder_batch_threshold or 1)
-        if group.counts_rows:
-            self.worker.count_rows(common, rows)
+        rows: Sequence[BatchRow] = ()
+        if group is not None:
+            rows = group.row_classifier.rows_of_step(common, common_prefix_len, self.reorder_batch_threshold or 1)
+            if group.counts_rows:
+                self.worker.count_rows(common, rows)
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._dense_run(common, *run, fast_build) for run in dense_runs(rows))
