@@ -109,13 +109,12 @@ class Lengths:
         """Format the lengths for the log."""
         if self.min_tokens == NEVER.min_tokens:
             return "no rows"
-        pairs = (
-            f", with at least {self.min_pairs:,} pairs of new tokens and the keys before them" if self.min_pairs else ""
-        )
-        counts = f", where a new token counts as {self.pairs_per_token:,} pairs more" if self.pairs_per_token else ""
-        return (
-            f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}{counts}"
-        )
+        text = f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new"
+        if self.min_pairs:
+            text += f", with at least {self.min_pairs:,} pairs of new tokens and the keys before them"
+        if self.pairs_per_token:
+            text += f", where a new token counts as {self.pairs_per_token:,} pairs more"
+        return text
 
 
 UNMEASURED = Lengths(min_tokens=16384, min_query_tokens=1024)
