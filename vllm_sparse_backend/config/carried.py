@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover, parse_crossover
+from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.keys import CARRIED, OPTION
@@ -66,7 +66,7 @@ class Carried:
         """Parse the crossover table."""
         if self.crossover is None:
             return load_crossover()
-        return parse_crossover(self.crossover, f"crossover {config.crossover}")
+        return CrossoverTable.read(self.crossover, f"crossover {config.crossover}: ")
 
 
 def finds_streaming_heads(additional_config: Mapping[str, Any] | None) -> bool:

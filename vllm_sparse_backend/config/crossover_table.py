@@ -302,12 +302,7 @@ def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
     return file
 
 
-def parse_crossover(text: str, source: str) -> CrossoverTable:
-    """Parse a table."""
-    return CrossoverTable.read(text, f"{source}: ")
-
-
 def load_crossover(path: str | None = None) -> CrossoverTable:
     """Read a table from its file."""
     file = crossover_file(path)
-    return parse_crossover(read_text(file), str(file))
+    return CrossoverTable.read(read_text(file), f"{file}: ")
