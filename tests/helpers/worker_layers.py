@@ -38,7 +38,9 @@ def make_impls(
     num_bytes, room = counted.arena(StepLimits(LARGEST_CHUNK, 64, LONGEST, min_len=1), UNLIMITED)
     memory = Memory(Arena(device, torch.empty(num_bytes, dtype=torch.uint8, device=device)), room)
     worker: Any = SimpleNamespace(
-        recorder=Recorder(device), memory=memory, resolved=SimpleNamespace(config=SparsePrefillConfig())
+        recorder=Recorder(device, SHAPE.num_layers, [ON]),
+        memory=memory,
+        resolved=SimpleNamespace(config=SparsePrefillConfig()),
     )
     impls = []
     for number, layer in enumerate(layers):

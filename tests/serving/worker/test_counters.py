@@ -19,9 +19,7 @@ CAUSAL = 4 * 200 * 201 // 2
 
 
 def make() -> Recorder:
-    recorder = Recorder(CPU)
-    recorder.add_layers((1, 5), ("on", "fast"))
-    return recorder
+    return Recorder(CPU, 6, ("on", "fast"))
 
 
 def full_index() -> Any:
@@ -124,21 +122,14 @@ class TestPendingCounts:
         assert found(recorder) == {"rows decode": 2}
 
 
-def test_layers_that_come_later() -> None:
-    recorder = make()
-    recorder.count_pairs(1, full_index())
-    assert found(recorder)["kept_pairs 1"] == CAUSAL
-    recorder.add_layers((7,), ("on", "later"))
-    recorder.count_pairs(7, full_index())
-    assert (found(recorder)["kept_pairs 1"], found(recorder)["kept_pairs 7"]) == (CAUSAL, CAUSAL)
-
-
 @pytest.mark.gpu
 def test_on_a_device() -> None:
     """Counts are queued behind the work that they describe, and nothing waits for either."""
     device = torch.device("cuda", 0)
-    recorder, index = Recorder(device), random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0)
-    recorder.add_layers([1])
+    recorder, index = (
+        Recorder(device, 2, ["on"]),
+        random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0),
+    )
     torch.cuda.synchronize()
     for _ in range(4):
         torch.cuda._sleep(100_000_000)

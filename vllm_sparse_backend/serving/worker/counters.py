@@ -66,20 +66,14 @@ class PendingCounts:
 class Recorder:
     """Counts of one worker."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._places: dict[tuple[int, str], int] = {}
-        self._listed = torch.zeros(0, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device, num_layers: int, levels: Iterable[str]) -> None:
+        self._places = {place: i for i, place in enumerate(product(range(num_layers), levels))}
+        """Positions in ``_listed`` by layer and level."""
+        self._listed = torch.zeros(len(self._places), dtype=torch.int64, device=device)
         self._counts: dict[Key, int] = {}
         self._pending: PendingCounts | None = None
         self._arrived: Mapping[Key, int] = {}
         self._logged: set[Fallback] = set()
-
-    def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (ON,)) -> None:
-        """Add counters for layers, before the first step. Layers that already have counters keep their counts."""
-        for place in product(layers, levels):
-            self._places.setdefault(place, len(self._places))
-        self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
 
     def count_rows(self, kinds: Mapping[RowKind, int]) -> None:
         """Count the rows of a step, and log each new reason for dense rows. Padding rows are not counted."""

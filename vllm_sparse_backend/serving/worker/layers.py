@@ -110,7 +110,6 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     if not worker.streaming.by_layer and finds_streaming_heads(vllm_config.additional_config):
         do_without(vllm_config, "this worker got its KV cache before it ran the model to find the streaming heads")
     memory = worker.reserve_memory()
-    worker.recorder.add_layers(impls, resolved.plans)
     for number, impl in impls.items():
         impl.adopt(number, worker.layer_levels(number, plans[number], impl.head_size), worker)
     if memory is not None:

@@ -128,7 +128,6 @@ class MlaWorker:
         self.worker.attention_names = {
             number: ATTENTION_NAME if number in numbers else "dense" for number in self.layers
         }
-        self.worker.recorder.add_layers(numbers, resolved.plans)
         lengths = {level: resolved.lengths(level, {ENGINE}) for level in resolved.plans}
         self.row_classifier = RowClassifier(lengths, self.worker.requests, cuts_rows=False)
         if numbers and self.worker.rank == 0:

@@ -55,7 +55,7 @@ class Worker:
         self.rank = compat.tensor_parallel_rank()
         self.resolved = resolve(vllm_config, self.rank)
         startup_log.warn_of_other_device(self.resolved, self.rank)
-        self.recorder = Recorder(self.device)
+        self.recorder = Recorder(self.device, self.resolved.plan.shape.num_layers, self.resolved.plans)
         self.requests = Requests()
         self.streaming = StreamingHeads({}, "")
         self.memory: Memory | None = None
