@@ -81,13 +81,8 @@ class Lengths:
 
     @staticmethod
     def earliest(lengths: Collection["Lengths"]) -> "Lengths":
-        """Return lengths with which all rows run sparse that do with any of these."""
-        return Lengths(
-            min(item.min_tokens for item in lengths),
-            min(item.min_query_tokens for item in lengths),
-            min(item.min_pairs for item in lengths),
-            max(item.pairs_per_token for item in lengths),
-        )
+        """Return lengths with which all rows run sparse that do with any of these, whatever their pairs."""
+        return Lengths(min(item.min_tokens for item in lengths), min(item.min_query_tokens for item in lengths))
 
     def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:
         """Return why a row of these lengths runs dense."""
