@@ -221,8 +221,7 @@ def flash_attention_version() -> int | None:
     """Return the version of FlashAttention that vLLM chooses."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    version = get_flash_attn_version()
-    return None if version is None else int(version)
+    return get_flash_attn_version()
 
 
 def stock_backend(
