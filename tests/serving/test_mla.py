@@ -28,8 +28,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.mla import describe
 from vllm_sparse_backend.identity import FLAG, MLA_BACKEND, MLA_FLAG
 from vllm_sparse_backend.serving import compat, hooks, mla_startup
-from vllm_sparse_backend.serving.registration import is_ours, is_selected, why_displaced
-from vllm_sparse_backend.serving.unread import log_unread_settings
+from vllm_sparse_backend.serving.registration import is_ours, is_selected, log_unread_settings, why_displaced
 from vllm_sparse_kernels.mla import MlaMethod
 
 CUSTOM = registry.MLAPrefillBackendEnum.CUSTOM

@@ -21,7 +21,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import CARRIED, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
 from vllm_sparse_backend.identity import BACKEND, LOGGER
-from vllm_sparse_backend.serving.registration import is_ours, is_selected, why_other_selected
+from vllm_sparse_backend.serving.registration import is_ours, is_selected, log_unread_settings, why_other_selected
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.serving.worker.owner import Worker
@@ -59,7 +59,6 @@ def check_configuration(original: Function) -> Function:
         if vllm_config.model_config is None or get_current_vllm_config_or_none() is not None:
             return
         from vllm_sparse_backend.serving import mla_startup, startup
-        from vllm_sparse_backend.serving.unread import log_unread_settings
 
         try:
             if not serves(vllm_config):

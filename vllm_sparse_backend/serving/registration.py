@@ -3,12 +3,15 @@
 
 vLLM has two enums: of attention backends, and of prefill backends for multi-head latent attention (MLA). Each has a
 single entry for external backends, ``CUSTOM``, which ``plugin.register`` points at our backend. This module does not
-import vLLM: plugins are loaded before vLLM knows its platform.
+import vLLM when it is imported: plugins are loaded before vLLM knows its platform.
 """
 
+import multiprocessing
+from collections.abc import Mapping
 from typing import Any
 
-from vllm_sparse_backend.identity import BACKEND, FLAG, MLA_BACKEND, MLA_FLAG
+from vllm_sparse_backend.config.keys import KEY, OPTION
+from vllm_sparse_backend.identity import BACKEND, FLAG, LOGGER, MLA_BACKEND, MLA_FLAG
 
 KINDS = {"AttentionBackendEnum": "attention backend", "MLAPrefillBackendEnum": "MLA prefill backend"}
 """The backends in each of vLLM's enums."""
@@ -44,3 +47,19 @@ def why_other_selected(attention_config: Any) -> str | None:
         if backend is not None and backend.name == "CUSTOM" and not is_ours(backend):
             return f"{flag} is not available: {why_displaced(backend)}"
     return None
+
+
+def log_unread_settings(vllm_config: Any) -> None:
+    """Log once that the server ignores this backend's settings."""
+    from vllm.logger import init_logger
+
+    # Engine cores and workers get the same configuration.
+    if multiprocessing.parent_process() is not None:
+        return
+    if isinstance(vllm_config.additional_config, Mapping) and KEY in vllm_config.additional_config:
+        init_logger(LOGGER).info_once(
+            "sparse-prefill: %s in %s is ignored: this server runs another attention backend; add %s to use these "
+            "settings, or remove them", KEY, OPTION, MLA_FLAG if vllm_config.model_config.use_mla else FLAG,
+        )  # fmt: skip
+    elif (why := why_other_selected(vllm_config.attention_config)) is not None:
+        init_logger(LOGGER).warning_once(why)
