@@ -8,6 +8,7 @@ idle, and of the answer before if it is busy.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import NamedTuple
@@ -70,7 +71,7 @@ class Recorder:
         self._places = {place: i for i, place in enumerate(product(range(num_layers), levels))}
         """Positions in ``_listed`` by layer and level."""
         self._listed = torch.zeros(len(self._places), dtype=torch.int64, device=device)
-        self._counts: dict[Key, int] = {}
+        self._counts: Counter[Key] = Counter()
         self._pending: PendingCounts | None = None
         self._arrived: Mapping[Key, int] = {}
         self._logged: set[Fallback] = set()
@@ -99,8 +100,7 @@ class Recorder:
         return self._listed[place : place + 1]
 
     def _add(self, name: str, labels: Iterable[object], amount: int) -> None:
-        key = name, tuple(map(str, labels))
-        self._counts[key] = self._counts.get(key, 0) + amount
+        self._counts[name, tuple(map(str, labels))] += amount
 
     def samples(self) -> Mapping[Key, int]:
         """Return the latest counts that have arrived on the host. Waits ``COPY_WAIT_S`` for the device."""

@@ -63,7 +63,7 @@ class Worker:
         """State of the prefill backends for multi-head latent attention, which the first of them makes."""
         self.attention_names: dict[int, str] = {}
         """By layer, the engine or backend that computes its prefills."""
-        self._sent: dict[Key, int] = {}
+        self._sent: Counter[Key] = Counter()
         self._logged: set[str] = set()
         self.layer = cache(partial(Layer.of, device=self.device, engine=self.resolved.config.engine))
         """Returns the methods and engines of layers with a plan. Layers with equal plans share one object."""
@@ -139,7 +139,7 @@ class Worker:
         for key, total in {**self.recorder.samples(), **self._gauges()}.items():
             (name, labels), value = key, total
             if METRICS[name].type == "counter":
-                value -= self._sent.get(key, 0)
+                value -= self._sent[key]
                 self._sent[key] = total
             samples.append((name, [*labels], float(value)))
         return {"rank": self.vllm_config.parallel_config.rank, "samples": samples}
