@@ -63,10 +63,12 @@ class Resolved:
     def lengths(self, level: str, engines: Collection[str]) -> Lengths:
         """Return the lengths from which rows of a level run sparse: the strictest of several engines."""
         plan = self.plans[level]
-        numbers = (plan.min_tokens, plan.min_query_tokens)
         places = [Place(self.carried.device, engine, self.layer_size) for engine in sorted(engines)]
         return Lengths.strictest(
-            [resolve_lengths(*numbers, plan.measured_methods, self.table, place) for place in places]
+            [
+                resolve_lengths(plan.min_tokens, plan.min_query_tokens, plan.measured_methods, self.table, place)
+                for place in places
+            ]
         )
 
     def lengths_by_engine(self, level: str) -> dict[str, Lengths]:

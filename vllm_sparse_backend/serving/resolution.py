@@ -14,9 +14,6 @@ from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
 from vllm_sparse_backend.serving import compat
 
-PARSED = 32
-"""Number of cached results: a process resolves settings per engine, for the whole model and for its own rank."""
-
 
 def carry_settings(vllm_config: VllmConfig) -> None:
     """Add the data from which other processes resolve the same settings to the configuration, unless it is there."""
@@ -48,7 +45,7 @@ def resolve(vllm_config: VllmConfig, tp_rank: int | None = None) -> Resolved:
     return _resolved(additional_config, shape, weights, compat.device_name(), *rank_of)
 
 
-@lru_cache(PARSED)
+@lru_cache(32)  # a process resolves settings per engine, for the whole model and for its own rank
 def _resolved(
     additional_config: str, shape: ModelShape, layer_weights: int | None, device: str, tp_rank: int, tp_size: int
 ) -> Resolved:
