@@ -42,8 +42,7 @@ def why_displaced(custom: Any) -> str | None:
 
 def why_other_selected(attention_config: Any) -> str | None:
     """Return why a configured ``CUSTOM`` is another plugin's, which our flag selects too if that plugin loads later."""
-    selected = (FLAG, attention_config.backend), (MLA_FLAG, attention_config.mla_prefill_backend)
-    for flag, backend in selected:
+    for flag, backend in ((FLAG, attention_config.backend), (MLA_FLAG, attention_config.mla_prefill_backend)):
         if backend is not None and backend.name == "CUSTOM" and not is_ours(backend):
             return f"{flag} is not available: {why_displaced(backend)}"
     return None

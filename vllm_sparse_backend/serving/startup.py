@@ -37,8 +37,8 @@ def check(vllm_config: VllmConfig) -> None:
     plan, cache = resolved.plan, vllm_config.cache_config
     # ``ModelShape`` also knows older models' names for these fields.
     usual = {"num_hidden_layers": plan.shape.num_layers, "head_dim": plan.shape.head_dim}
-    some_unquantised = bool(cache.kv_cache_dtype_skip_layers)
-    limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
+    # Layers that vLLM leaves out of quantisation can run sparse in any case.
+    limits = compat.layer_limits(vllm_config, "auto" if cache.kv_cache_dtype_skip_layers else cache.cache_dtype)
     reasons = layer_reasons({**compat.hf_config(vllm_config), **usual}, **limits)
     if not any(reason is None and plan.layer(i) is not None for i, reason in enumerate(reasons)):
         raise ConfigurationError(no_layer_message(reasons))
