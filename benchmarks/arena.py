@@ -17,6 +17,7 @@ from benchmarks.attention_prompts import Heads
 from benchmarks.figures import Figure, merge_figures
 from vllm_sparse_backend.config.crossover_table import UNMEASURED
 from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, StepLimits
 from vllm_sparse_kernels.layer import Layer
@@ -38,7 +39,7 @@ UNLIMITED = 1 << 62
 
 def layer_memory(method: str, heads: Heads = HEADS_8B, params: dict[str, Any] | None = None) -> LayerMemory:
     """Return the memory of a layer whose heads all run ``method``, on an H100."""
-    (plan,) = Plan.build(SparsePrefillConfig(method=method, params=params or {}), heads.model(1)).layers
+    (plan,) = Plan.by_level(SparsePrefillConfig(method=method, params=params or {}), heads.model(1))[ON].layers
     assert plan is not None
     return LayerMemory([Layer.of(plan, heads.head_dim, META)], heads.num_kv_heads, heads.head_dim, heads.dtype)
 

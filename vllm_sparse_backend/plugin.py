@@ -71,21 +71,21 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from vllm_sparse_backend.serving import hooks
-    from vllm_sparse_backend.serving.registration import why_displaced, why_mla_prefill_displaced
+    from vllm_sparse_backend.serving.registration import why_displaced
 
-    if (why := why_displaced()) is not None:
+    custom, mla_custom = AttentionBackendEnum.CUSTOM, MLAPrefillBackendEnum.CUSTOM
+    if (why := why_displaced(custom)) is not None:
         logger.warning("sparse-prefill is not available: %s", why)
         return
     hooks.install()
-    custom = AttentionBackendEnum.CUSTOM
     register_backend(custom, BACKEND)
     # A separate enum member could not be unpickled in a spawned worker, which reads its configuration before it loads
     # plugins. vLLM looks the flag's value up among the enum's names in capitals.
     for name in NAMES:
         AttentionBackendEnum._member_map_[name] = custom
-    if (why := why_mla_prefill_displaced()) is not None:
+    if (why := why_displaced(mla_custom)) is not None:
         logger.warning("%s is not available: %s", MLA_FLAG, why)
         return
-    register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, MLA_BACKEND)
+    register_mla_prefill_backend(mla_custom, MLA_BACKEND)
     for name in NAMES:
-        MLAPrefillBackendEnum._member_map_[name] = MLAPrefillBackendEnum.CUSTOM
+        MLAPrefillBackendEnum._member_map_[name] = mla_custom

@@ -232,7 +232,7 @@ def test_an_engine_without_measurements_is_named(tmp_path: Path) -> None:
 )
 def test_the_configuration_goes_before_the_profile(profile: Any, config: Any, expected: Any, tmp_path: Path) -> None:
     path = profile_file(tmp_path, default={"method": "dense"}, **profile)
-    plan = Plan.build(SparsePrefillConfig(profile=path, **config), SHAPE)
+    plan = Plan.by_level(SparsePrefillConfig(profile=path, **config), SHAPE)[ON]
     assert (plan.min_tokens, plan.min_query_tokens) == expected
 
 

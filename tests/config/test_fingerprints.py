@@ -11,13 +11,14 @@ from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.request_levels import fingerprint
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.layer import LayerPlan
 from vllm_sparse_kernels.methods import METHODS
 
 SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64)
-PLAN = Plan.build(SparsePrefillConfig(method="dense", min_tokens=128, min_query_tokens=1), SHAPE)
+PLAN = Plan.by_level(SparsePrefillConfig(method="dense", min_tokens=128, min_query_tokens=1), SHAPE)[ON]
 
 
 def test_another_method_of_any_head_makes_another() -> None:
@@ -37,7 +38,7 @@ def test_all_parameters_count(name: str) -> None:
 
 
 def test_what_auto_stands_for_makes_another() -> None:
-    plan = Plan.build(SparsePrefillConfig(), SHAPE)
+    plan = Plan.by_level(SparsePrefillConfig(), SHAPE)[ON]
     lengths = [
         Lengths(8192, 1024),
         Lengths(16384, 1024),

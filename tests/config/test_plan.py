@@ -15,7 +15,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
-from vllm_sparse_backend.config.profile import LayerProfile
+from vllm_sparse_backend.config.profile import ON, LayerProfile
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.call import HeadGroup
@@ -44,7 +44,7 @@ def every(heads: Sequence[int], method: Method) -> HeadGroup[Method]:
 
 def test_equal_methods_are_one_group_in_order_of_their_first_heads(write: Write) -> None:
     layers = {(1,): LayerProfile(heads={(0, 3): NARROW, (7,): NARROW, (2,): DENSE})}
-    plan = Plan.build(SparsePrefillConfig(profile=write(layers=layers)), SHAPE)
+    plan = Plan.by_level(SparsePrefillConfig(profile=write(layers=layers)), SHAPE)[ON]
     assert plan.layer(1).groups == (every((0, 3, 7), NARROW), every((1, 4, 5, 6), WIDE), every((2,), DENSE))
     assert plan.layer(0).groups == (every(range(8), WIDE),)
 
@@ -66,7 +66,7 @@ def test_heads_that_share_are_one_group_that_knows_their_clusters(write: Write) 
         (0,): LayerProfile(heads={(0, 3): share(7), (1,): DENSE, (2,): share(7, **more), (5,): share(2)}),
         (2,): LayerProfile(heads={(3,): share(2, gamma=0.8), (6,): share(7, **more)}),
     }
-    plan = Plan.build(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)
+    plan = Plan.by_level(SparsePrefillConfig(profile=write(default=share(), layers=layers)), SHAPE)[ON]
     assert plan.layer(0).groups == (
         HeadGroup((0, 3, 4, 5, 6, 7), tuple(share(c) for c in (7, 7, -1, 2, -1, -1))),
         every((1,), DENSE),
@@ -84,10 +84,10 @@ def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -
         (2,): LayerProfile(heads={(3,): share(3)}),
     }
     path = write(default=share(), layers=layers)
-    ranks = [Plan.build(SparsePrefillConfig(profile=path, dense_layers=(2,)), SHAPE, rank, 2) for rank in (0, 1)]
+    ranks = [Plan.by_level(SparsePrefillConfig(profile=path, dense_layers=(2,)), SHAPE, rank, 2)[ON] for rank in (0, 1)]
     assert [clusters_of(ranks[0], layer) for layer in (0, 1)] == [(-1, 1, -1, -1), (1, -1, -1, -1)]
     assert [clusters_of(ranks[1], layer) for layer in (0, 1)] == [(0, 0, 2, -1), (-1, -1, -1, 2)]
-    whole = Plan.build(SparsePrefillConfig(profile=path), SHAPE)
+    whole = Plan.by_level(SparsePrefillConfig(profile=path), SHAPE)[ON]
     assert clusters_of(whole, 0) == (0, 1, 2, 3, 0, 0, 2, -1)
     assert clusters_of(whole, 2) == (-1, -1, -1, 3, -1, -1, -1, -1)
 
@@ -96,7 +96,7 @@ def test_head_left_alone_in_its_cluster_on_a_rank_is_noise_there(write: Write) -
 
 
 def test_dense_layers_of_configuration_and_profile_add_up(write: Write) -> None:
-    plan = Plan.build(SparsePrefillConfig(profile=write(dense_layers=[0]), dense_layers=(2, 0)), SHAPE)
+    plan = Plan.by_level(SparsePrefillConfig(profile=write(dense_layers=[0]), dense_layers=(2, 0)), SHAPE)[ON]
     assert [layer is None for layer in plan.layers] == [True, False, True, False]
     assert plan.layer(0) is None
     assert plan.layer(2) is None
@@ -124,14 +124,14 @@ def test_files_are_read_once_and_travel(write: Write, tmp_path: Path) -> None:
 
 def test_a_plan_without_a_sparse_layer_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="name all 4 layers, expected fewer"):
-        Plan.build(SparsePrefillConfig(method="dense", dense_layers=(0, 1, 2, 3)), SHAPE)
+        Plan.by_level(SparsePrefillConfig(method="dense", dense_layers=(0, 1, 2, 3)), SHAPE)[ON]
 
 
 def test_description_says_what_runs_how(write: Write) -> None:
     layers = {(2, 3): LayerProfile(heads={(0, 1): DENSE, (2,): NARROW})}
     path = write(layers=layers, dense_layers=[0], min_tokens=4096)
     lengths = Lengths(4096, 300, notes=("a note",))
-    assert Plan.build(SparsePrefillConfig(profile=path), SHAPE).describe(lengths) == [
+    assert Plan.by_level(SparsePrefillConfig(profile=path), SHAPE)[ON].describe(lengths) == [
         f"sparse prefill with profile {path}, for rows of more than 4096 tokens, at least 300 of them new",
         "a note",
         "layers 0: dense",
@@ -139,7 +139,7 @@ def test_description_says_what_runs_how(write: Write) -> None:
         "layers 2-3: dense() on 4 heads of this rank",
     ]
     config = SparsePrefillConfig(method="a_shape", params={"sink_tokens": 1, "local_tokens": 2})
-    assert Plan.build(config, SHAPE, 1, 2).describe(NEVER) == [
+    assert Plan.by_level(config, SHAPE, 1, 2)[ON].describe(NEVER) == [
         "sparse prefill with method a_shape, for no rows",
         "layers 0-3: a_shape(sink_tokens=1, local_tokens=2) on 16 heads of this rank",
     ]

@@ -168,7 +168,7 @@ class TestPlans:
     def test_each_level_has_one(self, config: SparsePrefillConfig) -> None:
         plans = Plan.by_level(config, SHAPE)
         assert list(plans) == [ON, "fast"]
-        assert plans[ON] == Plan.build(config, SHAPE)
+        assert plans[ON] == Plan.by_level(config, SHAPE)[ON]
         assert plans["fast"].methods == {make_method("a_shape", {})}
         dense_layers = [[i for i, layer in enumerate(plan.layers) if layer is None] for plan in plans.values()]
         assert dense_layers == [[0, 1], [0, 3]]
@@ -185,6 +185,6 @@ class TestPlans:
         assert len({fingerprint(plan, {}) for plan in plans.values()}) == 2
         again = SparsePrefillConfig(profile=config.profile, check_index=True)
         before = fingerprint(plans[ON], {})
-        assert fingerprint(Plan.build(again, SHAPE.model_copy(update={"names": ("Mine",)})), {}) == before
+        assert fingerprint(Plan.by_level(again, SHAPE.model_copy(update={"names": ("Mine",)}))[ON], {}) == before
         monkeypatch.setattr(request_levels, "package_version", lambda name: "another")
         assert fingerprint(plans[ON], {}) != before

@@ -17,7 +17,13 @@ CACHE = {
     "user_specified_block_size": False,
 }  # fmt: skip
 
-FLAGS = {"use_ubatching": False, "is_moe_model": False, "enable_elastic_ep": False, "worker_extension_cls": ""}
+FLAGS = {
+    "use_ubatching": False,
+    "is_moe_model": False,
+    "enable_elastic_ep": False,
+    "worker_extension_cls": "",
+    "rank": 0,
+}
 
 
 def served(

@@ -30,7 +30,7 @@ def make_impls(
 ) -> list[SparsePrefillImpl]:
     """Return layers after the builder has run, without vLLM's configuration. Their arena has room for the longest
     row."""
-    plan = Plan.build(SparsePrefillConfig(method=method, params=params), SHAPE)
+    plan = Plan.by_level(SparsePrefillConfig(method=method, params=params), SHAPE)[ON]
     layers = [
         replace(Layer.of(layer, SHAPE.head_dim, device, engine), by_kernels=True) for layer in plan.layers if layer
     ]
@@ -38,7 +38,9 @@ def make_impls(
     num_bytes, room = counted.arena(StepLimits(LARGEST_CHUNK, 64, LONGEST, min_len=1), UNLIMITED)
     memory = Memory(Arena(device, torch.empty(num_bytes, dtype=torch.uint8, device=device)), room)
     worker: Any = SimpleNamespace(
-        recorder=Recorder(device), memory=memory, resolved=SimpleNamespace(config=SparsePrefillConfig())
+        recorder=Recorder(device, SHAPE.num_layers, [ON]),
+        memory=memory,
+        resolved=SimpleNamespace(config=SparsePrefillConfig()),
     )
     impls = []
     for number, layer in enumerate(layers):

@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +29,11 @@ def one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of 1, without setting up process groups, at a step of a request of the server's own level."""
     from vllm_sparse_backend.config.request_levels import SERVER_LEVEL
     from vllm_sparse_backend.serving import compat
+    from vllm_sparse_backend.serving.worker import prompt_run
     from vllm_sparse_backend.serving.worker.rows import Requests, Step
 
     monkeypatch.setattr(compat, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(prompt_run, "get_pp_group", lambda: SimpleNamespace(is_first_rank=True, is_last_rank=True))
     monkeypatch.setattr(Requests, "step", Step({"0": SERVER_LEVEL}, {"0": 1}))
     torch.manual_seed(0)
 

@@ -28,8 +28,7 @@ from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.mla import describe
 from vllm_sparse_backend.identity import FLAG, MLA_BACKEND, MLA_FLAG
 from vllm_sparse_backend.serving import compat, hooks, mla_startup
-from vllm_sparse_backend.serving.registration import is_our_mla_prefill, is_selected, why_mla_prefill_displaced
-from vllm_sparse_backend.serving.unread import unread_settings
+from vllm_sparse_backend.serving.registration import is_ours, is_selected, log_unread_settings, why_displaced
 from vllm_sparse_kernels.mla import MlaMethod
 
 CUSTOM = registry.MLAPrefillBackendEnum.CUSTOM
@@ -48,7 +47,7 @@ def test_the_flag_means_our_prefill_backend_in_every_process(flag: str) -> None:
     assert config.mla_prefill_backend is CUSTOM
     assert is_selected(config)
     assert config.mla_prefill_backend.get_path() == MLA_BACKEND
-    assert is_our_mla_prefill(pickle.loads(pickle.dumps(config)).mla_prefill_backend)
+    assert is_ours(pickle.loads(pickle.dumps(config)).mla_prefill_backend)
 
 
 @pytest.mark.parametrize("other", [None, "FLASH_ATTN"])
@@ -62,7 +61,7 @@ def test_another_plugin_in_the_place_is_named(lines: list[str]) -> None:
     assert CUSTOM.get_path() == "other.plugin.Prefill"
     (line,) = [line for line in lines if "is not available" in line]
     assert line.startswith(f"{MLA_FLAG} is not available: another plugin has taken")
-    assert "custom MLA prefill backend (other.plugin.Prefill)" in str(why_mla_prefill_displaced())
+    assert "custom MLA prefill backend (other.plugin.Prefill)" in str(why_displaced(CUSTOM))
     config: Any = SimpleNamespace(
         attention_config=AttentionConfig(mla_prefill_backend="sparse-prefill"), additional_config={KEY: {}}
     )
@@ -170,9 +169,9 @@ def test_the_wrong_flag_for_the_model_names_the_other(tmp_path: Path) -> None:
         mla_startup.check(mla_config(attention={"backend": ours}))
 
 
-def test_settings_on_a_stock_server_of_such_a_model_name_its_flag() -> None:
-    assert f"add {MLA_FLAG} to use these settings" in unread_settings(MLA_FLAG)
-    assert f"add {FLAG} to use these settings" in unread_settings(FLAG)
+def test_settings_on_a_stock_server_of_such_a_model_name_its_flag(lines: list[str]) -> None:
+    log_unread_settings(mla_config({"method": "a_shape"}))
+    assert f"add {MLA_FLAG} to use these settings" in lines[-1]
 
 
 def test_the_log_shows_the_parameters_that_exist() -> None:

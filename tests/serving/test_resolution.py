@@ -12,9 +12,9 @@ import pytest
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.vllm_objects import make_config
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.serving import compat, resolution
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import level_policy
-from vllm_sparse_backend.serving.resolution import resolve, settings_of
+from vllm_sparse_backend.serving.resolution import resolve
 from vllm_sparse_backend.serving.worker.owner import Worker
 
 FRONT, WORKER = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -82,15 +82,8 @@ def test_a_worker_says_that_its_device_is_another(
     assert not any("auto uses the measurements of" in line for line in lines)
 
 
-def test_a_process_parses_its_settings_once(sent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed = []
-    real = resolution.load_config
-    monkeypatch.setattr(resolution, "load_config", lambda values: parsed.append(values) or real(values))
-    resolution._settings.cache_clear()
-    resolution._resolved.cache_clear()
+def test_a_process_resolves_its_settings_once(sent: Any) -> None:
     assert resolve(sent) is resolve(pickle.loads(pickle.dumps(sent)))
-    assert settings_of(sent) is settings_of(sent)
-    assert len(parsed) == 1
     changed = pickle.loads(pickle.dumps(sent))
     changed.additional_config["sparse_prefill"]["min_tokens"] = 96
     assert resolve(changed).earliest_lengths().min_tokens == 96

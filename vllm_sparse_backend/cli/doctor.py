@@ -168,13 +168,16 @@ def registration() -> Iterator[Finding]:
     logger.setLevel(logging.WARNING)
     logger.addHandler(warnings)
     try:
-        from vllm_sparse_backend.serving.registration import load_plugins, look_up_backend, why_displaced
+        from vllm.plugins import load_general_plugins
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        load_plugins()
-        if (why := why_displaced()) is not None:
+        from vllm_sparse_backend.serving.registration import why_displaced
+
+        load_general_plugins()
+        if (why := why_displaced(AttentionBackendEnum.CUSTOM)) is not None:
             yield bad("backend", f"not available: {why}")
             return
-        backend = look_up_backend("SPARSE-PREFILL")
+        backend: type = AttentionBackendEnum["SPARSE-PREFILL"].get_class()
     except Exception as error:  # an exception of vLLM or of a plugin is the finding
         said = " ".join(record.getMessage() for record in warnings.buffer)
         yield bad("backend", said or f"does not register: {type(error).__name__}: {error}")
@@ -242,7 +245,7 @@ def dense_backend() -> Iterator[Finding]:
         yield bad("dense rows and decodes", "vLLM has no FlashAttention for this device")
         return
     yield ok("dense rows and decodes", f"vLLM's FlashAttention {flash_version}")
-    difference = startup.other_decode(compat.stock_backend(None, 128, torch.bfloat16), compat.DenseBackend.get_name())
+    difference = startup.other_decode(None, 128, torch.bfloat16)
     if difference is not None:
         yield note("decodes", difference)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover, parse_crossover
+from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.keys import CARRIED, OPTION
@@ -26,9 +26,7 @@ class Carried:
     device: str
     """Name of the device for which ``auto`` is resolved."""
     profile: str | None = None
-    profile_path: str = ""
     crossover: str | None = None
-    crossover_path: str = ""
     finds_streaming_heads: bool | None = None
     """None before the first process decides."""
 
@@ -38,11 +36,10 @@ class Carried:
         carried = Carried(f"method {config.method}", device)
         if config.crossover is not None:
             path = crossover_file(config.crossover, f"{OPTION} sparse_prefill.crossover")
-            carried = replace(carried, crossover=read_text(path), crossover_path=config.crossover)
+            carried = replace(carried, crossover=read_text(path))
         if config.profile is not None:
             path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
-            source = f"profile {config.profile}"
-            carried = replace(carried, source=source, profile=read_text(path), profile_path=str(path))
+            carried = replace(carried, source=f"profile {config.profile}", profile=read_text(path))
         return carried
 
     @staticmethod
@@ -58,18 +55,18 @@ class Carried:
     def profile_for(self, config: SparsePrefillConfig) -> Profile:
         """Parse the profile, or build one from ``method`` and ``params``."""
         if self.profile is not None:
-            return parse_profile(self.profile, self.profile_path)
+            return parse_profile(self.profile, self.source)
         try:
             method = config.uniform_method()
         except ValueError as error:
             raise ConfigurationError(f"{OPTION} sparse_prefill.{error}") from None
         return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method})
 
-    def parse_crossover(self) -> CrossoverTable:
+    def table_for(self, config: SparsePrefillConfig) -> CrossoverTable:
         """Parse the crossover table."""
         if self.crossover is None:
             return load_crossover()
-        return parse_crossover(self.crossover, self.crossover_path)
+        return CrossoverTable.read(self.crossover, f"crossover {config.crossover}: ")
 
 
 def finds_streaming_heads(additional_config: Mapping[str, Any] | None) -> bool:

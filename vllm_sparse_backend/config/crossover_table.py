@@ -9,7 +9,7 @@ the log says so.
 import math
 from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from itertools import chain
@@ -81,13 +81,8 @@ class Lengths:
 
     @staticmethod
     def earliest(lengths: Collection["Lengths"]) -> "Lengths":
-        """Return lengths with which all rows run sparse that do with any of these."""
-        return Lengths(
-            min(item.min_tokens for item in lengths),
-            min(item.min_query_tokens for item in lengths),
-            min(item.min_pairs for item in lengths),
-            max(item.pairs_per_token for item in lengths),
-        )
+        """Return lengths with which all rows run sparse that do with any of these, whatever their pairs."""
+        return Lengths(min(item.min_tokens for item in lengths), min(item.min_query_tokens for item in lengths))
 
     def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:
         """Return why a row of these lengths runs dense."""
@@ -109,13 +104,12 @@ class Lengths:
         """Format the lengths for the log."""
         if self.min_tokens == NEVER.min_tokens:
             return "no rows"
-        pairs = (
-            f", with at least {self.min_pairs:,} pairs of new tokens and the keys before them" if self.min_pairs else ""
-        )
-        counts = f", where a new token counts as {self.pairs_per_token:,} pairs more" if self.pairs_per_token else ""
-        return (
-            f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new{pairs}{counts}"
-        )
+        text = f"rows of more than {self.min_tokens} tokens, at least {self.min_query_tokens} of them new"
+        if self.min_pairs:
+            text += f", with at least {self.min_pairs:,} pairs of new tokens and the keys before them"
+        if self.pairs_per_token:
+            text += f", where a new token counts as {self.pairs_per_token:,} pairs more"
+        return text
 
 
 UNMEASURED = Lengths(min_tokens=16384, min_query_tokens=1024)
@@ -242,19 +236,19 @@ class CrossoverTable(Section):
         """List the engines that were measured on a device."""
         return sorted({entry.engine for entry in self.entries if entry.device.casefold() == device.casefold()})
 
-    def find(self, place: Place, method: Method) -> list[Entry]:
+    def find(self, place: Place, method: Method) -> list[Lengths]:
         """Find the closest measurements of a method.
 
         Entries with equal parameters are closer than others. Among these, those of the most similar layers are closest:
         in smaller layers the device needs less time, but the host needs as long to launch selection, so sparse prefill
         pays off only for longer prompts.
         """
-        by_distance: dict[tuple[bool, float], list[Entry]] = defaultdict(list)
+        by_distance: dict[tuple[bool, float], list[Lengths]] = defaultdict(list)
         for entry in self.entries:
             is_there = (entry.device.casefold(), entry.engine) == (place.device.casefold(), place.engine)
             if is_there and name_of(entry.parameters) == name_of(method):
                 distance = entry.parameters != method, entry.layer_size.distance(place.size)
-                by_distance[distance].append(entry)
+                by_distance[distance].append(entry.lengths)
         return by_distance[min(by_distance)] if by_distance else []
 
 
@@ -271,10 +265,9 @@ def resolve_lengths(
     """
     selecting = [method for method in methods if not isinstance(method, Dense)]
     measurements = {method: table.find(place, method) for method in selecting or methods}
-    entries = [entry for method_entries in measurements.values() for entry in method_entries]
-    unmeasured = sorted({name_of(method) for method, method_entries in measurements.items() if not method_entries})
-    never_faster = sorted({entry.method for entry in entries if entry.lengths == NEVER})
-    measured = Lengths.strictest([*(entry.lengths for entry in entries), *([UNMEASURED] if unmeasured else [])])
+    unmeasured = sorted({name_of(method) for method, lengths in measurements.items() if not lengths})
+    never_faster = sorted({name_of(method) for method, lengths in measurements.items() if NEVER in lengths})
+    measured = Lengths.strictest([*chain.from_iterable(lengths or [UNMEASURED] for lengths in measurements.values())])
     settings = {"min_tokens": min_tokens, "min_query_tokens": min_query_tokens}
     automatic = [name for name, setting in settings.items() if setting == AUTO]
     where, notes = f"on {place.device} with engine {place.engine}", []
@@ -289,14 +282,10 @@ def resolve_lengths(
             f"{', '.join(never_faster)} never faster than dense attention {where}, as measured: all rows run dense; "
             "choose another method or other parameters, or set min_tokens to run sparse anyway"
         )
-    return Lengths(
-        measured.min_tokens if min_tokens == AUTO else min_tokens,
-        measured.min_query_tokens if min_query_tokens == AUTO else min_query_tokens,
-        # The operator's numbers apply as they are.
-        measured.min_pairs if len(automatic) == len(settings) else 0,
-        measured.pairs_per_token if len(automatic) == len(settings) else 0,
-        tuple(notes),
-    )
+    fixed: dict[str, Any] = {name: setting for name, setting in settings.items() if setting != AUTO}
+    if fixed:  # the operator's numbers apply as they are
+        fixed |= {"min_pairs": 0, "pairs_per_token": 0}
+    return replace(measured, **fixed, notes=tuple(notes))
 
 
 def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
@@ -308,12 +297,7 @@ def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
     return file
 
 
-def parse_crossover(text: str, source: str) -> CrossoverTable:
-    """Parse a table."""
-    return CrossoverTable.read(text, f"{source}: ")
-
-
 def load_crossover(path: str | None = None) -> CrossoverTable:
     """Read a table from its file."""
     file = crossover_file(path)
-    return parse_crossover(read_text(file), str(file))
+    return CrossoverTable.read(read_text(file), f"{file}: ")

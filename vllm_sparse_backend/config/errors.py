@@ -65,10 +65,6 @@ def looks_like(key: str, known_key: str) -> bool:
     return len(key) <= 40 and (known in written or bool(difflib.get_close_matches(written, [known], cutoff=0.85)))
 
 
-MAPPINGS = ("dict_type", "model_type")
-"""Types of pydantic errors whose messages name Python classes, which users do not know."""
-
-
 def reason_of(detail: ErrorDetails) -> str:
     """Format one error of pydantic, without its place."""
     kind = detail["type"]
@@ -78,7 +74,7 @@ def reason_of(detail: ErrorDetails) -> str:
         return "missing"
     if kind == "json_invalid":  # does not quote the input: any file of the machine may have been named
         return f"not JSON: {detail['ctx']['error']}"
-    if kind in MAPPINGS:
+    if kind in ("dict_type", "model_type"):  # pydantic's messages name Python classes, which users do not know
         return unexpected(detail["input"], "a mapping of fields to values")
     expected = detail["msg"].removeprefix("Input should be ").removeprefix("String should have ")
     for python, written in (("True", "true"), ("False", "false"), ("tuple", "list")):  # as YAML and JSON write them

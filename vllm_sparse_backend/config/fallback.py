@@ -96,7 +96,7 @@ class LayerTraits:
     """Properties of an attention layer that decide whether it can run sparse."""
 
     head_dim: int
-    dtype: str
+    dtype: str = "bfloat16"
     attn_type: str = "decoder"
     sliding_window: int | None = None
     alibi: bool = False

@@ -95,16 +95,16 @@ def _with_defaults(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def layer_reasons(config: Mapping[str, Any]) -> list[Fallback | None]:
-    """Check each layer of a model, assuming a dtype that kernels support."""
+def layer_reasons(config: Mapping[str, Any], **limits: Any) -> list[Fallback | None]:
+    """Check each layer of a model. ``limits`` are the fields of ``LayerTraits`` that do not depend on the model."""
     num_layers = config["num_hidden_layers"]
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     default_kind = "sliding_attention" if window else "full_attention"
     kinds = layer_kinds(config) or [default_kind] * num_layers
-    return [_layer_reason(config, layer, kind) for layer, kind in enumerate(kinds[:num_layers])]
+    return [layer_fallback(_traits(config, layer, kind, limits)) for layer, kind in enumerate(kinds[:num_layers])]
 
 
-def _layer_reason(config: Mapping[str, Any], layer: int, kind: str) -> Fallback | None:
+def _traits(config: Mapping[str, Any], layer: int, kind: str, limits: Mapping[str, Any]) -> LayerTraits:
     model_type = config.get("model_type")
     is_encoder = model_type in ENCODER_MODELS or bool(config.get("is_encoder_decoder"))
     # Other kinds are Mamba, linear attention and layers without either; a hybrid layer has attention and Mamba.
@@ -112,16 +112,14 @@ def _layer_reason(config: Mapping[str, Any], layer: int, kind: str) -> Fallback 
     head_dim = _head_dim_of_layer(config, layer, kind) or config.get("head_dim")
     if not head_dim:  # other fields have to be numbers only in this case
         head_dim = (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
-    return layer_fallback(
-        LayerTraits(
-            head_dim=head_dim,
-            dtype="bfloat16",
-            attn_type="decoder" if has_attention and not is_encoder else "other",
-            sliding_window=config.get("sliding_window") or 0 if kind in WINDOWED_KINDS else None,
-            alibi=model_type in ALIBI_MODELS or bool(config.get("alibi")),
-            softcap=config.get("attn_logit_softcapping"),
-            is_mla=bool(config.get("kv_lora_rank")),
-        )
+    return LayerTraits(
+        head_dim=head_dim,
+        attn_type="decoder" if has_attention and not is_encoder else "other",
+        sliding_window=config.get("sliding_window") or 0 if kind in WINDOWED_KINDS else None,
+        alibi=model_type in ALIBI_MODELS or bool(config.get("alibi")),
+        softcap=config.get("attn_logit_softcapping"),
+        is_mla=bool(config.get("kv_lora_rank")),
+        **limits,
     )
 
 

@@ -41,11 +41,6 @@ class Plan:
     """Methods whose measured lengths ``auto`` stands for."""
 
     @staticmethod
-    def build(config: SparsePrefillConfig, shape: ModelShape, tp_rank: int = 0, tp_size: int = 1) -> "Plan":
-        """Build the plan of one rank at the server's own level."""
-        return Plan.by_level(config, shape, tp_rank, tp_size)[ON]
-
-    @staticmethod
     def by_level(
         config: SparsePrefillConfig,
         shape: ModelShape,

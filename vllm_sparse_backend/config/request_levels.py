@@ -77,7 +77,7 @@ class LevelPolicy:
 
     def under(self, policy: RequestsConfig) -> "LevelPolicy":
         """Restrict the levels by an operator's policy."""
-        default = ON if policy.default is None else self._named("default", policy.default)
+        default = self._named("default", policy.default)
         allowed = None
         if policy.allow is not None:
             allowed = frozenset(self._named("allow", name, SHARE) for name in policy.allow)
@@ -87,7 +87,11 @@ class LevelPolicy:
         names = (ON, *more, *self.levels)
         if name not in names:
             raise ConfigurationError(f"{OPTION} {KEY}.requests.{where}: {not_one_of(name, names)}")
-        return ON if name in (ON, self.server_level) else name
+        return self._level_named(name)
+
+    def _level_named(self, name: str) -> str:
+        """Return the level with a name: the server's own level has two."""
+        return ON if name == self.server_level else name
 
     def level_of(self, extra_args: Mapping[str, Any] | None) -> RequestLevel:
         """Return the level that a request chooses. Raises ValueError if it may not have it, or misspells the key."""
@@ -100,9 +104,7 @@ class LevelPolicy:
         level = self._parse(value)
         if self._may_have(level.name):
             return level
-        why = self.refusal
-        if why is None:
-            why = f"this server's settings (requests.allow) permit only {self}"
+        why = self.refusal or f"this server's settings (requests.allow) permit only {self}"
         raise ValueError(f"vllm_xargs {FIELD}: given {format_value(value)}, but {why}; remove it")
 
     def _parse(self, value: object) -> RequestLevel:
@@ -110,7 +112,7 @@ class LevelPolicy:
         if isinstance(value, (bool, int, float)) and value in (0, 1):
             return RequestLevel(ON if value else EXACT)
         if isinstance(value, str) and value in (ON, *self.levels):
-            return RequestLevel(ON if value in (ON, self.server_level) else value)
+            return RequestLevel(self._level_named(value))
         if isinstance(value, float) and 0 < value < 1:
             if self.has_shares:
                 return RequestLevel(SHARE, value)
@@ -133,9 +135,7 @@ class LevelPolicy:
         return SALT_PREFIX + ":".join(filter(None, (str(level), self.fingerprints[level.name], digest)))
 
     def _may_have(self, level: str) -> bool:
-        if level == self.default:
-            return True
-        return self.refusal is None and (self.allowed is None or level in self.allowed)
+        return level == self.default or (self.refusal is None and (self.allowed is None or level in self.allowed))
 
     def __str__(self) -> str:
         """List the values that a request may give."""
@@ -145,7 +145,7 @@ class LevelPolicy:
         if self._may_have(ON):
             values.append(f"1 (this server's own level{'' if self.server_level is None else f', {self.server_level}'})")
         for name in self.levels:
-            if self._may_have(ON if name == self.server_level else name):
+            if self._may_have(self._level_named(name)):
                 values.append(f"'{name}'")
         if self.has_shares and self._may_have(SHARE):
             values.append("a number between 0 and 1 (p of its top_p heads)")

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from vllm_sparse_backend.config.carried import Carried
-from vllm_sparse_backend.config.crossover_table import AUTO, CrossoverTable, LayerSize, Lengths, Place, resolve_lengths
+from vllm_sparse_backend.config.crossover_table import CrossoverTable, LayerSize, Lengths, Place, resolve_lengths
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import ON, SHARE
@@ -41,7 +41,7 @@ class Resolved:
         if plans[ON].has_shares:
             plans[SHARE] = plans[ON]  # except for p, which each row sets
         size = LayerSize(shape.num_heads * shape.head_dim, layer_weights)
-        return Resolved(config, carried, plans, carried.parse_crossover(), size)
+        return Resolved(config, carried, plans, carried.table_for(config), size)
 
     @property
     def plan(self) -> Plan:
@@ -60,18 +60,15 @@ class Resolved:
             return ()
         return tuple(LayerPlan((Dense(),) * num_heads) if plan is None else plan for plan in plans)
 
-    @property
-    def uses_auto(self) -> bool:
-        """Whether any plan's lengths depend on the device, because they are ``auto``."""
-        return any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in self.plans.values())
-
     def lengths(self, level: str, engines: Collection[str]) -> Lengths:
         """Return the lengths from which rows of a level run sparse: the strictest of several engines."""
         plan = self.plans[level]
-        numbers = (plan.min_tokens, plan.min_query_tokens)
         places = [Place(self.carried.device, engine, self.layer_size) for engine in sorted(engines)]
         return Lengths.strictest(
-            [resolve_lengths(*numbers, plan.measured_methods, self.table, place) for place in places]
+            [
+                resolve_lengths(plan.min_tokens, plan.min_query_tokens, plan.measured_methods, self.table, place)
+                for place in places
+            ]
         )
 
     def lengths_by_engine(self, level: str) -> dict[str, Lengths]:

@@ -43,9 +43,8 @@ LevelChoice = Annotated[StrictStr, BeforeValidator(_to_level)]
 class RequestsConfig(Section):
     """The default level of requests, and the levels that they may choose (docs/requests.md)."""
 
-    default: LevelChoice | None = None
-    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level. The
-    default is `on`."""
+    default: LevelChoice = ON
+    """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level."""
 
     allow: tuple[LevelChoice, ...] | None = None
     """Levels that requests may choose in addition to their default: `exact`, `on`, names of levels, and `p` for any
@@ -109,14 +108,10 @@ class SparsePrefillConfig(Section):
         return params
 
     @model_validator(mode="after")
-    def _single_source(self) -> "SparsePrefillConfig":
+    def _consistent(self) -> "SparsePrefillConfig":
         conflicts = [field for field in ("method", "params") if field in self.model_fields_set]
         if self.profile is not None and conflicts:
             raise ValueError(f"given both profile {self.profile!r} and {conflicts[0]}, expected only one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _streaming_heads_replace_scores(self) -> "SparsePrefillConfig":
         if self.streaming_heads is True and (why := self.not_for_streaming()) is not None:
             raise ValueError(why)
         return self

@@ -7,7 +7,7 @@ derive from it and its parts, so keywords that later versions add pass through b
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -68,8 +68,7 @@ def hf_config(vllm_config: VllmConfig) -> dict[str, Any]:
 
 def model_shape(vllm_config: VllmConfig) -> ModelShape:
     """Return the numbers of layers and heads of the served model."""
-    model = vllm_config.model_config.model
-    return ModelShape.from_config({**hf_config(vllm_config), "_name_or_path": model}, model)
+    return ModelShape.from_config(hf_config(vllm_config), vllm_config.model_config.model)
 
 
 def tensor_parallel_rank() -> int:
@@ -77,14 +76,6 @@ def tensor_parallel_rank() -> int:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank()
-
-
-def pipeline_parallel(vllm_config: VllmConfig) -> tuple[int, int]:
-    """Return this worker's pipeline stage and the number of stages."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    num_stages = vllm_config.parallel_config.pipeline_parallel_size
-    return (get_pp_group().rank_in_group if num_stages > 1 else 0), num_stages
 
 
 def gather_over_stages(value: T) -> list[T]:
@@ -112,11 +103,6 @@ def gather_over_world(value: T, timeout_s: float) -> list[T]:
                 "start all nodes with the same backend and the same version of this package"
             ) from error
     return _gather(group, value)
-
-
-def is_first_rank(vllm_config: VllmConfig) -> bool:
-    """Return whether this worker logs for its engine."""
-    return tensor_parallel_rank() == pipeline_parallel(vllm_config)[0] == 0
 
 
 def _gather(group: Any, value: T) -> list[T]:
@@ -212,12 +198,6 @@ def device_name() -> str:
     return str(current_platform.get_device_name())
 
 
-def device_capability() -> tuple[int, int] | None:
-    """Return the GPU's compute capability. The driver answers, so no CUDA context is created."""
-    capability = None if IS_CPU else current_platform.get_device_capability()
-    return None if capability is None else (capability.major, capability.minor)
-
-
 def device_memory_bytes() -> int:
     """Return the size of the device's memory."""
     return int(current_platform.get_device_total_memory())
@@ -237,28 +217,19 @@ def flash_attention() -> FlashAttention | None:
     return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
 
 
-def flash_attn_varlen_func() -> Callable[..., Any]:
-    """Return vLLM's FlashAttention function for paged caches."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    function: Callable[..., Any] = flash_attn_varlen_func
-    return function
-
-
 def flash_attention_version() -> int | None:
     """Return the version of FlashAttention that vLLM chooses."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    version = get_flash_attn_version()
-    return None if version is None else int(version)
+    return get_flash_attn_version()
 
 
 def stock_backend(
     vllm_config: VllmConfig | None,
     head_dim: int,
     dtype: torch.dtype,
-    kv_cache_dtype: Any = "auto",
-    has_sink: bool = False,
+    kv_cache_dtype: Any,
+    has_sink: bool,
 ) -> str:
     """Return the attention backend that vLLM itself would choose for a decoder's layers on this device."""
     capability = None if IS_CPU else current_platform.get_device_capability()
@@ -287,18 +258,6 @@ def is_from_transformers(tokenizer: Any) -> bool:
     from transformers import PreTrainedTokenizerBase
 
     return isinstance(tokenizer, PreTrainedTokenizerBase)
-
-
-def embeds_tokens(vllm_config: VllmConfig) -> bool:
-    """Return whether vLLM embeds the tokens of every step, also those of text, before it calls the model."""
-    model = vllm_config.model_config
-    if hasattr(model, "supports_multimodal_inputs"):
-        supports_multimodal = model.supports_multimodal_inputs
-    else:  # 0.30
-        from vllm.multimodal import MULTIMODAL_REGISTRY
-
-        supports_multimodal = MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
-    return bool(supports_multimodal or model.enable_prompt_embeds)
 
 
 def calculates_scales(vllm_config: VllmConfig) -> bool:

@@ -2,9 +2,9 @@
 """All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, lists those of classes and modules.
 
 The package may also be installed on servers that run other backends. There, registration installs only the hooks of
-``REGISTRATION``: where a front process, an engine's core and a worker have their configuration. These read only the
-configuration. All other hooks are installed once a process has a configuration that
-selects ours, on the objects of that engine where possible.
+``EVERY`` and ``ON_CPU``: where a front process, an engine's core and a worker have their configuration. These read only
+the configuration. All other hooks are installed once a process has a configuration that selects ours, on the objects of
+that engine where possible.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -21,12 +21,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import CARRIED, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
 from vllm_sparse_backend.identity import BACKEND, LOGGER
-from vllm_sparse_backend.serving.registration import (
-    is_our_mla_prefill,
-    is_ours,
-    is_selected,
-    why_other_selected,
-)
+from vllm_sparse_backend.serving.registration import is_ours, is_selected, log_unread_settings, why_other_selected
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.serving.worker.owner import Worker
@@ -37,8 +32,8 @@ Function = Callable[..., Any]
 
 EVERY = "every process"
 ON_CPU = "every process, on a CPU"
-REGISTRATION = (EVERY, ON_CPU)
-"""Hooks that registration installs with any backend. Others are installed once a configuration selects ours."""
+"""Registration installs the hooks of these two with any backend. Others are installed once a configuration selects
+ours."""
 
 SERVER = "servers' processes"
 MLA_WORKER = "workers, for multi-head latent attention"
@@ -64,13 +59,12 @@ def check_configuration(original: Function) -> Function:
         if vllm_config.model_config is None or get_current_vllm_config_or_none() is not None:
             return
         from vllm_sparse_backend.serving import mla_startup, startup
-        from vllm_sparse_backend.serving.unread import log_unread_settings
 
         try:
             if not serves(vllm_config):
                 log_unread_settings(vllm_config)
                 return
-            is_for_mla = is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend)
+            is_for_mla = is_ours(vllm_config.attention_config.mla_prefill_backend)
             check = mla_startup.check if is_for_mla else startup.check
             check(vllm_config)
         except ConfigurationError as error:
@@ -127,7 +121,7 @@ def select_mla_on_cpu(original: Function) -> Function:
     """Select our prefill backend for MLA on the CPU platform, which otherwise ignores the configured backend."""
 
     def get_mla_prefill_backend(vllm_config: Any) -> Any:
-        if vllm_config is not None and is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
+        if vllm_config is not None and is_ours(vllm_config.attention_config.mla_prefill_backend):
             from vllm_sparse_backend.serving.worker.mla_prefill import SparseMlaPrefillBackend
 
             return SparseMlaPrefillBackend
@@ -161,9 +155,11 @@ def set_levels(original: Function) -> Function:
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_selected(self.vllm_config.attention_config):
             return original(self, *args, **kwargs)
-        from vllm_sparse_backend.serving.level_policy import level_of, set_level
+        from vllm_sparse_backend.serving.level_policy import level_of, level_policy, set_level
 
-        policy = _policy_of(self)
+        if POLICY not in vars(self):
+            setattr(self, POLICY, level_policy(self.vllm_config))
+        policy = vars(self)[POLICY]
         arguments = signature.bind(self, *args, **kwargs).arguments
         level = level_of(policy, arguments["params"], arguments.get("resumable", False))
         request = original(self, *args, **kwargs)
@@ -171,15 +167,6 @@ def set_levels(original: Function) -> Function:
         return request
 
     return process_inputs
-
-
-def _policy_of(front: Any) -> Any:
-    """Return the policy of an engine's requests, which stays with the object that turns them into engine requests."""
-    if POLICY not in vars(front):
-        from vllm_sparse_backend.serving.level_policy import level_policy
-
-        setattr(front, POLICY, level_policy(front.vllm_config))
-    return vars(front)[POLICY]
 
 
 # --- the engine's core ---
@@ -238,7 +225,7 @@ def begin_worker(original: Function) -> Function:
     return init_device
 
 
-def own(vllm_worker: Any) -> "Worker":
+def own(vllm_worker: Any) -> None:
     """Make the owner of our state in one of vLLM's workers, which keeps it alive, and install the hooks that fill it.
 
     vLLM's wrapper around the worker finds the method for ``collective_rpc`` among the worker's attributes.
@@ -251,18 +238,16 @@ def own(vllm_worker: Any) -> "Worker":
     worker = Worker(vllm_config)
     setattr(vllm_worker, WORKER_METHOD, worker.new_samples)
     if vllm_config.is_mm_encoder_only:  # its runner has no attention of ours
-        return worker
+        return
     wrap_method(runner, "execute_model", track_requests, runner, worker)
     if vllm_config.use_v2_model_runner:
         wrap_method(runner, "prepare_attn", name_rows, worker)
-    if current_platform.is_cpu():
-        # vLLM may skip the profile run here.
-        wrap_method(vllm_worker, "determine_available_memory", measure_model, runner, worker, False)
-    else:  # vLLM measures our memory in this run
-        wrap_method(runner, "profile_run", measure_model, runner, worker, True)
-    if is_our_mla_prefill(vllm_config.attention_config.mla_prefill_backend):
+    if current_platform.is_cpu():  # vLLM may skip the profile run here
+        wrap_method(vllm_worker, "determine_available_memory", measure_model, runner, worker)
+    else:
+        wrap_method(runner, "profile_run", measure_model, runner, worker)
+    if is_ours(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
-    return worker
 
 
 def track_requests(original: Function, runner: Any, worker: "Worker") -> Function:
@@ -294,14 +279,13 @@ def name_rows(original: Function, worker: "Worker") -> Function:
     return prepare_attn
 
 
-def measure_model(original: Function, runner: Any, worker: "Worker", reserves: bool) -> Function:
-    """Find the streaming heads once vLLM has compiled the model. With ``reserves``, allocate our memory before."""
+def measure_model(original: Function, runner: Any, worker: "Worker") -> Function:
+    """Allocate our memory before vLLM measures the model's, and find the streaming heads once the model is compiled."""
     from vllm_sparse_backend.serving.worker.layers import reserve_memory
     from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
 
     def measure(*args: Any, **kwargs: Any) -> Any:
-        if reserves:
-            reserve_memory(worker)
+        reserve_memory(worker)
         result = original(*args, **kwargs)
         find_streaming_heads(worker, runner.get_model)
         return result
@@ -380,7 +364,7 @@ HOOKS = (
 
 
 def install() -> None:
-    """Install the hooks of ``REGISTRATION``. Every process has them, with any backend."""
+    """Install the hooks that every process has, with any backend."""
     from vllm.platforms import current_platform
 
     _install(EVERY)

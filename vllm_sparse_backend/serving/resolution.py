@@ -14,9 +14,6 @@ from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.config.settings import SparsePrefillConfig, load_config
 from vllm_sparse_backend.serving import compat
 
-PARSED = 32
-"""Number of cached results: a process resolves settings per engine, for the whole model and for its own rank."""
-
 
 def carry_settings(vllm_config: VllmConfig) -> None:
     """Add the data from which other processes resolve the same settings to the configuration, unless it is there."""
@@ -35,7 +32,7 @@ def carry_streaming(vllm_config: VllmConfig, finds_streaming_heads: bool) -> Non
 
 def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
     """Return the operator's settings."""
-    return _settings(_text_of(vllm_config))
+    return load_config(vllm_config.additional_config)
 
 
 def resolve(vllm_config: VllmConfig, tp_rank: int | None = None) -> Resolved:
@@ -43,20 +40,12 @@ def resolve(vllm_config: VllmConfig, tp_rank: int | None = None) -> Resolved:
     shape = compat.model_shape(vllm_config)
     weights = layer_weights_if_known(compat.hf_config(vllm_config), shape)
     rank_of = (0, 1) if tp_rank is None else (tp_rank, vllm_config.parallel_config.tensor_parallel_size)
-    return _resolved(_text_of(vllm_config), shape, weights, compat.device_name(), *rank_of)
+    # A text, because results are cached by it. Other plugins' values may be objects.
+    additional_config = json.dumps(vllm_config.additional_config, default=repr)
+    return _resolved(additional_config, shape, weights, compat.device_name(), *rank_of)
 
 
-def _text_of(vllm_config: VllmConfig) -> str:
-    """Return ``additional_config`` as a text, by which results are cached. Other plugins' values may be objects."""
-    return json.dumps(vllm_config.additional_config, default=repr)
-
-
-@lru_cache(PARSED)
-def _settings(additional_config: str) -> SparsePrefillConfig:
-    return load_config(json.loads(additional_config))
-
-
-@lru_cache(PARSED)
+@lru_cache(32)  # a process resolves settings per engine, for the whole model and for its own rank
 def _resolved(
     additional_config: str, shape: ModelShape, layer_weights: int | None, device: str, tp_rank: int, tp_size: int
 ) -> Resolved:

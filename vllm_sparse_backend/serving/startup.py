@@ -6,14 +6,15 @@ Some options of vLLM do not work with this backend or make it slow. The list com
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import torch
 from vllm import envs
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
+from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.model_check import layer_reasons
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.identity import FLAG, RELEASES
 from vllm_sparse_backend.serving import compat, streaming_startup
 from vllm_sparse_backend.serving.level_policy import RUST_FRONTEND, level_policy, warn_of_stores
@@ -28,31 +29,21 @@ def check(vllm_config: VllmConfig) -> None:
     processes therefore read no file, and resolve the settings to the same values.
     """
     carry_settings(vllm_config)
-    resolved = resolve(vllm_config, tp_rank=0)
+    resolved = resolve(vllm_config)
     refuse_on_cpu(resolved.config.engine)
     refuse(FLAG, _reasons(vllm_config))
     streaming_startup.decide(vllm_config, resolved)
     level_policy(vllm_config)
-    hf_config, plan = compat.hf_config(vllm_config), resolved.plan
-    shape = plan.shape
+    plan, cache = resolved.plan, vllm_config.cache_config
     # ``ModelShape`` also knows older models' names for these fields.
-    reasons = layer_reasons({**hf_config, "num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim})
-    server_reason = _server_reason(vllm_config, shape)
-    if server_reason is not None:
-        reasons = [server_reason] * shape.num_layers
-    sparse = [i for i, reason in enumerate(reasons) if reason is None and plan.layer(i) is not None]
-    if not sparse:
+    usual = {"num_hidden_layers": plan.shape.num_layers, "head_dim": plan.shape.head_dim}
+    # Layers that vLLM leaves out of quantisation can run sparse in any case.
+    limits = compat.layer_limits(vllm_config, "auto" if cache.kv_cache_dtype_skip_layers else cache.cache_dtype)
+    reasons = layer_reasons({**compat.hf_config(vllm_config), **usual}, **limits)
+    if not any(reason is None and plan.layer(i) is not None for i, reason in enumerate(reasons)):
         raise ConfigurationError(no_layer_message(reasons))
     compat.capture_prefills(vllm_config)
     warn_of_stores(vllm_config)
-
-
-def _server_reason(vllm_config: VllmConfig, shape: ModelShape) -> Fallback | None:
-    """Return why vLLM's options keep every layer of any model from running sparse."""
-    cache = vllm_config.cache_config
-    some_unquantised = bool(cache.kv_cache_dtype_skip_layers)
-    limits = compat.layer_limits(vllm_config, "auto" if some_unquantised else cache.cache_dtype)
-    return layer_fallback(LayerTraits(head_dim=shape.head_dim, **limits))
 
 
 def no_layer_message(layer_reasons: Iterable[Fallback | None]) -> str:
@@ -109,8 +100,16 @@ def _reasons(vllm_config: VllmConfig) -> Iterator[str]:
         )
 
 
-def other_decode(stock: str, dense: str) -> str | None:
+def other_decode(
+    vllm_config: VllmConfig | None,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: Any = "auto",
+    has_sink: bool = False,
+) -> str | None:
     """Return why decodes and dense rows do not run as in stock vLLM on this device."""
+    dense = compat.DenseBackend.get_name()
+    stock = compat.stock_backend(vllm_config, head_dim, dtype, kv_cache_dtype, has_sink)
     if stock == dense:
         return None
     return (

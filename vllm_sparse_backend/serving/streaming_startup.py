@@ -42,13 +42,12 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
         do_without(vllm_config, f"given with {reason}", logging.DEBUG if useless else logging.INFO)
 
 
-def do_without(vllm_config: VllmConfig, problem: str, level: int = logging.WARNING, is_logged: bool = True) -> None:
+def do_without(vllm_config: VllmConfig, problem: str, level: int = logging.WARNING) -> None:
     """Leave this process without streaming heads. Raises ConfigurationError if the operator set them."""
     if settings_of(vllm_config).streaming_heads is True:
         raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
     carry_streaming(vllm_config, False)
-    if is_logged:
-        logger.log(level, "sparse-prefill: all heads score keys: %s", problem)
+    logger.log(level, "sparse-prefill: all heads score keys: %s", problem)
 
 
 def describe(error: Exception) -> str:
@@ -96,10 +95,7 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
             "the tokens on",
         ),
         (parallel.enable_elastic_ep, "--enable-elastic-ep: a worker that joins later does not measure heads"),
-        (
-            model.is_multimodal_model and settings_of(vllm_config).streaming_heads is not True,
-            "a multimodal model: finding heads was not tried on a real one; set streaming_heads to true to find them",
-        ),
+        (model.is_multimodal_model, "a multimodal model: finding heads was not tried on a real one"),
     )
     yield from (reason for applies, reason in checks if applies)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens

@@ -27,12 +27,13 @@ from pathlib import Path
 from vllm_sparse_backend.calibration.loop import independent_methods
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_backend.config.model_shape import ModelShape
+from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_kernels.methods import METHODS, name_of
 
 shape = ModelShape(architecture="LlamaForCausalLM", num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
 config = SparsePrefillConfig(method="strided", params={"stride_tokens": 512})
-(group,) = Plan.build(config, shape).layer(0).groups
+(group,) = Plan.by_level(config, shape)[ON].layer(0).groups
 print(json.dumps({
     "listed": "strided" in METHODS,
     "plan": [name_of(group.method), group.method.stride_tokens, list(group.heads)],

@@ -19,9 +19,7 @@ CAUSAL = 4 * 200 * 201 // 2
 
 
 def make() -> Recorder:
-    recorder = Recorder(CPU)
-    recorder.add_layers((1, 5), ("on", "fast"))
-    return recorder
+    return Recorder(CPU, 6, ("on", "fast"))
 
 
 def full_index() -> Any:
@@ -30,17 +28,19 @@ def full_index() -> Any:
 
 def found(recorder: Recorder) -> dict[str, float]:
     """Return samples without times. A level is a label unless it is the server's own."""
-    samples = recorder.samples()
-    keys = [" ".join([name, *labels]).removesuffix(" on").strip() for name, labels, _ in samples]
-    return {key: value for key, (_, _, value) in zip(keys, samples)}
+    return shown(recorder.samples())
+
+
+def shown(samples: Any) -> dict[str, float]:
+    return {" ".join([name, *labels]).removesuffix(" on").strip(): n for (name, labels), n in samples.items()}
 
 
 def test_rows_by_path_and_reason() -> None:
     recorder = make()
     assert found(recorder) == {}
-    recorder.count_rows([SPARSE, RowKind("sparse", level="fast"), *[SHORT] * 3, PADDING_ROW])
-    recorder.count_rows([DECODE_ROW, SHORT])
-    recorder.count_decodes(1)
+    recorder.count_rows({SPARSE: 1, RowKind("sparse", level="fast"): 1, SHORT: 3, PADDING_ROW: 1})
+    recorder.count_rows({DECODE_ROW: 1, SHORT: 1})
+    recorder.count_rows({DECODE_ROW: 1})
     assert found(recorder) == {"rows sparse": 1, "rows sparse  fast": 1, "rows decode": 2, "rows dense too_short": 4}
 
 
@@ -100,50 +100,40 @@ class TestPendingCounts:
     def test_what_arrives_is_of_one_moment(self, event: Event) -> None:
         recorder = make()
         recorder.count_pairs(1, full_index())
-        recorder.count_rows([SPARSE])
-        assert recorder.samples() == []
+        recorder.count_rows({SPARSE: 1})
+        assert recorder.samples() == {}
         pending = recorder._pending
         recorder.count_pairs(1, full_index())  # after that moment, on the host and on the device
-        recorder.count_rows([SPARSE])
-        assert recorder.samples() == []
+        recorder.count_rows({SPARSE: 1})
+        assert recorder.samples() == {}
         assert recorder._pending is pending
         event.arrived = True
         recorder._take_arrived()
         once = {"rows sparse": 1, "causal_pairs 1": CAUSAL, "kept_pairs 1": CAUSAL}
-        assert {
-            " ".join([name, *labels]).removesuffix(" on").strip(): n for name, labels, n in recorder._arrived
-        } == once
+        assert shown(recorder._arrived) == once
         assert found(recorder) == {name: 2 * value for name, value in once.items()}
 
     def test_an_answer_that_nobody_came_back_for_is_not_the_next_one(self, event: Event) -> None:
         recorder = make()
-        recorder.count_decodes(1)
-        assert recorder.samples() == []
-        recorder.count_decodes(1)
+        recorder.count_rows({DECODE_ROW: 1})
+        assert recorder.samples() == {}
+        recorder.count_rows({DECODE_ROW: 1})
         event.arrived = True
         assert found(recorder) == {"rows decode": 2}
-
-
-def test_layers_that_come_later() -> None:
-    recorder = make()
-    recorder.count_pairs(1, full_index())
-    assert found(recorder)["kept_pairs 1"] == CAUSAL
-    recorder.add_layers((7,), ("on", "later"))
-    recorder.count_pairs(7, full_index())
-    assert (found(recorder)["kept_pairs 1"], found(recorder)["kept_pairs 7"]) == (CAUSAL, CAUSAL)
 
 
 @pytest.mark.gpu
 def test_on_a_device() -> None:
     """Counts are queued behind the work that they describe, and nothing waits for either."""
     device = torch.device("cuda", 0)
-    recorder, index = Recorder(device), random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0)
-    recorder.add_layers([1])
+    recorder, index = (
+        Recorder(device, 2, ["on"]),
+        random_index(random_batch([(0, 200)], 4, 2, 16, 16, device="cuda"), 64, 1.0),
+    )
     torch.cuda.synchronize()
     for _ in range(4):
         torch.cuda._sleep(100_000_000)
         recorder.count_pairs(1, index)
-    assert recorder.samples() == []
+    assert recorder.samples() == {}
     torch.cuda.synchronize()
-    samples = recorder.samples()
-    assert ("kept_pairs", ["1", "on"], 4 * CAUSAL) in samples
+    assert recorder.samples()["kept_pairs", ("1", "on")] == 4 * CAUSAL

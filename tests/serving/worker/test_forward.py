@@ -134,7 +134,7 @@ class TestMethods:
         assert (min(density) == 1) if method in LEAVE_NOTHING_OUT else (min(density) < 0.8), density
         if method != "share_prefill":  # a layer's heads read those of earlier layers here
             assert torch.equal(first, second)
-        counted = {(name, *labels): count for name, labels, count in recorder_of(builder).samples()}
+        counted = {(name, *labels): count for (name, labels), count in recorder_of(builder).samples().items()}
         spans = [(max(MIXED[row][0], MIN_TOKENS), sum(MIXED[row])) for row in SPARSE_ROWS]
         causal = layers[0].impl.num_heads * sum(sum(range(start + 1, end + 1)) for start, end in spans)
         assert counted["kept_pairs", "0", "on"] == kept

@@ -154,8 +154,8 @@ class TestRows:
             assert getattr(metadata, "sparse", None) is None
             for layer in made:
                 assert torch.equal(step.forward(layer, metadata), step.by_dense_backend(layer, builder))
-        samples = recorder_of(builder).samples()
-        counted = {tuple(labels[:2]): n for name, labels, n in samples if name == "rows"}
+        samples = recorder_of(builder).samples().items()
+        counted = {labels[:2]: n for (name, labels), n in samples if name == "rows"}
         assert counted["dense", Fallback.UNNAMED] >= 2 * len(SPARSE_ROWS)
         assert ("sparse", "") not in counted
         assert len([line for line in lines if Fallback.UNNAMED.explain in line]) == 1

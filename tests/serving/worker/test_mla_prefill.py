@@ -126,7 +126,7 @@ def test_a_request_with_an_unknown_row_makes_the_step_dense(make_layers: Any, at
     worker = layers.worker
     worker.requests.step.req_ids = tuple
     torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
-    counts = {tuple(labels): value for name, labels, value in worker.recorder.samples() if name == "rows"}
+    counts = {labels: value for (name, labels), value in worker.recorder.samples().items() if name == "rows"}
     assert counts == {("dense", Fallback.UNNAMED.value, "on"): 2}
 
 
@@ -137,7 +137,7 @@ def test_rows_and_pairs_are_counted(make_layers: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Requests, "step", None)  # a dummy run
     layers.run(step, 1)
     samples = layers.worker.recorder.samples()
-    counts = {(name, *labels): value for name, labels, value in samples}
+    counts = {(name, *labels): value for (name, labels), value in samples.items()}
     sparse = [row for row, (context, _) in enumerate(MIXED) if context >= MIN_TOKENS]
     assert counts["rows", "sparse", "", "on"] == len(sparse) == 3
     assert counts["rows", "dense", Fallback.TOO_SHORT.value, "on"] == 3
@@ -171,7 +171,7 @@ def test_a_pipeline_stage_whose_layers_all_stay_dense_counts_no_rows(
     monkeypatch.setattr(mla_layers, "make_mla_config", of_two_stages)
     layers = make_layers({"dense_layers": [0]}, numbers=(0,))
     layers.run(layers.make_step(MIXED))
-    assert layers.worker.recorder.samples() == []
+    assert layers.worker.recorder.samples() == {}
 
 
 def test_layers_with_another_scale_than_the_first_run_dense(make_layers: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_draft_model_s_step_stays_dense_and_is_not_counted(make_layers: Any) -
     build, step = layers.builder.build, layers.make_step(MIXED)
     layers.builder.build = lambda prefix, common: build(prefix, common, fast_build=True)
     torch.testing.assert_close(layers.run(step), layers.expected(step), atol=2e-5, rtol=1e-4)
-    assert layers.worker.recorder.samples() == []
+    assert layers.worker.recorder.samples() == {}
 
 
 def test_a_draft_model_of_model_runner_v2_stays_dense_and_is_not_counted(make_layers: Any, at_step: Any) -> None:

@@ -225,8 +225,8 @@ class TestDerived:
 class TestCounting:
     @staticmethod
     def rows(builder: SparsePrefillMetadataBuilder) -> dict[str, float]:
-        samples = recorder_of(builder).samples()
-        return {" ".join(labels[:2]).strip(): count for name, labels, count in samples if name == "rows"}
+        samples = recorder_of(builder).samples().items()
+        return {" ".join(labels[:2]).strip(): count for (name, labels), count in samples if name == "rows"}
 
     def test_rows_count_once_however_many_groups_see_them(self, config: Any) -> None:
         groups = [make_layers(config, [0], per_layer_sliding_window=64), *(make_layers(config, [i]) for i in (1, 2, 3))]
@@ -246,7 +246,7 @@ class TestCounting:
             monkeypatch.setattr(Requests, "step", made_up)
             builder.build(0, decodes)
             step.forward(layer, builder.build(0, step.common))
-        assert recorder_of(builder).samples() == []
+        assert recorder_of(builder).samples() == {}
 
     def test_every_pipeline_stage_counts_rows_and_its_own_layers(
         self, config: Any, monkeypatch: pytest.MonkeyPatch

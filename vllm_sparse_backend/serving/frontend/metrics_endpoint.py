@@ -18,14 +18,13 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
 
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, WORKER_METHOD
 from vllm_sparse_backend.identity import LOGGER
-from vllm_sparse_backend.serving.frontend.engine_rpc import Call, engine_calls
 
 logger = logging.getLogger(LOGGER)
 
@@ -39,18 +38,27 @@ TIMEOUT_S = 4.0
 """Seconds without an answer after which /metrics shows an engine as down."""
 
 
+Call = Callable[[], Awaitable[Any]]
+"""Asks all workers of an engine for what they counted."""
+
+
+def engine_calls(engine_client: Any) -> dict[str, Call]:
+    """Return the call of each engine, by its number."""
+    core = engine_client.engine_core
+    numbers = [str(number) for number in getattr(core, "engine_ranks_managed", [0])]
+    if len(numbers) == 1:
+        return {numbers[0]: functools.partial(engine_client.collective_rpc, WORKER_METHOD)}
+    # The client's ``collective_rpc`` calls all engines but returns only the first engine's answer.
+    call = functools.partial(core._call_utility_async, "collective_rpc", WORKER_METHOD, None, (), None)
+    return {number: functools.partial(call, engine=engine) for number, engine in zip(numbers, core.core_engines)}
+
+
 @functools.cache
 def exported_metrics() -> dict[str, Any]:
     """Return this process's metrics by name. The first call adds them to the registry of vLLM's page."""
-    exported: dict[str, Any] = {}
-    for name, metric in METRICS.items():
-        if metric.type == "counter":
-            exported[name] = prometheus_client.Counter(PREFIX + name, metric.help, metric.all_labels)
-        else:
-            exported[name] = prometheus_client.Gauge(
-                PREFIX + name, metric.help, metric.all_labels, multiprocess_mode="mostrecent"
-            )
-    return exported
+    gauge = functools.partial(prometheus_client.Gauge, multiprocess_mode="mostrecent")
+    kinds: dict[str, Any] = {"counter": prometheus_client.Counter, "gauge": gauge}
+    return {name: kinds[metric.type](PREFIX + name, metric.help, metric.all_labels) for name, metric in METRICS.items()}
 
 
 def engine_amounts(workers: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, tuple[str, ...]]]:
@@ -68,14 +76,15 @@ def engine_amounts(workers: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, t
 class EnginePoll:
     """Polls one engine in the background, at most once at a time, and adds its counts to this process's metrics."""
 
+    began_at = -math.inf
+    """When the last poll began, by ``time.monotonic``."""
+    task: asyncio.Task[None] | None = None
+    _failure: str | None = None
+    _is_down = False
+
     def __init__(self, call: Call, model_name: str, engine: str) -> None:
-        self.began_at = -math.inf
-        """When the last poll began, by ``time.monotonic``."""
-        self.task: asyncio.Task[None] | None = None
         self._call = call
         self._model_name, self._engine = model_name, engine
-        self._failure: str | None = None
-        self._is_down = False
 
     @property
     def is_running(self) -> bool:
@@ -139,7 +148,7 @@ class EnginePolls:
 
     async def refresh(self, is_fresh: bool = False) -> None:
         """Poll the engines, and wait at most ``WAIT_S`` for them; if ``is_fresh``, for counts polled from now on."""
-        for engine, call in engine_calls(self._client, WORKER_METHOD).items():
+        for engine, call in engine_calls(self._client).items():
             if engine not in self._polls:
                 self._polls[engine] = EnginePoll(call, self._model_name, engine)
         polls = self._polls.values()

@@ -10,6 +10,7 @@ path, no authorisation) costs nothing. It is parsed only if it contains the key 
 import asyncio
 import json
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
@@ -45,12 +46,12 @@ FORM_WINDOW = 512
 """Bytes of a form that are kept, to find a field that two chunks share."""
 
 
+@dataclass
 class SparsePrefillMiddleware:
     """Runs inside vLLM's own middleware, which has already checked the API key."""
 
-    def __init__(self, app: Any, endpoint: "SparsePrefillEndpoint") -> None:
-        self.app = app
-        self.endpoint = endpoint
+    app: Any
+    endpoint: "SparsePrefillEndpoint"
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         polls = self.endpoint.polls
@@ -64,23 +65,17 @@ class SparsePrefillMiddleware:
 
 
 class JsonBody:
-    """ASGI ``receive`` for an app, which inspects the body's ``vllm_xargs`` and ``use_beam_search``."""
+    """Inspects the body's ``vllm_xargs`` and ``use_beam_search`` once it is complete."""
 
-    def __init__(self, receive: Any, reason: str | None) -> None:
-        self.receive = receive
+    def __init__(self, reason: str | None) -> None:
         self.reason = reason
         """Why vLLM drops the level of every request on this path; None if it does so only with beam search."""
         self.chunks: list[bytes] = []
 
-    async def __call__(self) -> dict[str, Any]:
-        message: dict[str, Any] = await self.receive()
-        if message["type"] == "http.request":
-            self.chunks.append(message.get("body", b""))
-            if not message.get("more_body"):
-                await self._refuse_level()
-        return message
-
-    async def _refuse_level(self) -> None:
+    async def add(self, chunk: bytes, is_last: bool) -> None:
+        self.chunks.append(chunk)
+        if not is_last:
+            return
         body, self.chunks = b"".join(self.chunks), []
         if KEY not in body or (self.reason is None and b"use_beam_search" not in body):
             return
@@ -91,23 +86,18 @@ class JsonBody:
 
 
 class FormBody:
-    """ASGI ``receive`` for an app, which inspects the fields of a form without keeping its files in memory."""
+    """Inspects the fields of a form without keeping its files in memory."""
 
-    def __init__(self, receive: Any) -> None:
-        self.receive = receive
-        self.window = b""
-        self.has_level = self.has_beams = False
+    window = b""
+    has_level = has_beams = False
 
-    async def __call__(self) -> dict[str, Any]:
-        message: dict[str, Any] = await self.receive()
-        if message["type"] == "http.request":
-            seen = self.window + message.get("body", b"")
-            self.window = seen[-FORM_WINDOW:]
-            self.has_level = self.has_level or KEY in seen
-            self.has_beams = self.has_beams or FORM_BEAMS.search(seen) is not None
-            if self.has_level and self.has_beams:
-                raise refusal(BEAMS)
-        return message
+    async def add(self, chunk: bytes, is_last: bool) -> None:
+        seen = self.window + chunk
+        self.window = seen[-FORM_WINDOW:]
+        self.has_level |= KEY in seen
+        self.has_beams |= FORM_BEAMS.search(seen) is not None
+        if self.has_level and self.has_beams:
+            raise refusal(BEAMS)
 
 
 def top_fields(body: bytes) -> tuple[Any, bool]:
@@ -128,10 +118,18 @@ def refusal(reason: str) -> HTTPException:
 
 
 def inspect(path: str, scope: dict[str, Any], receive: Any) -> Any:
-    """Return the ``receive`` with which an app reads the body of a POST."""
+    """Return the ``receive`` with which an app reads the body of a POST: it inspects what the app reads."""
     reason = DROPS_LEVEL.get(path)
     if reason is None and path not in HAS_BEAMS:
         return receive
     content_type = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
     is_form = content_type.strip().lower().startswith(b"multipart/form-data")
-    return FormBody(receive) if is_form else JsonBody(receive, reason)
+    body = FormBody() if is_form else JsonBody(reason)
+
+    async def receive_inspected() -> dict[str, Any]:
+        message: dict[str, Any] = await receive()
+        if message["type"] == "http.request":
+            await body.add(message.get("body", b""), is_last=not message.get("more_body"))
+        return message
+
+    return receive_inspected

@@ -9,7 +9,7 @@ idle, and of the answer before if it is busy.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import NamedTuple
 
@@ -22,9 +22,6 @@ from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
 
 logger = logging.getLogger(LOGGER)
-
-Sample = tuple[str, list[str], float]
-"""A metric's name, the values of its labels, and its value."""
 
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""
@@ -70,35 +67,23 @@ class PendingCounts:
 class Recorder:
     """Counts of one worker."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._places: dict[tuple[int, str], int] = {}
-        self._listed = torch.zeros(0, dtype=torch.int64, device=device)
-        self._counts: dict[Key, int] = {}
+    def __init__(self, device: torch.device, num_layers: int, levels: Iterable[str]) -> None:
+        self._places = {place: i for i, place in enumerate(product(range(num_layers), levels))}
+        """Positions in ``_listed`` by layer and level."""
+        self._listed = torch.zeros(len(self._places), dtype=torch.int64, device=device)
+        self._counts: Counter[Key] = Counter()
         self._pending: PendingCounts | None = None
-        self._arrived: list[Sample] = []
+        self._arrived: Mapping[Key, int] = {}
         self._logged: set[Fallback] = set()
 
-    def add_layers(self, layers: Iterable[int], levels: Iterable[str] = (ON,)) -> None:
-        """Add counters for layers, before the first step. Layers that already have counters keep their counts."""
-        for place in product(layers, levels):
-            self._places.setdefault(place, len(self._places))
-        self._listed = torch.cat([self._listed, self._listed.new_zeros(len(self._places) - len(self._listed))])
-
-    def count_decodes(self, rows: int) -> None:
-        self._count_rows(DECODE_ROW, rows)
-
-    def count_rows(self, kinds: Iterable[RowKind]) -> None:
+    def count_rows(self, kinds: Mapping[RowKind, int]) -> None:
         """Count the rows of a step, and log each new reason for dense rows. Padding rows are not counted."""
-        for kind, rows in Counter(kinds).items():
+        for kind, rows in kinds.items():
             if kind.path != PADDING:
-                self._count_rows(kind, rows)
+                self._add("rows", (kind.path, kind.reason.value if kind.reason else "", kind.level), rows)
             if kind.reason is not None and kind.reason not in self._logged:
                 self._logged.add(kind.reason)
                 logger.info("sparse-prefill: a row prefills dense: %s (logged once)", kind.reason.explain)
-
-    def _count_rows(self, kind: RowKind, rows: int) -> None:
-        self._add("rows", (kind.path, kind.reason.value if kind.reason else "", kind.level), rows)
 
     def count_pairs(self, layer: int, index: SparseIndex, level: str = ON) -> None:
         """Count the pairs of one layer in a step. Does not wait for the device."""
@@ -115,10 +100,9 @@ class Recorder:
         return self._listed[place : place + 1]
 
     def _add(self, name: str, labels: Iterable[object], amount: int) -> None:
-        key = name, tuple(map(str, labels))
-        self._counts[key] = self._counts.get(key, 0) + amount
+        self._counts[name, tuple(map(str, labels))] += amount
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> Mapping[Key, int]:
         """Return the latest counts that have arrived on the host. Waits ``COPY_WAIT_S`` for the device."""
         self._take_arrived()
         if self._pending is None:
@@ -129,7 +113,7 @@ class Recorder:
         return self._arrived
 
     def _take_arrived(self) -> None:
-        """Turn pending counts into samples, if they have arrived."""
+        """Take over pending counts, if they have arrived."""
         if self._pending is None or not self._pending.arrived():
             return
         counts = self._pending.counts
@@ -138,5 +122,4 @@ class Recorder:
             key = "kept_pairs", (str(layer), level)
             if key in counts:
                 counts[key] += totals[place]
-        self._arrived = [(name, [*labels], float(value)) for (name, labels), value in counts.items()]
-        self._pending = None
+        self._arrived, self._pending = counts, None

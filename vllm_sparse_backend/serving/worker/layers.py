@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -98,8 +99,6 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     layers = served_layers(vllm_config, plain)
     in_group = [plain[name] for name in names if name in plain]
     group = {number: impl for number, impl in layers.items() if impl in in_group}
-    if not group:
-        return None
     worker.attention_names = dict.fromkeys(layers, "dense") | worker.attention_names
     plans = {number: resolved.layer(number) for number in layers}
     reasons = {number: impl.dense_reason(plans[number]) for number, impl in layers.items()}
@@ -111,7 +110,6 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     if not worker.streaming.by_layer and finds_streaming_heads(vllm_config.additional_config):
         do_without(vllm_config, "this worker got its KV cache before it ran the model to find the streaming heads")
     memory = worker.reserve_memory()
-    worker.recorder.add_layers(impls, resolved.plans)
     for number, impl in impls.items():
         impl.adopt(number, worker.layer_levels(number, plans[number], impl.head_size), worker)
     if memory is not None:
@@ -132,17 +130,10 @@ def _make_ready(worker: Worker, impls: Sequence[SparsePrefillImpl], spec: Attent
     if compat.IS_CPU:
         compat.check_cpu_layout(cpu_isa, spec)
         return
-    capability = compat.device_capability()
-    status = None if capability is None else status_note(capability)
-    for line in (status, _other_decode(worker, impls[0], spec)):
+    vllm_config, first = worker.vllm_config, impls[0]
+    dtype, has_sinks = vllm_config.model_config.dtype, first.sinks is not None
+    other = other_decode(vllm_config, spec.head_size, dtype, first.kv_cache_dtype, has_sinks)
+    for line in (status_note(torch.cuda.get_device_capability(worker.device)), other):
         if line is not None and worker.should_log(line):
             logger.warning("sparse-prefill: %s", line)
-    order = compat.page_order(worker.vllm_config)
-    warm_up(impls, spec, worker.device, worker.resolved.config.engine, order)
-
-
-def _other_decode(worker: Worker, impl: SparsePrefillImpl, spec: AttentionSpec) -> str | None:
-    """Return why decodes run on a different backend than in stock vLLM; None if they do not."""
-    dtype, has_sink = worker.vllm_config.model_config.dtype, impl.sinks is not None
-    stock = compat.stock_backend(worker.vllm_config, spec.head_size, dtype, impl.kv_cache_dtype, has_sink)
-    return other_decode(stock, compat.DenseBackend.get_name())
+    warm_up(impls, spec, worker.device, worker.resolved.config.engine, compat.page_order(vllm_config))

@@ -72,11 +72,11 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> compat.DenseMetadata:
         common, group = common_attn_metadata, self.sparse_group
-        if group is None:
-            return super().build(common_prefix_len, common, fast_build)
-        rows = group.row_classifier.rows_of_step(common, common_prefix_len, self.reorder_batch_threshold or 1)
-        if group.counts_rows:
-            self.worker.count_rows(common, rows)
+        rows: Sequence[BatchRow] = ()
+        if group is not None:
+            rows = group.row_classifier.rows_of_step(common, common_prefix_len, self.reorder_batch_threshold or 1)
+            if group.counts_rows:
+                self.worker.count_rows(common, rows)
         if not any(row.is_sparse for row in rows):
             return super().build(common_prefix_len, common, fast_build)
         runs = tuple(self._dense_run(common, *run, fast_build) for run in dense_runs(rows))
@@ -95,7 +95,10 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
                 groups[row.level].append(i)
         slabs: list[Slab] = []
         for level, ids in groups.items():
-            parts = [SparseRow.sparse_of(rows[i], number) for number, i in enumerate(ids)]
+            parts = [
+                SparseRow(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
+                for number, row in enumerate(rows[i] for i in ids)
+            ]
             block_table = copy_block_table_rows(common.block_table_tensor, ids)
             slabs += self.worker.memory.room.slabs(parts, block_table, level)
         return tuple(slabs)

@@ -30,7 +30,7 @@ from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
 from vllm_sparse_backend.serving.worker import startup_log
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
 from vllm_sparse_backend.serving.worker.layers import served_layers
-from vllm_sparse_backend.serving.worker.mla_step import MlaStep, SparseRows, StepCall
+from vllm_sparse_backend.serving.worker.mla_step import MlaStep, StepCall
 from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
 from vllm_sparse_backend.serving.worker.rows import BatchRow, RowClassifier
 from vllm_sparse_kernels.methods.top_p import TopP
@@ -128,7 +128,6 @@ class MlaWorker:
         self.worker.attention_names = {
             number: ATTENTION_NAME if number in numbers else "dense" for number in self.layers
         }
-        self.worker.recorder.add_layers(numbers, resolved.plans)
         lengths = {level: resolved.lengths(level, {ENGINE}) for level in resolved.plans}
         self.row_classifier = RowClassifier(lengths, self.worker.requests, cuts_rows=False)
         if numbers and self.worker.rank == 0:
@@ -228,10 +227,6 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         self._step = MlaStep.of(self._rows, prefill_metadata, self.stock, self.shared.prepare) if self._rows else None
         self._rows = ()
 
-    def _sparse_step(self) -> MlaStep | None:
-        """Return the step if the current layer runs any row sparse."""
-        return None if self._layer is None else self._step
-
     def run_prefill_new_tokens(
         self,
         q: torch.Tensor,
@@ -242,13 +237,12 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         output_scale: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention of new tokens among themselves."""
-        step = self._sparse_step()
-        if step is None:
+        if self._layer is None or self._step is None:
             return self.stock.run_prefill_new_tokens(
                 q=q, k=k, v=v, return_softmax_lse=return_softmax_lse, out=out, output_scale=output_scale
             )
         assert output_scale is None  # supports_quant_output is False
-        out, lse = self._run(step.new_tokens, q, k, v, out)
+        out, lse = self._run(self._layer, self._step.new_tokens, q, k, v, out)
         return (out, lse) if return_softmax_lse else out
 
     def run_prefill_context_chunk(
@@ -260,18 +254,13 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention of new tokens over a chunk of their rows' contexts."""
-        step = self._sparse_step()
-        if step is None:
+        if self._layer is None or self._step is None:
             return self.stock.run_prefill_context_chunk(chunk=chunk, q=q, k=k, v=v, out=out)
-        call = step.chunks[chunk.index]
-        if call.sparse:
-            return self._run(call, q, k, v, out)
-        stock_out, lse = self.stock.run_prefill_context_chunk(chunk=chunk, q=q, k=k, v=v, out=out)
-        # FlashAttention 2 pads values to the keys' width, but all parts of a step's output need the same layout.
-        return stock_out[..., : self.v_head_dim].contiguous(), lse
+        return self._run(self._layer, self._step.chunks[chunk.index], q, k, v, out)
 
     def _run(
         self,
+        layer: int,
         call: StepCall,
         q: torch.Tensor,
         k: torch.Tensor,
@@ -288,14 +277,11 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
             lse.fill_(-torch.inf)
         for run in call.dense:
             part, lse[:, run.queries] = run.attend(q=q[run.queries], k=k[run.keys], v=v[run.keys])
-            out[run.queries] = part[..., : self.v_head_dim]
+            out[run.queries] = part[..., : self.v_head_dim]  # FlashAttention 2 pads values to the keys' width
+        recorder, kept_pairs = self.shared.worker.recorder, self.shared.uncounted
         for rows in call.sparse:
-            kept_pairs = self._pair_counter(rows) if self._is_counted else self.shared.uncounted
+            if self._is_counted:
+                causal_pairs = self.num_heads * rows.call.causal_pairs
+                kept_pairs = recorder.kept_pairs_counter(layer, rows.level, causal_pairs)
             self.shared.kernels.attend(rows.call, q, k, v, out=out, lse=lse, kept_pairs=kept_pairs)
         return out, lse
-
-    def _pair_counter(self, rows: SparseRows) -> torch.Tensor:
-        """Count the causal pairs of some rows, and return the counter of the pairs that the kernels keep."""
-        assert self._layer is not None
-        causal_pairs = self.num_heads * rows.call.causal_pairs
-        return self.shared.worker.recorder.kept_pairs_counter(self._layer, rows.level, causal_pairs)

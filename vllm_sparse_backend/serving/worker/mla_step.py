@@ -70,61 +70,55 @@ class MlaStep:
         vllm_chunks = () if context is None else context.chunks
         for chunk in vllm_chunks:
             chunk_rows, num_keys = chunk.request_slice, chunk.seq_lens.tolist()  # on the host
-            chunks.append(divider.call(chunk, chunk_rows, num_keys, contexts[chunk_rows]))
+            chunks.append(divider.call(chunk, rows[chunk_rows], num_keys, contexts[chunk_rows]))
             contexts[chunk_rows] = [c + n for c, n in zip(contexts[chunk_rows], num_keys, strict=True)]
-        return MlaStep(divider.new_tokens(), chunks)
+        lengths, positions = [row.query_len for row in rows], [row.context_len for row in rows]
+        return MlaStep(divider.call(None, rows, lengths, positions), chunks)
 
 
+@dataclass(frozen=True)
 class _Divider:
-    """Divides calls among the rows of a step that prefill. Their tokens are counted from the first of these rows."""
+    """Divides calls among the rows of a step that prefill."""
 
-    def __init__(self, rows: Sequence[BatchRow], prefill_metadata: Any, stock: Any, prepare: Prepare) -> None:
-        self.metadata, self.stock, self.prepare = prefill_metadata, stock, prepare
-        self.rows = rows
-        self.starts = [row.token - rows[0].token for row in rows] + [rows[-1].end - rows[0].token]
-        self.runs = [range(run_rows.start, run_rows.stop) for run_rows, _ in dense_runs(rows)]
+    rows: Sequence[BatchRow]
+    metadata: Any
+    """vLLM's metadata of these rows."""
+    stock: Any
+    prepare: Prepare
 
-    def new_tokens(self) -> StepCall:
-        """Divide the call for new tokens, whose keys are the tokens themselves."""
-        lengths, positions = [row.query_len for row in self.rows], [row.context_len for row in self.rows]
-        return self.call(None, slice(0, len(self.rows)), lengths, positions)
-
-    def call(self, chunk: Any, rows: slice, num_keys: Sequence[int], positions: Sequence[int]) -> StepCall:
+    def call(self, chunk: Any, rows: Sequence[BatchRow], num_keys: Sequence[int], positions: Sequence[int]) -> StepCall:
         """Divide a call in which ``rows`` have ``num_keys`` keys from ``positions`` on.
 
-        ``chunk`` is vLLM's metadata of a chunk of context, or None for the call for new tokens.
+        ``chunk`` is vLLM's metadata of a chunk of context, or None for the call for new tokens, which are their keys.
         """
-        key_starts, first_query = list(accumulate(num_keys, initial=0)), self.starts[rows.start]
-        query_starts = [start - first_query for start in self.starts]
+        key_starts, first_token = list(accumulate(num_keys, initial=0)), rows[0].token
         dense = []
-        for run in self.runs:
-            run_rows = range(max(run[0], rows.start), min(run[-1] + 1, rows.stop))
-            places = slice(run_rows.start - rows.start, run_rows.stop - rows.start)
-            if run_rows and any(num_keys[places]):
-                queries = slice(query_starts[run_rows.start], query_starts[run_rows.stop])
-                keys = slice(key_starts[places.start], key_starts[places.stop])
-                dense.append(MlaDenseRun(queries, keys, self._stock_attend(chunk, run_rows, num_keys[places])))
+        for run, tokens in dense_runs(rows):
+            if any(num_keys[run]):
+                queries = slice(tokens.start - first_token, tokens.stop - first_token)
+                keys = slice(key_starts[run.start], key_starts[run.stop])
+                dense.append(MlaDenseRun(queries, keys, self._stock_attend(chunk, rows[run], num_keys[run])))
         groups: dict[RequestLevel, list[MlaRow]] = defaultdict(list)
-        for place, i in enumerate(range(rows.start, rows.stop)):
-            if self.rows[i].is_sparse and num_keys[place]:
-                row = MlaRow(
-                    query_start=query_starts[i],
-                    num_queries=self.rows[i].query_len,
-                    query_position=self.rows[i].context_len,
-                    state_start=self.starts[i],
-                    key_start=key_starts[place],
-                    num_keys=num_keys[place],
-                    key_position=positions[place],
+        for i, row in enumerate(rows):
+            if row.is_sparse and num_keys[i]:
+                part = MlaRow(
+                    query_start=row.token - first_token,
+                    num_queries=row.query_len,
+                    query_position=row.context_len,
+                    state_start=row.token - self.rows[0].token,
+                    key_start=key_starts[i],
+                    num_keys=num_keys[i],
+                    key_position=positions[i],
                 )
-                groups[self.rows[i].level].append(row)
+                groups[row.level].append(part)
         sparse = [SparseRows(level.name, self.prepare(level, group, chunk is None)) for level, group in groups.items()]
         return StepCall(dense, sparse, has_gaps=not all(num_keys))
 
     def _stock_attend(
-        self, chunk: Any, rows: range, num_keys: Sequence[int]
+        self, chunk: Any, rows: Sequence[BatchRow], num_keys: Sequence[int]
     ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         """Return how vLLM's own backend runs consecutive rows of a call."""
-        lengths = [self.rows[i].query_len for i in rows]
+        lengths = [row.query_len for row in rows]
         queries = {"query_start_loc": self._offsets(lengths), "max_query_len": max(lengths)}
         if chunk is not None:
             part = replace(chunk, **queries, cu_seq_lens=self._offsets(num_keys), max_seq_len=max(num_keys))

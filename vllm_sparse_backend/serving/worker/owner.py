@@ -7,6 +7,7 @@ A hook makes it when vLLM's worker is connected with the others, before the mode
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,7 +22,7 @@ from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
 from vllm_sparse_backend.serving.worker import compile_monitor, startup_log
 from vllm_sparse_backend.serving.worker.arena import LayerMemory, Memory
-from vllm_sparse_backend.serving.worker.counters import Key, Recorder, Sample
+from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, Key, Recorder
 from vllm_sparse_backend.serving.worker.rows import BatchRow, Requests, count_decodes
 from vllm_sparse_backend.streaming_heads import streaming_method
 from vllm_sparse_kernels.layer import Layer, LayerPlan, fits_shared_memory, layer_plan
@@ -54,7 +55,7 @@ class Worker:
         self.rank = compat.tensor_parallel_rank()
         self.resolved = resolve(vllm_config, self.rank)
         startup_log.warn_of_other_device(self.resolved, self.rank)
-        self.recorder = Recorder(self.device)
+        self.recorder = Recorder(self.device, self.resolved.plan.shape.num_layers, self.resolved.plans)
         self.requests = Requests()
         self.streaming = StreamingHeads({}, "")
         self.memory: Memory | None = None
@@ -62,9 +63,10 @@ class Worker:
         """State of the prefill backends for multi-head latent attention, which the first of them makes."""
         self.attention_names: dict[int, str] = {}
         """By layer, the engine or backend that computes its prefills."""
-        self._sent: dict[Key, float] = {}
+        self._sent: Counter[Key] = Counter()
         self._logged: set[str] = set()
-        self._layers: dict[tuple[LayerPlan, int | None], Layer] = {}
+        self.layer = cache(partial(Layer.of, device=self.device, engine=self.resolved.config.engine))
+        """Returns the methods and engines of layers with a plan. Layers with equal plans share one object."""
         _workers[_key(vllm_config)] = self
 
     def reserve_memory(self) -> Memory | None:
@@ -93,13 +95,6 @@ class Worker:
         layers = [self.layer(plan, head_dim) for plan in plans]
         return LayerMemory(layers, model.get_num_kv_heads(parallel), head_dim, model.dtype)
 
-    def layer(self, plan: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
-        """Return the methods and engines of layers with this plan."""
-        key = plan, block_tokens
-        if key not in self._layers:
-            self._layers[key] = Layer.of(plan, head_dim, self.device, self.resolved.config.engine, block_tokens)
-        return self._layers[key]
-
     def layer_levels(self, number: int, plans: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
         """Return a layer's methods and engines at each level."""
         windows = self.streaming.by_layer.get(number, {})
@@ -122,16 +117,12 @@ class Worker:
         if methods == plan.methods:
             return scoring
         # The same block width: the other heads keep the same keys, and the arena has room for the index.
-        return self.layer(layer_plan(methods), head_dim, scoring.block_tokens)
+        return self.layer(layer_plan(methods), head_dim, block_tokens=scoring.block_tokens)
 
     def count_rows(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> None:
         """Count the rows of a batch, which are decodes if ``rows`` is empty. Dummy runs are not counted."""
-        if self.rank or not self.requests.is_counted:
-            return
-        if rows:
-            self.recorder.count_rows(row.kind for row in rows)
-        else:
-            self.recorder.count_decodes(count_decodes(common))
+        if self.rank == 0 and self.requests.is_counted:
+            self.recorder.count_rows(Counter(row.kind for row in rows) or {DECODE_ROW: count_decodes(common)})
 
     def should_log(self, line: str) -> bool:
         """Return whether to log a line: True only for the first call with the line."""
@@ -145,25 +136,24 @@ class Worker:
         The server calls this by name (``WORKER_METHOD``).
         """
         samples = []
-        for name, labels, total in [*self.recorder.samples(), *self._gauges()]:
-            value, key = total, (name, tuple(labels))
+        for key, total in {**self.recorder.samples(), **self._gauges()}.items():
+            (name, labels), value = key, total
             if METRICS[name].type == "counter":
-                value -= self._sent.get(key, 0)
+                value -= self._sent[key]
                 self._sent[key] = total
-            samples.append((name, labels, value))
+            samples.append((name, [*labels], float(value)))
         return {"rank": self.vllm_config.parallel_config.rank, "samples": samples}
 
-    def _gauges(self) -> list[Sample]:
-        samples: list[Sample] = [("compilations", [when], n) for when, n in compile_monitor.listener().counts.items()]
+    def _gauges(self) -> dict[Key, int]:
+        gauges: dict[Key, int] = {("compilations", (when,)): n for when, n in compile_monitor.listener().counts.items()}
         if self.rank == 0:
-            samples += [("layers", [name], number) for name, number in Counter(self.attention_names.values()).items()]
-        num_heads = sum(map(len, self.streaming.by_layer.values()))
-        samples.append(("streaming_heads", [self.streaming.fingerprint], num_heads))
+            gauges |= {("layers", (name,)): number for name, number in Counter(self.attention_names.values()).items()}
+        gauges["streaming_heads", (self.streaming.fingerprint,)] = sum(map(len, self.streaming.by_layer.values()))
         if self.memory is not None:
-            samples.append(("arena_overflows", [], self.memory.arena.overflows))
+            gauges["arena_overflows", ()] = self.memory.arena.overflows
             if self.device.type == "cuda":
-                samples.append(("device_bytes", [], torch.cuda.memory_reserved(self.device)))
-        return samples
+                gauges["device_bytes", ()] = torch.cuda.memory_reserved(self.device)
+        return gauges
 
 
 _workers: WeakValueDictionary[int, Worker] = WeakValueDictionary()

@@ -23,9 +23,6 @@ from vllm_sparse_kernels.rows import ceil_div
 
 def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequence[int]) -> None:
     """Run the model on a prompt without a KV cache or attention metadata. All pipeline stages must call this."""
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        _forward(vllm_config, model, token_ids, None)
-        return
     group = get_pp_group()
     received: dict[str, Any] = {}
     passed_on: dict[str, Any] = {}
@@ -37,10 +34,7 @@ def run_model(vllm_config: VllmConfig, model: torch.nn.Module, token_ids: Sequen
         out = _forward(vllm_config, model, token_ids, IntermediateTensors(received) if received else None)
         if not group.is_last_rank:
             # Later stages may need what earlier stages sent; vLLM's runners pass it on too. NCCL ignores strides.
-            passed_on = {
-                name: value.contiguous() if isinstance(value, torch.Tensor) else value
-                for name, value in {**received, **out.tensors}.items()
-            }
+            passed_on = {name: tensor.contiguous() for name, tensor in {**received, **out.tensors}.items()}
     finally:
         if not group.is_last_rank:
             # Empty after an error, so that later stages raise an error instead of waiting.
@@ -58,9 +52,8 @@ def _forward(vllm_config: VllmConfig, model: Any, token_ids: Sequence[int], befo
         _recurrent_states(vllm_config, num_tokens, device) as metadata,
         set_forward_context(metadata, vllm_config, num_tokens=num_tokens),
     ):
-        if before is None and compat.embeds_tokens(vllm_config):
-            embeddings = model.embed_input_ids(ids)
-            ids = ids if getattr(model, "requires_raw_input_tokens", False) else None
+        if before is None and vllm_config.model_config.enable_prompt_embeds:
+            ids, embeddings = None, model.embed_input_ids(ids)
         positions = _positions(vllm_config, num_tokens, device)
         return model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=embeddings)
 

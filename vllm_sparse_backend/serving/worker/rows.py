@@ -29,13 +29,14 @@ TABLE_STEP = 16
 # --- the levels of a step's rows ---
 
 
+@dataclass
 class Step:
     """A step of a worker's runner while it runs, and the levels of the worker's requests."""
 
-    def __init__(self, levels: Mapping[str, RequestLevel], scheduled: Mapping[str, int]) -> None:
-        self.levels, self.scheduled = levels, scheduled
-        self.req_ids: Callable[[], Sequence[str]] = tuple
-        """Returns the request of each row, once the runner has ordered the batch."""
+    levels: Mapping[str, RequestLevel]
+    scheduled: Mapping[str, int]
+    req_ids: Callable[[], Sequence[str]] = tuple
+    """Returns the request of each row, once the runner has ordered the batch."""
 
 
 class Requests:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from vllm.config import VllmConfig
 
-from vllm_sparse_backend.config.crossover_table import NEVER, Lengths
+from vllm_sparse_backend.config.crossover_table import AUTO, NEVER, Lengths
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.ranges import MOST_COUNT, format_ranges
@@ -95,7 +95,8 @@ def warn_if_no_chunk_begins_after(vllm_config: VllmConfig, min_tokens: int) -> N
 def warn_of_other_device(resolved: Resolved, rank: int) -> None:
     """Warn if a worker's device differs from the device for which ``auto`` was resolved. The server's numbers apply."""
     device, resolved_for = compat.device_name(), resolved.carried.device
-    if resolved.uses_auto and device != resolved_for:
+    uses_auto = any(AUTO in (plan.min_tokens, plan.min_query_tokens) for plan in resolved.plans.values())
+    if uses_auto and device != resolved_for:
         logger.warning(
             "sparse-prefill: rank %d runs on %s, but auto uses the measurements of %s, where the server started, "
             "because all processes need the same lengths: set min_tokens and min_query_tokens to choose others",

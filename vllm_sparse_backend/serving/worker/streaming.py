@@ -7,10 +7,12 @@ without the KV cache, which does not exist yet, and measures its heads (``vllm_s
 
 import hashlib
 import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -45,31 +47,48 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
         return
     start = time.monotonic()
     try:
-        model, layers, prompt = _on_all_ranks(worker, lambda: (get_model(), *_layers_and_prompt(vllm_config)))
-        heads = _on_all_ranks(worker, lambda: measure(vllm_config, model, layers, prompt))
+        model, layers, prompt = _on_all_ranks(vllm_config, lambda: (get_model(), *_layers_and_prompt(vllm_config)))
+        heads = _on_all_ranks(vllm_config, lambda: measure(vllm_config, model, layers, prompt))
     except _SearchError as error:
-        do_without(vllm_config, str(error), is_logged=compat.is_first_rank(vllm_config))
+        do_without(vllm_config, str(error), logging.DEBUG if vllm_config.parallel_config.rank else logging.WARNING)
         return
-    num_heads = {number: impl.num_heads for number, impl in layers.items()}
-    by_rank = compat.gather_over_stages((worker.rank, num_heads, heads))
-    worker.streaming = StreamingHeads(heads, fingerprint(by_rank))
-    if compat.is_first_rank(vllm_config):
-        _log(worker, by_rank, time.monotonic() - start)
+    num_heads = sum(impl.num_heads for impl in layers.values())
+    by_rank = compat.gather_over_stages((num_heads, model_heads(worker.rank, layers, heads)))
+    all_heads = sorted(chain.from_iterable(rank_heads for _, rank_heads in by_rank))
+    worker.streaming = StreamingHeads(heads, hashlib.sha256(json.dumps(all_heads).encode()).hexdigest()[:12])
+    if vllm_config.parallel_config.rank == 0:
+        windows = Counter(window for _, _, window in all_heads)
+        logger.info(
+            "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): they keep only "
+            "%d first and their nearest keys (%s)",
+            len(all_heads), sum(num_heads for num_heads, _ in by_rank), worker.streaming.fingerprint,
+            time.monotonic() - start, streaming_heads.SINK_TOKENS,
+            ", ".join(f"{count} keep {window}" for window, count in sorted(windows.items())) or "none",
+        )  # fmt: skip
+
+
+def model_heads(
+    rank: int, layers: Mapping[int, SparsePrefillImpl], heads: Mapping[int, Mapping[int, int]]
+) -> list[tuple[int, int, int]]:
+    """Return the streaming heads of a rank as (layer, number of the head in the whole layer, window)."""
+    return [
+        (number, rank * layers[number].num_heads + head, window)
+        for number, windows in heads.items()
+        for head, window in windows.items()
+    ]
 
 
 class _SearchError(Exception):
     """A rank cannot find its streaming heads. All ranks raise it."""
 
 
-def _on_all_ranks(worker: Worker, function: Callable[[], T]) -> T:
+def _on_all_ranks(vllm_config: VllmConfig, function: Callable[[], T]) -> T:
     """Call a function on all ranks, and wait for the others. If it fails on one rank, it fails on all."""
     problem = None
     try:
         result = function()
     except Exception as error:
-        stage, num_stages = compat.pipeline_parallel(worker.vllm_config)
-        place = f" of pipeline stage {stage}" if num_stages > 1 else ""
-        problem = f"rank {worker.rank}{place}: {describe(error)}"
+        problem = f"rank {vllm_config.parallel_config.rank}: {describe(error)}"
     first_problem = next(filter(None, compat.gather_over_stages(problem)), None)
     if first_problem is not None:
         raise _SearchError(first_problem)
@@ -175,35 +194,6 @@ def measure(
     return {number: measured[impl].windows() for number, impl in layers.items()}
 
 
-RankHeads = tuple[int, Mapping[int, int], Mapping[int, Mapping[int, int]]]
-"""The tensor-parallel rank and, by layer, the number of its heads and the windows of the streaming heads among them."""
-
-
-def fingerprint(by_rank: Sequence[RankHeads]) -> str:
-    """Hash the streaming heads of all ranks and their windows, by their numbers in the whole model."""
-    heads = sorted(
-        (number, rank * num_heads[number] + head, window)
-        for rank, num_heads, by_layer in by_rank
-        for number, windows in by_layer.items()
-        for head, window in windows.items()
-    )
-    return hashlib.sha256(json.dumps(heads).encode()).hexdigest()[:12]
-
-
 def heads_of_worker(vllm_worker: Any) -> str:
     """Return the fingerprint of the streaming heads of all ranks; empty without streaming heads. Runs in a worker."""
     return worker_of(vllm_worker.vllm_config).streaming.fingerprint
-
-
-def _log(worker: Worker, by_rank: Sequence[RankHeads], seconds: float) -> None:
-    windows = Counter(
-        window for _, _, by_layer in by_rank for of_layer in by_layer.values() for window in of_layer.values()
-    )
-    logger.info(
-        "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): they keep only %d "
-        "first and their nearest keys (%s)",
-        windows.total(),
-        sum(sum(num_heads.values()) for _, num_heads, _ in by_rank),
-        worker.streaming.fingerprint, seconds, streaming_heads.SINK_TOKENS,
-        ", ".join(f"{count} keep {window}" for window, count in sorted(windows.items())) or "none",
-    )  # fmt: skip
