@@ -131,7 +131,7 @@ def streaming(settings: Mapping[str, Any], **changes: Any) -> Any:
     [
         ({}, None),
         ({"parallel_config.data_parallel_size": 2}, None),
-        ({"model_config.is_multimodal_model": True}, "given with a multimodal model"),
+        ({"model_config.is_multimodal_model": True}, None),
         ({"model_config.is_encoder_decoder": True}, "given with an encoder-decoder model"),
         ({"model_config.skip_tokenizer_init": True}, "given with --skip-tokenizer-init"),
         ({"lora_config": object()}, "given with --enable-lora"),

@@ -260,6 +260,18 @@ def is_from_transformers(tokenizer: Any) -> bool:
     return isinstance(tokenizer, PreTrainedTokenizerBase)
 
 
+def embeds_tokens(vllm_config: VllmConfig) -> bool:
+    """Return whether vLLM embeds the tokens of every step, also those of text, before it calls the model."""
+    model = vllm_config.model_config
+    if hasattr(model, "supports_multimodal_inputs"):
+        supports_multimodal = model.supports_multimodal_inputs
+    else:  # 0.30
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        supports_multimodal = MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
+    return bool(supports_multimodal or model.enable_prompt_embeds)
+
+
 def calculates_scales(vllm_config: VllmConfig) -> bool:
     """Return whether the first forward pass sets the scales of a quantized cache (0.30 and 0.31)."""
     return getattr(vllm_config.cache_config, "calculate_kv_scales", False)

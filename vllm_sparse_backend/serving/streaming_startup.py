@@ -95,7 +95,10 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
             "the tokens on",
         ),
         (parallel.enable_elastic_ep, "--enable-elastic-ep: a worker that joins later does not measure heads"),
-        (model.is_multimodal_model, "a multimodal model: finding heads was not tried on a real one"),
+        (
+            model.is_multimodal_model and settings_of(vllm_config).streaming_heads is not True,
+            "a multimodal model: finding heads was not tried on a real one; set streaming_heads to true to find them",
+        ),
     )
     yield from (reason for applies, reason in checks if applies)
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 import tests.helpers.cpu_build  # noqa: F401 — skips where there is none
 from tests.helpers.vllm_objects import layer_name, make_layers
+from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.prompt_run import run_model
 from vllm_sparse_backend.serving.worker.streaming import refuse_layers
 
@@ -90,13 +91,16 @@ def test_attention_layers_of_a_hybrid_get_no_metadata(config: Any, monkeypatch: 
     assert seen == [None]
 
 
-def test_models_that_take_embeddings_get_those_of_the_text(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --enable-prompt-embeds, vLLM embeds the tokens of every step before it calls the model."""
-    monkeypatch.setattr(config.model_config, "enable_prompt_embeds", True)
+@pytest.mark.parametrize("is_raw", [False, True])
+def test_multimodal_models_get_embeddings_of_the_text(
+    config: Any, monkeypatch: pytest.MonkeyPatch, is_raw: bool
+) -> None:
+    monkeypatch.setattr(compat, "embeds_tokens", lambda vllm_config: True)
     model: Any = Model({})
+    model.requires_raw_input_tokens = is_raw
     run_model(config, model, TOKENS)
     assert model.inputs["inputs_embeds"].flatten().tolist() == TOKENS
-    assert model.inputs["input_ids"] is None
+    assert (model.inputs["input_ids"] is None) is not is_raw
 
 
 def test_models_of_text_get_tokens(config: Any) -> None:

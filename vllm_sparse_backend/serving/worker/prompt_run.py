@@ -52,8 +52,9 @@ def _forward(vllm_config: VllmConfig, model: Any, token_ids: Sequence[int], befo
         _recurrent_states(vllm_config, num_tokens, device) as metadata,
         set_forward_context(metadata, vllm_config, num_tokens=num_tokens),
     ):
-        if before is None and vllm_config.model_config.enable_prompt_embeds:
-            ids, embeddings = None, model.embed_input_ids(ids)
+        if before is None and compat.embeds_tokens(vllm_config):
+            embeddings = model.embed_input_ids(ids)
+            ids = ids if getattr(model, "requires_raw_input_tokens", False) else None
         positions = _positions(vllm_config, num_tokens, device)
         return model(input_ids=ids, positions=positions, intermediate_tensors=before, inputs_embeds=embeddings)
 
