@@ -70,14 +70,14 @@ class Card:
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
         """Return a function that runs vLLM's FlashAttention over the batch's pages, as vLLM calls it."""
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from vllm_sparse_backend.serving.compat import flash_attn_varlen_func
 
-        rows = batch.rows
+        varlen, rows = flash_attn_varlen_func(), batch.rows
         query_start_loc = to_device([0, *accumulate(rows.query_lens)], torch.int32, self.device)
         seq_lens = to_device(rows.seq_lens, torch.int32, self.device)
 
         def run() -> None:
-            flash_attn_varlen_func(
+            varlen(
                 q=batch.q, k=batch.cache.keys, v=batch.cache.values, out=out, cu_seqlens_q=query_start_loc,
                 max_seqlen_q=max(rows.query_lens), seqused_k=seq_lens, max_seqlen_k=max(rows.seq_lens),
                 softmax_scale=batch.scale, causal=True, block_table=rows.block_table, fa_version=self.flash_version,

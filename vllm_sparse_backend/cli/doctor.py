@@ -168,16 +168,12 @@ def registration() -> Iterator[Finding]:
     logger.setLevel(logging.WARNING)
     logger.addHandler(warnings)
     try:
-        from vllm.plugins import load_general_plugins
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+        from vllm_sparse_backend.serving.registration import load_plugins, look_up_backend
 
-        from vllm_sparse_backend.serving.registration import why_displaced
-
-        load_general_plugins()
-        if (why := why_displaced(AttentionBackendEnum.CUSTOM)) is not None:
+        if (why := load_plugins()) is not None:
             yield bad("backend", f"not available: {why}")
             return
-        backend: type = AttentionBackendEnum["SPARSE-PREFILL"].get_class()
+        backend = look_up_backend("SPARSE-PREFILL")
     except Exception as error:  # an exception of vLLM or of a plugin is the finding
         said = " ".join(record.getMessage() for record in warnings.buffer)
         yield bad("backend", said or f"does not register: {type(error).__name__}: {error}")

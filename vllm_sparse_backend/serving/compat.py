@@ -7,7 +7,7 @@ derive from it and its parts, so keywords that later versions add pass through b
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -215,6 +215,14 @@ def flash_attention() -> FlashAttention | None:
     # Version 4 requires pages of its tile size.
     version = next((version for version in (3, 2) if is_fa_version_supported(version)), None)
     return None if version is None else FlashAttention.of_version(version, flash_attn_varlen_func)
+
+
+def flash_attn_varlen_func() -> Callable[..., Any]:
+    """Return vLLM's FlashAttention function for paged caches."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    function: Callable[..., Any] = flash_attn_varlen_func
+    return function
 
 
 def flash_attention_version() -> int | None:

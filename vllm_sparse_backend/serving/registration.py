@@ -48,6 +48,23 @@ def why_other_selected(attention_config: Any) -> str | None:
     return None
 
 
+def load_plugins() -> str | None:
+    """Load all general plugins as vLLM does, in its order. Return why our flag cannot select our backend then."""
+    from vllm.plugins import load_general_plugins
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    load_general_plugins()
+    return why_displaced(AttentionBackendEnum.CUSTOM)
+
+
+def look_up_backend(name: str) -> type:
+    """Look up the flag's value as vLLM's command line does."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend: type = AttentionBackendEnum[name].get_class()
+    return backend
+
+
 def log_unread_settings(vllm_config: Any) -> None:
     """Log once that the server ignores this backend's settings."""
     from vllm.logger import init_logger
