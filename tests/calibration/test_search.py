@@ -111,7 +111,7 @@ def test_a_search_that_always_fails_ends_dense():
     judge = FakeJudge(lambda method: figures(float("nan"), 0.5), lambda method: figures(0.2, 0.5))
     everything = [AnchorAttention(theta=float(i)) for i in range(30)]
     assert loop.choose_jointly(judge, first_allowed(everything, everything), BOUND) == ([Dense()] * 2, None)
-    assert len(judge.passes) == loop.MOST_FAILED
+    assert len(judge.passes) == loop.MOST_ROUNDS
 
 
 def test_prompts_in_which_a_method_keeps_every_key_are_refused():

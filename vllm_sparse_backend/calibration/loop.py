@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -48,8 +49,8 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 MARGIN = 0.1
 """Share of an error bound that is kept as a margin for unseen prompts."""
 
-MOST_FAILED = 8
-"""Number of methods of a head that miss the bound, after which the head becomes dense."""
+MOST_ROUNDS = 8
+"""Number of choices for a layer after which heads that still miss the bound become dense."""
 
 SHARE_PREFILL = "share_prefill"
 """The method whose paper has no search within a bound (``papers/share_prefill.py``)."""
@@ -259,15 +260,16 @@ def choose_jointly(judge: CapturedLayer, choose: Choose, bound: Bound) -> tuple[
     Returns the methods with their figures; None for a dense layer.
     """
     failed: dict[int, set[Method]] = defaultdict(set)
+    given_up: set[int] = set()
 
     def is_allowed(head: int, method: Method) -> bool:
-        return len(failed[head]) < MOST_FAILED and method not in failed[head]
+        return head not in given_up and method not in failed[head]
 
-    while True:
+    for rounds in count(1):
         methods = choose(judge, bound, is_allowed)
         sparse = [head for head, method in enumerate(methods) if not isinstance(method, Dense)]
         if not sparse:
-            return methods, None
+            break
         figures = judge.judge(methods)
         # Even dense attention misses the bound if an output is not a number. The head is then dense.
         failing = [head for head in sparse if not bound.holds(figures[head])]
@@ -275,6 +277,8 @@ def choose_jointly(judge: CapturedLayer, choose: Choose, bound: Bound) -> tuple[
             return methods, figures
         for head in failing:
             failed[head].add(methods[head])
+        given_up.update(failing if rounds >= MOST_ROUNDS else ())
+    return methods, None
 
 
 def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Profile:

@@ -10,7 +10,8 @@ Choices that the paper leaves open, and differences from it:
   its heads run the candidate (``costs.py``). The paper counts the work of its kernels, and ignores selection.
 * A step changes the larger of a candidate's two numbers by 50 tokens, so its character does not change. A step of
   block-sparse is a block of 64 keys, because the paper's step of 50 would be 50 blocks, or 3,200 keys.
-* A candidate is left out if its smallest setting costs too much. Algorithm 1 would not terminate with it.
+* A candidate is left out if its smallest setting costs too much, or if it keeps everything at this cost. Algorithm 1
+  would not terminate with it.
 * The search takes the candidate with the least error among those that meet ``bound`` and leave out at least a tenth of
   the head's pairs (scattered slashes may keep all pairs). If there is none, the head runs dense.
 * Beyond the paper, there are several budgets, multiples of the paper's cost. Each head takes the smallest budget at
@@ -22,6 +23,7 @@ Heads with the same pattern may have different numbers within one launch.
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from statistics import fmean
 from typing import Any
 
 from vllm_sparse_backend.calibration.costs import Costs
@@ -57,12 +59,17 @@ def search_spaces(judge: CapturedLayer, costs: Costs) -> Iterator[tuple[Method, 
     for budget in BUDGETS:
         aim = budget * _layer_ms(judge, costs, TARGET)
         if aim < (1 - LEAST_SPARSITY) * dense_ms:
-            yield tuple(filter(None, (_fitted(judge, costs, candidate, aim) for candidate in CANDIDATES)))
+            fitted = (
+                # A window's cost grows in steps of a block, so the search would find a smaller window of equal cost.
+                TARGET if (candidate, budget) == (TARGET, 1) else _fitted(judge, costs, candidate, aim)
+                for candidate in CANDIDATES
+            )
+            yield tuple(filter(None, fitted))
 
 
 def resized(candidate: Method, steps: int) -> Method:
     """Resize a candidate (the paper's ChangeSpace)."""
-    # The largest of all numbers is one of those that table 7 varies.
+    # Table 7 varies each candidate's largest number.
     number, field = max((number, field) for field, number in asdict(candidate).items())
     step = 1 if isinstance(candidate, BlockSparse) else STEP
     changes: dict[str, Any] = {field: steps * step + number % step}
@@ -70,7 +77,7 @@ def resized(candidate: Method, steps: int) -> Method:
 
 
 def _fitted(judge: CapturedLayer, costs: Costs, candidate: Method, aim: float) -> Method | None:
-    """Return the candidate at the size whose cost is closest to ``aim`` ms; None if none fits."""
+    """Return the candidate at the size whose cost is closest to ``aim`` ms; None if none fits or it keeps all."""
 
     def taken(steps: int) -> float:
         return _layer_ms(judge, costs, resized(candidate, steps))
@@ -79,11 +86,16 @@ def _fitted(judge: CapturedLayer, costs: Costs, candidate: Method, aim: float) -
     if over == 1:
         return None
     steps = min(over - 1, over, key=lambda steps: abs(taken(steps) - aim))
-    return resized(candidate, steps)
+    fitted = resized(candidate, steps)
+    density = fmean(_densities(judge, fitted))
+    return fitted if 1 - density >= LEAST_SPARSITY else None
 
 
 def _layer_ms(judge: CapturedLayer, costs: Costs, method: Method) -> float:
     """Return the time of a layer with this method on all heads."""
     shared = costs.of(method).group_ms + costs.base_ms
-    results = judge.judge([method] * judge.num_heads)
-    return shared + sum(costs.head_ms(method, result.density) for result in results)
+    return shared + sum(costs.head_ms(method, density) for density in _densities(judge, method))
+
+
+def _densities(judge: CapturedLayer, method: Method) -> list[float]:
+    return [result.density for result in judge.judge([method] * judge.num_heads)]
