@@ -7,7 +7,6 @@ A hook makes it when vLLM's worker is connected with the others, before the mode
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -65,8 +64,7 @@ class Worker:
         """By layer, the engine or backend that computes its prefills."""
         self._sent: Counter[Key] = Counter()
         self._logged: set[str] = set()
-        self.layer = cache(partial(Layer.of, device=self.device, engine=self.resolved.config.engine))
-        """Returns the methods and engines of layers with a plan. Layers with equal plans share one object."""
+        self._layers: dict[tuple[LayerPlan, int | None], Layer] = {}
         _workers[_key(vllm_config)] = self
 
     def reserve_memory(self) -> Memory | None:
@@ -95,6 +93,13 @@ class Worker:
         layers = [self.layer(plan, head_dim) for plan in plans]
         return LayerMemory(layers, model.get_num_kv_heads(parallel), head_dim, model.dtype)
 
+    def layer(self, plan: LayerPlan, head_dim: int, block_tokens: int | None = None) -> Layer:
+        """Return the methods and engines of layers with this plan."""
+        key = plan, block_tokens
+        if key not in self._layers:
+            self._layers[key] = Layer.of(plan, head_dim, self.device, self.resolved.config.engine, block_tokens)
+        return self._layers[key]
+
     def layer_levels(self, number: int, plans: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
         """Return a layer's methods and engines at each level."""
         windows = self.streaming.by_layer.get(number, {})
@@ -117,7 +122,7 @@ class Worker:
         if methods == plan.methods:
             return scoring
         # The same block width: the other heads keep the same keys, and the arena has room for the index.
-        return self.layer(layer_plan(methods), head_dim, block_tokens=scoring.block_tokens)
+        return self.layer(layer_plan(methods), head_dim, scoring.block_tokens)
 
     def count_rows(self, common: CommonAttentionMetadata, rows: Sequence[BatchRow]) -> None:
         """Count the rows of a batch, which are decodes if ``rows`` is empty. Dummy runs are not counted."""
