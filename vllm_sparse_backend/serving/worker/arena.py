@@ -20,7 +20,7 @@ from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
-from vllm_sparse_backend.serving.worker.rows import Slab
+from vllm_sparse_backend.serving.worker.rows import BatchRow, Slab
 from vllm_sparse_kernels import TILE_TOKENS, Rows, Workspace
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.memory import META, count_bytes
@@ -75,6 +75,12 @@ class SparseRow:
     token: int
     query_len: int
     context_len: int
+
+    @staticmethod
+    def sparse_of(row: BatchRow, number: int) -> "SparseRow":
+        """Return the part of a batch's row that does not run on the dense backend."""
+        num_dense = row.dense_end - row.token
+        return SparseRow(number, row.dense_end, row.query_len - num_dense, row.context_len + num_dense)
 
     def chunks(self, query_tokens: int) -> list["SparseRow"]:
         """Cut the row into chunks."""

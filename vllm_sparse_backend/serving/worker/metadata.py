@@ -95,10 +95,7 @@ class SparsePrefillMetadataBuilder(compat.DenseBuilder):
                 groups[row.level].append(i)
         slabs: list[Slab] = []
         for level, ids in groups.items():
-            parts = [
-                SparseRow(number, row.dense_end, row.end - row.dense_end, row.context_len + row.dense_end - row.token)
-                for number, row in enumerate(rows[i] for i in ids)
-            ]
+            parts = [SparseRow.sparse_of(rows[i], number) for number, i in enumerate(ids)]
             block_table = copy_block_table_rows(common.block_table_tensor, ids)
             slabs += self.worker.memory.room.slabs(parts, block_table, level)
         return tuple(slabs)
