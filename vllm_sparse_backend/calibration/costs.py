@@ -57,7 +57,7 @@ class Costs:
 
 @dataclass
 class TimedLayer:
-    """One layer's part of a pass: its chunk, the layer as a server would run it, and its output."""
+    """One layer's part of a pass: its chunk, the layer as a server would run it, the call, and its output."""
 
     batch: Batch
     served: Layer

@@ -59,7 +59,7 @@ class Card:
                 "this needs a CUDA device, but torch finds none (`sparse-prefill bench serve` and "
                 "`sparse-prefill demo` also run on a CPU)"
             )
-        compat = require_module("vllm_sparse_backend.serving.compat", "this needs vLLM's FlashAttention")
+        compat = require_module("vllm_sparse_backend.serving.compat", "this needs vLLM, for its FlashAttention")
         flash = compat.flash_attention()
         if flash is None:
             raise ConfigurationError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")

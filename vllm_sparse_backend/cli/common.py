@@ -160,7 +160,7 @@ def levels_of(texts: Sequence[str] | None) -> list[float | str]:
 
 def token_counts(option: str, text: str) -> list[int]:
     """Parse comma-separated numbers of tokens."""
-    return [count for (count,) in _sums(option, text, TOKENS, "whole numbers above 0")]
+    return [count for (count,) in _counts_in_parts(option, text, TOKENS, "whole numbers above 0")]
 
 
 def serve_lengths(
@@ -172,10 +172,11 @@ def serve_lengths(
     if text is None:
         return tuple(map(Length, prompt_lengths("--lengths", None, defaults, output_tokens, model)))
     form = "whole numbers above 0, or NEW+CACHED"
-    return tuple(Length(*counts) for counts in _sums("--lengths", text, rf"{TOKENS}(\+{TOKENS})?", form))
+    return tuple(Length(*counts) for counts in _counts_in_parts("--lengths", text, rf"{TOKENS}(\+{TOKENS})?", form))
 
 
-def _sums(option: str, text: str, pattern: str, form: str) -> list[list[int]]:
+def _counts_in_parts(option: str, text: str, pattern: str, form: str) -> list[list[int]]:
+    """Return the counts of each part of a list such as ``8192,200+32768``. Raises BenchError."""
     parts = split(text)
     if not parts or not all(re.fullmatch(pattern, part) for part in parts):
         raise BenchError(f"{option}: given {text!r}, expected {form}, separated by commas")

@@ -168,12 +168,14 @@ def registration() -> Iterator[Finding]:
     logger.setLevel(logging.WARNING)
     logger.addHandler(warnings)
     try:
-        from vllm_sparse_backend.serving.registration import load_plugins, look_up_backend
+        from vllm_sparse_backend.serving.registration import load_plugins, look_up_backend, why_displaced
 
-        if (why := load_plugins()) is not None:
+        load_plugins()
+        entry = look_up_backend("CUSTOM")
+        if (why := why_displaced(entry)) is not None:
             yield bad("backend", f"not available: {why}")
             return
-        backend = look_up_backend("SPARSE-PREFILL")
+        backend = look_up_backend("SPARSE-PREFILL").get_class()
     except Exception as error:  # an exception of vLLM or of a plugin is the finding
         said = " ".join(record.getMessage() for record in warnings.buffer)
         yield bad("backend", said or f"does not register: {type(error).__name__}: {error}")

@@ -81,7 +81,7 @@ class Lengths:
 
     @staticmethod
     def earliest(lengths: Collection["Lengths"]) -> "Lengths":
-        """Return lengths with which all rows run sparse that do with any of these, whatever their pairs."""
+        """Return the smallest ``min_tokens`` and ``min_query_tokens``, without limits on pairs."""
         return Lengths(min(item.min_tokens for item in lengths), min(item.min_query_tokens for item in lengths))
 
     def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:

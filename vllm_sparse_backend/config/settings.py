@@ -43,7 +43,7 @@ LevelChoice = Annotated[StrictStr, BeforeValidator(_to_level)]
 class RequestsConfig(Section):
     """The default level of requests, and the levels that they may choose (docs/requests.md)."""
 
-    default: LevelChoice = ON
+    default: Annotated[LevelChoice, BeforeValidator(lambda level: ON if level is None else level)] = ON
     """Level of requests that do not choose a level: `exact`, `on` (the server's method or profile), or a level."""
 
     allow: tuple[LevelChoice, ...] | None = None

@@ -102,7 +102,7 @@ def fit_lengths(cells: Sequence[Cell]) -> Lengths:
     dense_s = torch.tensor([[cell.dense_s] for cell in cells], dtype=torch.float64)
     terms = torch.tensor([[cell.pairs, -1, cell.sparse_tokens] for cell in cells], dtype=torch.float64) / dense_s
     saved = torch.tensor([[cell.dense_s - cell.sparse_s] for cell in cells], dtype=torch.float64) / dense_s
-    # Pairs are up to 1e9, which float64 solves without scales.
+    # float64 needs no scaling, although pairs reach 1e9.
     s_per_pair, fixed_s, s_per_token = torch.linalg.lstsq(terms, saved).solution[:, 0].tolist()
     if s_per_token < 0:  # new tokens would cost time
         s_per_pair, fixed_s = torch.linalg.lstsq(terms[:, :2], saved).solution[:, 0].tolist()

@@ -78,6 +78,12 @@ def tensor_parallel_rank() -> int:
     return get_tensor_model_parallel_rank()
 
 
+def is_first_rank(vllm_config: VllmConfig) -> bool:
+    """Return whether this worker is the first of its engine. An external launcher counts the ranks of all engines."""
+    parallel = vllm_config.parallel_config
+    return parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size) == 0
+
+
 def gather_over_stages(value: T) -> list[T]:
     """Gather a value from all tensor-parallel ranks of all pipeline stages.
 

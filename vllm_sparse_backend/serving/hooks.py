@@ -30,10 +30,9 @@ logger = logging.getLogger(LOGGER)
 
 Function = Callable[..., Any]
 
+# Registration installs the hooks of these two with any backend. Others are installed once a configuration selects ours.
 EVERY = "every process"
 ON_CPU = "every process, on a CPU"
-"""Registration installs the hooks of these two with any backend. Others are installed once a configuration selects
-ours."""
 
 SERVER = "servers' processes"
 MLA_WORKER = "workers, for multi-head latent attention"

@@ -2,8 +2,8 @@
 """This package's entries in vLLM's enums of attention backends, and checks that no other plugin has taken them.
 
 vLLM has two enums: of attention backends, and of prefill backends for multi-head latent attention (MLA). Each has a
-single entry for external backends, ``CUSTOM``, which ``plugin.register`` points at our backend. This module does not
-import vLLM when it is imported: plugins are loaded before vLLM knows its platform.
+single entry for external backends, ``CUSTOM``, which ``plugin.register`` points at our backend. This module
+imports vLLM only inside functions: plugins are loaded before vLLM knows its platform.
 """
 
 import multiprocessing
@@ -19,7 +19,8 @@ KINDS = {"AttentionBackendEnum": "attention backend", "MLAPrefillBackendEnum": "
 
 def is_ours(backend: Any) -> bool:
     """Return whether a configured attention backend, or prefill backend for MLA, is this package's."""
-    return bool(backend is not None and backend.is_overridden() and backend.get_path() in (BACKEND, MLA_BACKEND))
+    is_custom = getattr(backend, "name", None) == "CUSTOM"  # no other entry can be ours
+    return is_custom and backend.is_overridden() and backend.get_path() in (BACKEND, MLA_BACKEND)
 
 
 def is_selected(attention_config: Any) -> bool:
@@ -43,26 +44,24 @@ def why_displaced(custom: Any) -> str | None:
 def why_other_selected(attention_config: Any) -> str | None:
     """Return why a configured ``CUSTOM`` is another plugin's, which our flag selects too if that plugin loads later."""
     for flag, backend in ((FLAG, attention_config.backend), (MLA_FLAG, attention_config.mla_prefill_backend)):
-        if backend is not None and backend.name == "CUSTOM" and not is_ours(backend):
-            return f"{flag} is not available: {why_displaced(backend)}"
+        why = why_displaced(backend) if backend is not None and backend.name == "CUSTOM" else None
+        if why is not None:
+            return f"{flag} is not available: {why}"
     return None
 
 
-def load_plugins() -> str | None:
-    """Load all general plugins as vLLM does, in its order. Return why our flag cannot select our backend then."""
+def load_plugins() -> None:
+    """Load all general plugins as vLLM does, in its order."""
     from vllm.plugins import load_general_plugins
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     load_general_plugins()
-    return why_displaced(AttentionBackendEnum.CUSTOM)
 
 
-def look_up_backend(name: str) -> type:
-    """Look up the flag's value as vLLM's command line does."""
+def look_up_backend(name: str) -> Any:
+    """Return the entry of vLLM's attention backends that its command line finds by the flag's value."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    backend: type = AttentionBackendEnum[name].get_class()
-    return backend
+    return AttentionBackendEnum[name]
 
 
 def log_unread_settings(vllm_config: Any) -> None:

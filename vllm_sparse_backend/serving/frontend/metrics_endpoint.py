@@ -39,7 +39,7 @@ TIMEOUT_S = 4.0
 
 
 Call = Callable[[], Awaitable[Any]]
-"""Asks all workers of an engine for what they counted."""
+"""Returns the new samples of all workers of an engine."""
 
 
 def engine_calls(engine_client: Any) -> dict[str, Call]:
@@ -76,15 +76,14 @@ def engine_amounts(workers: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, t
 class EnginePoll:
     """Polls one engine in the background, at most once at a time, and adds its counts to this process's metrics."""
 
-    began_at = -math.inf
-    """When the last poll began, by ``time.monotonic``."""
-    task: asyncio.Task[None] | None = None
-    _failure: str | None = None
-    _is_down = False
-
     def __init__(self, call: Call, model_name: str, engine: str) -> None:
+        self.began_at = -math.inf
+        """When the last poll began, by ``time.monotonic``."""
+        self.task: asyncio.Task[None] | None = None
         self._call = call
         self._model_name, self._engine = model_name, engine
+        self._failure: str | None = None
+        self._is_down = False
 
     @property
     def is_running(self) -> bool:

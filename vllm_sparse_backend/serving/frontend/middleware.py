@@ -85,11 +85,13 @@ class JsonBody:
             raise refusal(reason)
 
 
+@dataclass
 class FormBody:
     """Inspects the fields of a form without keeping its files in memory."""
 
-    window = b""
-    has_level = has_beams = False
+    window: bytes = b""
+    has_level: bool = False
+    has_beams: bool = False
 
     async def add(self, chunk: bytes, is_last: bool) -> None:
         seen = self.window + chunk

@@ -46,7 +46,7 @@ def agree(vllm_config: VllmConfig) -> None:
                 f"as rank 0; start all nodes with the same version and the same {OPTION} {KEY}, and set min_tokens and "
                 "min_query_tokens where their devices differ"
             )
-    if vllm_config.parallel_config.rank:
+    if not compat.is_first_rank(vllm_config):
         return
     if extension := vllm_config.parallel_config.worker_extension_cls:
         warn_of_weights(vllm_config, f"the worker extension {extension}")

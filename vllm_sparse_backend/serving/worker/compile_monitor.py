@@ -20,10 +20,9 @@ PACKAGE = "vllm_sparse_kernels"
 class Listener:
     """Counts compilations of this project's kernels."""
 
-    warming_up = False
-
     def __init__(self, previous: Any) -> None:
         self.previous = previous
+        self.warming_up = False
         self.counts = {"warmup": 0, "serving": 0}
 
     def __call__(self, **event: Any) -> None:

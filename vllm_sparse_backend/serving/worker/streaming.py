@@ -50,13 +50,13 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
         model, layers, prompt = _on_all_ranks(vllm_config, lambda: (get_model(), *_layers_and_prompt(vllm_config)))
         heads = _on_all_ranks(vllm_config, lambda: measure(vllm_config, model, layers, prompt))
     except _SearchError as error:
-        do_without(vllm_config, str(error), logging.DEBUG if vllm_config.parallel_config.rank else logging.WARNING)
+        do_without(vllm_config, str(error), logging.WARNING if compat.is_first_rank(vllm_config) else logging.DEBUG)
         return
     num_heads = sum(impl.num_heads for impl in layers.values())
     by_rank = compat.gather_over_stages((num_heads, model_heads(worker.rank, layers, heads)))
     all_heads = sorted(chain.from_iterable(rank_heads for _, rank_heads in by_rank))
     worker.streaming = StreamingHeads(heads, hashlib.sha256(json.dumps(all_heads).encode()).hexdigest()[:12])
-    if vllm_config.parallel_config.rank == 0:
+    if compat.is_first_rank(vllm_config):
         windows = Counter(window for _, _, window in all_heads)
         logger.info(
             "sparse-prefill: %d of %d heads are streaming heads (fingerprint %s, measured in %.1f s): they keep only "
