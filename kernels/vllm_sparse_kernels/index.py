@@ -202,7 +202,10 @@ class SparseIndex(IndexLayout):
         if not totals.is_cuda and isinstance(_count_kernel, triton.JITFunction):  # a CPU without Triton's interpreter
             totals[i_total] += self.kept_pairs() + self.masked_pairs
             return
-        _count_kernel[(self.num_heads,)](self.args, self.rows.num_tiles, totals, i_total, BLOCK_N=self.block_tokens)
+        rows = self.rows
+        _count_kernel[(self.num_heads,)](
+            self.args, rows.tile_lengths, rows.num_tiles, totals, i_total, BLOCK_N=self.block_tokens
+        )  # fmt: skip
 
     # The methods below synchronise with the device: for references, tests and debugging only.
 
@@ -263,8 +266,8 @@ class SparseIndex(IndexLayout):
         assert 0 < count <= capacity, f"{where}: given {count} blocks, expected 1 to {capacity}"
         blocks = self.blocks_of(head, i_tile)
         assert bool((blocks.diff() > 0).all()), f"{where}: blocks are not sorted and unique"
-        in_reach = 0 <= int(blocks[0]) <= int(blocks[-1]) < capacity
-        assert in_reach, f"{where}: a block is outside of [0, {capacity})"
+        in_reach = (blocks >= 0) & (blocks < capacity)
+        assert bool(in_reach.all()), f"{where}: a block is outside of [0, {capacity})"
         diagonal = torch.arange(self.first_diagonal_block(tile), capacity, device=blocks.device)
         assert bool(torch.isin(diagonal, blocks).all()), f"{where}: a diagonal block is missing"
 
@@ -279,8 +282,8 @@ class SparseIndex(IndexLayout):
         if count == 0:
             return
         assert bool((stripes.diff() > 0).all()), f"{where}: stripes are not sorted and unique"
-        causal = 0 <= int(stripes[0]) <= int(stripes[-1]) <= tile.position
-        assert causal, f"{where}: a stripe is not causal"
+        causal = (stripes >= 0) & (stripes <= tile.position)
+        assert bool(causal.all()), f"{where}: a stripe is not causal"
         inside = torch.isin(stripes // self.block_tokens, self.blocks_of(head, i_tile))
         assert not bool(inside.any()), f"{where}: a stripe is inside a kept block"
 
@@ -294,10 +297,14 @@ def causal_pairs(rows: Rows) -> int:
 
 
 @triton.jit(do_not_specialize=["num_tiles", "i_total"])
-def _count_kernel(index, num_tiles, totals, i_total, BLOCK_N: tl.constexpr):
-    """Add a head's listed pairs, its tiles' queries times the keys of their blocks and stripes, to an element.
+def _count_kernel(index, tile_lengths, num_tiles, totals, i_total, BLOCK_N: tl.constexpr):
+    """Add the listed pairs of a head to ``totals[i_total]``: for each tile, its queries times its listed keys.
 
-    Grid: (heads,). Bound by latency: a few loads. The element is not a view, whose alignment would compile a variant.
+    Grid: (heads,). Bound by latency: a few loads. The total is given by its index: views of elements differ in
+    alignment, for which Triton compiles variants.
+
+    Args:
+        tile_lengths: ``Rows.tile_lengths``, a column of ``Rows.tiles``.
     """
     b_pairs = tl.zeros([128], tl.int64)
     for start in range(0, num_tiles, 128):
@@ -305,5 +312,5 @@ def _count_kernel(index, num_tiles, totals, i_total, BLOCK_N: tl.constexpr):
         valid, o_count = o_tile < num_tiles, tl.program_id(0) * num_tiles + o_tile
         b_keys = tl.load(index.block_counts + o_count, mask=valid, other=0) * BLOCK_N
         b_keys += tl.load(index.stripe_counts + o_count, mask=valid, other=0)
-        b_pairs += b_keys.to(tl.int64) * tl.load(index.tiles + o_tile * TILE_FIELDS + 2, mask=valid, other=0)
+        b_pairs += b_keys.to(tl.int64) * tl.load(tile_lengths + o_tile * TILE_FIELDS, mask=valid, other=0)
     tl.atomic_add(totals + i_total, tl.sum(b_pairs, 0), sem="relaxed")

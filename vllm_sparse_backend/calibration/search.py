@@ -93,7 +93,7 @@ def choose_sparsest(
 ) -> list[Method]:
     """Choose each head's sparsest setting within the bound.
 
-    Settings of later ladders keep more: once a head leaves out too few pairs, no later ladder is tried for it.
+    Later ladders keep more, so a head that leaves out too few pairs skips them.
     """
     chosen: dict[int, Judged] = {}
     heads = list(range(judge.num_heads))

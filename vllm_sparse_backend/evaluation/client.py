@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -234,8 +233,9 @@ class Prompts:
     def take(self, length: int) -> list[int]:
         """Return the next prompt of ``length`` tokens. A short text starts again."""
         # Stretches of a text repeat eventually, so the first tokens of each prompt are random.
-        head = random.Random(self.made).choices(self.token_ids, k=8)
-        start = self.made * 997 % len(self.token_ids)
+        ids, base = self.token_ids, len(self.token_ids)
+        head = random.Random(self.made).choices(ids, k=8)
+        start = self.made * 997 % base
         self.made += 1
-        stretch = islice(cycle(self.token_ids), start, start + length)
+        stretch = [ids[(start + i) % base] for i in range(length)]
         return [*head, *stretch][:length]

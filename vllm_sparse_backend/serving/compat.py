@@ -79,7 +79,7 @@ def tensor_parallel_rank() -> int:
 
 
 def is_first_rank(vllm_config: VllmConfig) -> bool:
-    """Return whether this worker is the first of its engine. An external launcher counts the ranks of all engines."""
+    """Return whether this worker is the first of its engine. An external launcher numbers ranks across engines."""
     parallel = vllm_config.parallel_config
     return parallel.rank % (parallel.tensor_parallel_size * parallel.pipeline_parallel_size) == 0
 

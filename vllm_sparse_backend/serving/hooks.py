@@ -2,9 +2,9 @@
 """All functions of vLLM that this package wraps. ``HOOKS``, below the wrappers, lists those of classes and modules.
 
 The package may also be installed on servers that run other backends. There, registration installs only the hooks of
-``EVERY`` and ``ON_CPU``: where a front process, an engine's core and a worker have their configuration. These read only
-the configuration. All other hooks are installed once a process has a configuration that selects ours, on the objects of
-that engine where possible.
+``EVERY`` and ``ON_CPU``, which run where a front process, an engine's core or a worker gets its configuration, and only
+read it. If the configuration selects our backend, the process installs all other hooks, on the objects of that engine
+where possible.
 
 This module imports nothing that imports vLLM: plugins are loaded before vLLM knows its platform.
 """
@@ -191,7 +191,7 @@ def begin_core(original: Function) -> Function:
 def refuse_unchecked_requests(original: Function, heads: str, levels: Collection[str]) -> Function:
     """Refuse requests whose level is not checked, or not this engine's; complete the salts of the others.
 
-    ``heads`` is the fingerprint of the streaming heads of this engine. The front process writes the salts but does not
+    ``heads`` is the fingerprint of this engine's streaming heads. The front process, which writes the salts, does not
     know it: an offline engine does not ask its workers at start-up, and a server's engines may find different heads.
     """
     from vllm_sparse_backend.serving.level_policy import add_heads_to_salt, refuse_unchecked

@@ -30,7 +30,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _problems(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield why the model, the settings or vLLM's options do not work with sparse MLA prefill."""
+    """Yield the reasons why this model, these settings or options of vLLM do not support sparse MLA prefill."""
     if not vllm_config.model_config.use_mla:
         yield (
             "the model does not use multi-head latent attention, so vLLM would ignore the flag; serve it with "

@@ -293,7 +293,7 @@ def test_sinks_are_what_vllms_flash_attention_takes_them_for(engine, head_dim):
 def test_the_same_however_often(engine, stripes, head_dim):
     """Races occur once in a thousand launches, and more often if items differ more in length.
 
-    Rows of few tokens are items of a single step that ends past the row and has no stripes.
+    Short rows give items with a single step, which ends past the row and has no stripes.
     """
     lengths = [(32768, 8192), (5000, 777), *[(0, 1), (0, 63)] * 20]
     batch = random_batch(lengths, 8, 2, head_dim, 128, torch.bfloat16, "cuda")

@@ -88,8 +88,8 @@ def flags_of(queries: RoundedQueries, keys: RoundedKeys, group: int, dtype: torc
 
 
 def checked_flags(method: Sale, queries, keys, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
-    """Return the kernel's flags for row 0: uint8 in the layout of block_ids. They equal those of its recomputed
-    arithmetic."""
+    """Return the kernel's flags for row 0, uint8 in the layout of block_ids, after comparing them with flags that are
+    recomputed here."""
     index = new_index(batch.rows, batch.num_heads, 64)
     group = batch.num_heads // batch.cache.num_kv_heads
     ours = torch.ones(batch.num_heads, index.block_ids.shape[1], dtype=torch.uint8, device=DEVICE)

@@ -38,8 +38,8 @@ def test_hopper_reads_the_pages_of_hybrids(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vllm#37467: pages of 528 tokens, which no block of 64 or 128 keys divides. vllm#27547: kernels that used the
-    manager's page size read garbage; vLLM does not split these pages for ours.
+    """vllm#37467: pages of 528 tokens, which no block of 64 or 128 keys divides. vllm#27547: kernels read
+    garbage if they use the manager's page size. vLLM does not split these pages for our backend.
     """
     hf_config.save_pretrained(tmp_path)
     model = ModelConfig(model=str(tmp_path), tokenizer=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")

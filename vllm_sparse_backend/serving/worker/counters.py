@@ -80,7 +80,8 @@ class Recorder:
         """Count the rows of a step, and log each new reason for dense rows. Padding rows are not counted."""
         for kind, rows in kinds.items():
             if kind.path != PADDING:
-                self._add("rows", (kind.path, kind.reason.value if kind.reason else "", kind.level), rows)
+                reason = kind.reason.value if kind.reason else ""
+                self._add("rows", (kind.path, reason, kind.level), rows)
             if kind.reason is not None and kind.reason not in self._logged:
                 self._logged.add(kind.reason)
                 logger.info("sparse-prefill: a row prefills dense: %s (logged once)", kind.reason.explain)

@@ -136,7 +136,7 @@ class Consumer:
         num_stripes = gl.to_tensor(0)
         if config.STRIPES:
             num_stripes = item.num_stripes
-            end += (num_stripes + config.STEP - 1) // config.STEP
+            end += config.stripe_steps(num_stripes)
         position += self.CONSUMER * HALF
         return StepPlan(first_blocks, num_steps, num_masked, num_stripes, end, last_block, num_diagonal, position)
 

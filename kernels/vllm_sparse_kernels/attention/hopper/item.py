@@ -78,6 +78,11 @@ class Config:
         """Return the number of steps over an item's blocks."""
         return (num_blocks - self.first_blocks(num_blocks)) // self.BLOCKS + 1
 
+    @gluon.jit
+    def stripe_steps(self, num_stripes):
+        """Return the number of steps over an item's stripes."""
+        return (num_stripes + self.STEP - 1) // self.STEP
+
 
 @aggregate
 class Item:
@@ -111,7 +116,7 @@ def store_item(words, slot, item):
 
 @gluon.jit
 def load_item(words, slot):
-    """Load an item from words [SLOTS · WORDS, 1]. Words that are not used are not loaded."""
+    """Load an item from words [SLOTS · WORDS, 1]. The compiler drops words that are not used."""
     first = slot * WORDS
     return Item(
         as_scalar(words.index(first)), as_scalar(words.index(first + 1)), as_scalar(words.index(first + 2)),
@@ -187,7 +192,7 @@ class Channels:
 
     @gluon.jit
     def await_item(self, counter):
-        """Wait, as a producer, for the scheduler's next item. Its queries may be overwritten then."""
+        """Wait for the scheduler's next item, as a producer. The buffer of its queries is then free."""
         mbarrier.wait(self.barriers.item_full.index(counter.slot()), counter.parity())
         return load_item(self.item_words, counter.slot())
 

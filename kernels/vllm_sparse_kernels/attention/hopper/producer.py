@@ -64,8 +64,8 @@ class Loader:
 
     @gluon.jit
     def gather_stripes(self, source, stride_token, num_stripes, step):
-        """Gather all stripes of an item, STEP at a time, from the keys or values of its kv head."""
-        for _ in range((num_stripes + self.config.STEP - 1) // self.config.STEP):
+        """Gather an item's stripes from ``source``, the keys or values of its kv head."""
+        for _ in range(self.config.stripe_steps(num_stripes)):
             self._gather_step(source, stride_token, step)
             step = step.plus(1)
         return step
@@ -142,8 +142,8 @@ def load_keys(q_desc, k_desc, cache, head_strides, channels, config):
 def load_values(v_desc, cache, head_strides, channels, config):
     """Load the values of all items.
 
-    The cache may hold NaN past a row's end, and 0 · NaN is NaN. Consumers see a step with such values after they are
-    zeroed: the last barrier of the channel signals that they have arrived.
+    The cache may hold NaN past a row's end, and 0 · NaN is NaN. A step with such values arrives at the channel's last
+    barrier. This warp zeroes them, and then signals the step to the consumers.
     """
     queries, values = channels.queries(), channels.values()
     loader = Loader(config, channels.places(), values, v_desc)

@@ -9,8 +9,8 @@ from vllm_sparse_kernels.gluon_compat import barrier, gl, gluon, mbarrier, new_c
 def schedule(index, work, num_tiles, channels, config):
     """Pass items to the producers and consumers, and the places of their keys to the producers, until none is left.
 
-    Each lookup depends on the one before. The scheduler waits for them while the other warps process the steps before,
-    whose places it has passed on.
+    Each lookup depends on the previous one. While the scheduler waits, the other warps process steps whose places they
+    already have.
     """
     queries = channels.queries()
     item_counter, step = new_counter(config.SLOTS), new_counter(AHEAD)
@@ -59,7 +59,7 @@ def _pass_blocks(channels, places, num_blocks, step, config):
 @gluon.jit
 def _pass_stripes(channels, places, num_stripes, step, config):
     """Pass on the tokens of all stripes, step by step. The last stripe is repeated."""
-    for i in range((num_stripes + config.STEP - 1) // config.STEP):
+    for i in range(config.stripe_steps(num_stripes)):
         step = _pass_places(channels, places, i * config.STEP, num_stripes, step, config)
     return step
 
