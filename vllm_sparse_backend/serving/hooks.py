@@ -129,7 +129,7 @@ def select_mla_on_cpu(original: Function) -> Function:
     return get_mla_prefill_backend
 
 
-# --- servers: request levels and /metrics ---
+# --- servers: request levels, /metrics and answers ---
 
 
 def add_endpoints(original: Function) -> Function:
@@ -166,6 +166,17 @@ def set_levels(original: Function) -> Function:
         return request
 
     return process_inputs
+
+
+def shorten_prompts(original: Function) -> Function:
+    """Give the detokenizer of an answer only the end of its prompt."""
+
+    def init(self: Any, tokenizer: Any, request: Any) -> None:
+        from vllm_sparse_backend.serving.frontend.detokenizer import with_end_of_prompt
+
+        original(self, tokenizer, with_end_of_prompt(request, tokenizer))
+
+    return init
 
 
 # --- the engine's core ---
@@ -241,10 +252,9 @@ def own(vllm_worker: Any) -> None:
     wrap_method(runner, "execute_model", track_requests, runner, worker)
     if vllm_config.use_v2_model_runner:
         wrap_method(runner, "prepare_attn", name_rows, worker)
-    if current_platform.is_cpu():  # vLLM may skip the profile run here
-        wrap_method(vllm_worker, "determine_available_memory", measure_model, runner, worker)
-    else:
-        wrap_method(runner, "profile_run", measure_model, runner, worker)
+    # On a CPU, vLLM may skip the profile run.
+    measures = (vllm_worker, "determine_available_memory") if current_platform.is_cpu() else (runner, "profile_run")
+    wrap_method(*measures, measure_model, runner, worker)
     if is_ours(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
 
@@ -353,6 +363,7 @@ HOOKS = (
     Hook(ON_CPU, _MLA_SELECTOR, "get_mla_prefill_backend", select_mla_on_cpu),
     Hook(SERVER, "vllm.plugins:", "load_endpoint_plugins", add_endpoints),
     Hook(SERVER, "vllm.v1.engine.input_processor:InputProcessor", "process_inputs", set_levels),
+    Hook(SERVER, "vllm.v1.engine.detokenizer:FastIncrementalDetokenizer", "__init__", shorten_prompts),
     Hook(MLA_WORKER, f"{_MLA_ATTENTION}:MLACommonMetadataBuilder", "build", classify_mla_rows),
     Hook(MLA_WORKER, f"{_MLA_ATTENTION}:MLACommonBaseImpl", "forward_mha", name_mla_layer),
 )
