@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from itertools import pairwise
 from logging.handlers import BufferingHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import typer
 from rich.console import Console
@@ -28,9 +27,6 @@ from vllm_sparse_backend.config.model_shape import ModelShape, config_file
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
-
-if TYPE_CHECKING:
-    from vllm_sparse_backend.config.crossover_table import Lengths
 
 Status = Literal["ok", "note", "bad"]
 CHUNK_TOKENS = 8192
@@ -257,17 +253,12 @@ def first_sparse_length(model: CheckedModel, shape: ModelShape, device: str, eng
     lengths = Resolved.from_additional_config(None, shape, weights, device).lengths(ON, [engine])
     longest = model.max_positions or max(attention_share.LENGTHS_TOKENS)
     why = "".join(f"; {text}" for text in lengths.notes)
-    for shortest in [*range(0, longest, 1024), longest]:
-        if _runs_sparse(lengths, shortest):
-            return ok("sparse prefill", f"for prompts of at least {shortest:,} tokens without a cached prefix{why}")
+    for num_tokens in [*range(1024, longest, 1024), longest]:
+        last_chunk = (num_tokens - 1) % CHUNK_TOKENS + 1  # earlier chunks are the last ones of shorter prompts
+        if lengths.dense_reason(last_chunk, num_tokens) is None:
+            return ok("sparse prefill", f"for prompts of at least {num_tokens:,} tokens without a cached prefix{why}")
     limit = "" if model.max_positions is None else f", and the model supports {model.max_positions:,} tokens"
     return note("sparse prefill", f"nothing will run sparse: the default is for {lengths}{limit}{why}")
-
-
-def _runs_sparse(lengths: "Lengths", num_tokens: int) -> bool:
-    """Return whether a step of a prompt without a cached prefix runs sparse, in vLLM's usual chunks."""
-    chunks = pairwise([*range(0, num_tokens, CHUNK_TOKENS), num_tokens])
-    return any(lengths.dense_reason(end - start, end) is None for start, end in chunks)
 
 
 def layer_findings(model: CheckedModel) -> Iterator[Finding]:
