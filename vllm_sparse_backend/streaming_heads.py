@@ -35,7 +35,6 @@ WINDOWS_TOKENS = (256, 512, 1024, 2048)
 """Numbers of nearest keys, including the query's own position, that a streaming head may keep."""
 
 BLOCK_TOKENS = 32
-"""Keys of a block."""
 
 HEAVY_SHARE = 0.2
 """Share of a query's attention from which a far block is heavy."""
@@ -59,7 +58,6 @@ HEAVY_QUERIES_NOISE = 1 / (PROMPT_TOKENS - FIRST_QUERY)
 """The same of the share of heavy queries near the threshold: one query of the prompt."""
 
 SEED = 0
-"""Seed of the generated prompt."""
 
 CHUNK_ROWS = 1024
 """Scores of this number of (head, query) pairs are computed at a time: for 8,192 keys, a float32 temporary takes 32

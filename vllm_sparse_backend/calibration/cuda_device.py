@@ -41,7 +41,6 @@ takes 26 ms in the long run.
 """
 
 PASSES = 5
-"""Measured passes by default."""
 
 WARM_UP_PASSES = 2
 """Passes that compile and estimate the duration."""

@@ -84,16 +84,12 @@ class HeadResult:
 
 @dataclass(frozen=True)
 class Bound:
-    """Upper limits of a head's error."""
+    """Upper limits of a head's ``HeadErrors``. That of ``absolute`` is SALE's θ."""
 
     error: float = math.inf
-    """Limit of ``HeadErrors.error``."""
     p99: float = math.inf
-    """Limit of ``HeadErrors.p99``."""
     of_default: float = math.inf
-    """Limit of ``HeadErrors.of_default``."""
     absolute: float = math.inf
-    """Limit of ``HeadErrors.absolute``: SALE's θ."""
 
     def with_margin(self, margin: float) -> "Bound":
         """Tighten the bound for a search, leaving a margin for unseen prompts.

@@ -131,19 +131,13 @@ class Entry(Section):
     """Name of the device, as torch reports it, such as ``NVIDIA H100 80GB HBM3``."""
 
     engine: StrictStr
-    """Name of the attention engine."""
-
     method: StrictStr
-    """Name of the method."""
 
     params: dict[str, Any] = Field(default={})
     """Parameters of the method that differ from its defaults."""
 
     num_heads: Count
-    """Query heads of the layer."""
-
     num_kv_heads: Count
-    """Key-value heads of the layer."""
 
     head_dim: Count
     """Elements of a head's query or key."""
@@ -165,16 +159,9 @@ class Entry(Section):
     launches the kernels of selection."""
 
     vllm: StrictStr
-    """Version of vLLM."""
-
     triton: StrictStr
-    """Version of Triton."""
-
     date: StrictStr
-    """Date of the measurement."""
-
     command: StrictStr | None = None
-    """Command that made the measurement."""
 
     @model_validator(mode="after")
     def _known(self) -> "Entry":
@@ -227,10 +214,7 @@ class CrossoverTable(Section):
     """A table of measurements, as stored in its file."""
 
     format: Literal[1]
-    """Version of the file format."""
-
     entries: tuple[Entry, ...]
-    """The measurements."""
 
     def engines(self, device: str) -> list[str]:
         """List the engines that were measured on a device."""

@@ -67,18 +67,15 @@ class LayerProfile(Section):
     """Method of the heads that ``heads`` does not contain; None for the level's default."""
 
     heads: Annotated[dict[Ranges, MethodSpec], DisjointRanges] = Field(default={})
-    """Methods by head or range of heads."""
 
 
 class Level(Section):
     """Methods of all layers and heads under one error bound."""
 
     dense_layers: Ranges = ()
-    """Layers that run dense."""
     default: MethodSpec
     """Method of all heads without an exception in ``layers``."""
     layers: Annotated[dict[Ranges, LayerProfile], DisjointRanges] = Field(default={})
-    """Exceptions by layer or range of layers."""
     provenance: dict[str, Any] = Field(default={})
     """Origin of the numbers, which changes nothing that runs. profiles/README.md lists what calibration writes."""
 
@@ -139,7 +136,6 @@ class Profile(Level):
     """A checked profile. Call ``check_model`` before ``methods_of``."""
 
     format: Literal[1]
-    """Version of the file format."""
     model: ModelShape | None
     """Shape of the model that the profile fits; `any` if it fits every model."""
     min_tokens: TokenCount | None = None

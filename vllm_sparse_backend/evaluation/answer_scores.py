@@ -27,7 +27,6 @@ class PromptScores:
     text_tokens: int
     """Number of tokens in that text."""
     ranks: list[list[int]]
-    """Ranks of each answer's tokens."""
     next_tokens: Mapping[str, Annotated[NextTokens, PlainSerializer(str), BeforeValidator(NextTokens.parse)]]
     """Distributions at some positions of the ``text``, and at all tokens of the ``answers``."""
 
@@ -92,7 +91,6 @@ class AnsweredPrompt:
     """A server's answers to a prompt: a case of a results file."""
 
     label: str
-    """The contestant's label."""
     level: int | float | str | None
     key: PromptKey
     error: str | None

@@ -42,11 +42,8 @@ LATENT = 64
 SHRINK = 16
 """A map's side is a multiple of this: the encoder pools twice by 4."""
 
-SIDE = 1936
-"""Largest side of maps on a GPU, as in the paper."""
-
-CPU_SIDE = 64
-"""Largest side of maps on a CPU."""
+SIDE, CPU_SIDE = 1936, 64
+"""Largest sides of maps: on a GPU as in the paper, and on a CPU."""
 
 SCORE_BYTES = 1 << 28
 """Bytes of float32 scores that are computed at a time. Intermediate results take about three times that memory."""

@@ -100,7 +100,6 @@ class Extent(NamedTuple):
     """Size of a row, or of all rows of a slab."""
 
     num_tiles: int
-    """Tiles of queries."""
     num_keys: int
 
 
