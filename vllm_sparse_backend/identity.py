@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This backend's names, the vLLM releases that it supports, and versions of packages."""
+"""This backend's names and logger, the vLLM releases that it supports, and versions of packages."""
 
+import logging
 from importlib.metadata import PackageNotFoundError, version
 
 PACKAGE = "vllm-sparse-backend"
 
 LOGGER = "vllm.sparse_prefill"
 """A child of vLLM's logger: from other loggers, vLLM's logging shows only WARNING and above."""
+logger = logging.getLogger(LOGGER)
 
 BACKEND = "vllm_sparse_backend.serving.worker.backend.SparsePrefillBackend"
 MLA_BACKEND = "vllm_sparse_backend.serving.worker.mla_prefill.SparseMlaPrefillBackend"

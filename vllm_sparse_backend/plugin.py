@@ -7,23 +7,20 @@ The loader calls ``register`` in every process, more than once, before the comma
 """
 
 import functools
-import logging
 import re
 from collections.abc import Callable
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.identity import (
     BACKEND,
-    LOGGER,
     MLA_BACKEND,
     MLA_FLAG,
     NAMES,
     OLDEST,
     RELEASES,
     TOO_NEW,
+    logger,
 )
-
-logger = logging.getLogger(LOGGER)
 
 
 def unsupported(version: str) -> str | None:

@@ -89,7 +89,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def lines() -> Iterator[list[str]]:
     """Lines that the plugin logs. Once vLLM has set up logging, its logger does not pass lines on to pytest's
     handler."""
-    from vllm_sparse_backend.plugin import LOGGER
+    from vllm_sparse_backend.identity import LOGGER
 
     messages: list[str] = []
 

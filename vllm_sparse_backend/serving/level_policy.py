@@ -8,7 +8,6 @@ connector may share blocks with other servers. In that case exact requests keep 
 ours are then exact, whichever server wrote them, and only servers with the same level read the blocks of a level.
 """
 
-import logging
 import multiprocessing
 from collections.abc import Collection
 from dataclasses import replace
@@ -29,10 +28,8 @@ from vllm_sparse_backend.config.request_levels import (
     level_in,
     with_level,
 )
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import logger
 from vllm_sparse_backend.serving.resolution import resolve
-
-logger = logging.getLogger(LOGGER)
 
 RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 """Variable that makes vLLM start its front end in Rust, where no part of this package runs."""

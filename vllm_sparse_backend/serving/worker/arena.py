@@ -8,7 +8,6 @@ attends separately. If the device is too small for a row, the row is cut into ch
 smaller token budget. The parts of a row do not depend on other rows.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,15 +17,13 @@ from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import logger
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.rows import BatchRow, Slab
 from vllm_sparse_kernels import TILE_TOKENS, Rows, Workspace
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.memory import META, count_bytes
 from vllm_sparse_kernels.rows import ceil_div
-
-logger = logging.getLogger(LOGGER)
 
 MOST_KEYS = 2**31 - 2**20
 """Keys of all rows of a slab: kernels count them in 32 bits, with up to 63 more for each row."""

@@ -5,14 +5,11 @@ Triton calls a listener when a process first launches a kernel for a kind of arg
 or loads it from disk. Both delay a request, so both count.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm_sparse_backend.identity import LOGGER
-
-logger = logging.getLogger(LOGGER)
+from vllm_sparse_backend.identity import logger
 
 PACKAGE = "vllm_sparse_kernels"
 

@@ -6,7 +6,6 @@ Counting neither waits for the device nor sends anything. The server calls its w
 idle, and of the answer before if it is busy.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -17,11 +16,9 @@ import torch
 
 from vllm_sparse_backend.config.fallback import Fallback
 from vllm_sparse_backend.config.profile import ON
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import logger
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.index import causal_pairs
-
-logger = logging.getLogger(LOGGER)
 
 Key = tuple[str, tuple[str, ...]]
 """A metric's name and the values of its labels."""

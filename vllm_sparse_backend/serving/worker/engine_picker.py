@@ -7,7 +7,6 @@ and its answers are correct. Each rank chooses once, at start-up. An exception t
 not caught.
 """
 
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -19,7 +18,7 @@ from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.settings import AUTO
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import logger
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import SparseIndex
 from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, EngineChoice, choose_engine, engines, widest_block
@@ -33,8 +32,6 @@ from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import USUAL_PAGE_SIZE
 from vllm_sparse_kernels.selection.engine import SelectEngine, SelectSpec, choose_select_engine
-
-logger = logging.getLogger(LOGGER)
 
 FIELD = "--additional-config sparse_prefill.engine"
 

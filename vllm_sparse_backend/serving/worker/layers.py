@@ -5,7 +5,6 @@ When vLLM builds the metadata builder of a cache group, each of its layers gets 
 memory, engines and kernels.
 """
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import logger
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.startup import no_layer_message, other_decode
 from vllm_sparse_backend.serving.streaming_startup import do_without
@@ -28,7 +27,6 @@ from vllm_sparse_backend.serving.worker.rows import RowClassifier
 from vllm_sparse_backend.serving.worker.warmup import warm_up
 from vllm_sparse_kernels.cards import status_note
 
-logger = logging.getLogger(LOGGER)
 T = TypeVar("T")
 
 

@@ -7,7 +7,6 @@ dense rows of all others. Sparse rows run on ``MlaPrefill``. Nothing in a step w
 vLLM creates a backend for each layer, and a copy of it for each group of layers. All of them share an ``MlaWorker``.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -24,7 +23,7 @@ from vllm_sparse_backend.config.model_check import QK_NOPE_HEAD_DIM, QK_ROPE_HEA
 from vllm_sparse_backend.config.profile import ON
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.request_levels import RequestLevel
-from vllm_sparse_backend.identity import LOGGER, MLA_FLAG
+from vllm_sparse_backend.identity import MLA_FLAG, logger
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.mla_startup import refuse_stock_prefill
 from vllm_sparse_backend.serving.worker import startup_log
@@ -35,8 +34,6 @@ from vllm_sparse_backend.serving.worker.owner import Worker, worker_of
 from vllm_sparse_backend.serving.worker.rows import BatchRow, RowClassifier
 from vllm_sparse_kernels.methods.top_p import TopP
 from vllm_sparse_kernels.mla import MlaCall, MlaMethod, MlaPrefill, MlaRow
-
-logger = logging.getLogger(LOGGER)
 
 ATTENTION_NAME = "mla"
 """Name of sparse MLA prefill in the metric ``layers``."""

@@ -4,7 +4,6 @@
 docs/operations.md explains each line.
 """
 
-import logging
 from collections.abc import Mapping
 
 from vllm.config import VllmConfig
@@ -15,12 +14,10 @@ from vllm_sparse_backend.config.profile import ON, SHARE
 from vllm_sparse_backend.config.ranges import MOST_COUNT, format_ranges
 from vllm_sparse_backend.config.request_levels import FIELD
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import logger
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import level_policy
 from vllm_sparse_kernels.rows import ceil_div
-
-logger = logging.getLogger(LOGGER)
 
 
 def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:

@@ -6,7 +6,6 @@ change from step to step (``do_not_specialize``). The batches here vary neverthe
 variants compile here rather than during a request. Layers also get their engines here (``engine_picker``).
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from dataclasses import replace
 import torch
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import logger
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.arena import consecutive_rows, kernel_rows
 from vllm_sparse_backend.serving.worker.compile_monitor import warming_up
@@ -25,8 +24,6 @@ from vllm_sparse_kernels.attention import engines
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.layer import Layer, run
 from vllm_sparse_kernels.rows import ceil_div
-
-logger = logging.getLogger(LOGGER)
 
 BATCHES: tuple[tuple[tuple[int, int], ...], ...] = (
     ((4096, 320),),
