@@ -27,7 +27,7 @@ def sha256_of(prompts: Sequence[Sequence[int]]) -> str:
 
 def encoder(tokenizer: Any) -> Encode:
     """Return the function that tokenizes texts of any length."""
-    return lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False).input_ids
 
 
 def make_prompts(model: Path, text: Path, num_tokens: int, count: int, seed: int, part: int = 0) -> list[list[int]]:
@@ -93,7 +93,7 @@ def _text_of(line: object, tokenizer: Any) -> str:
         case {"messages": [*messages]} if all(
             isinstance(message, dict) and {"role", "content"} <= {*message} for message in messages
         ):
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         case {"text": str(text)} | {"prompt": str(text)}:
             return text
     raise ValueError(unexpected(line, "an object with messages (each with role and content), text or prompt"))

@@ -55,7 +55,7 @@ class CaseReport:
 def options_of(workload: Any, **more: Any) -> dict[str, Any]:
     """Return the fields of a dataclass with a text as JSON, which holds the text's hash."""
     sha256 = hashlib.sha256((workload.text or "").encode()).hexdigest()
-    return dict(to_jsonable_python(asdict(workload) | {"text": sha256[:16]} | more))
+    return to_jsonable_python(asdict(workload) | {"text": sha256[:16]} | more)
 
 
 def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:

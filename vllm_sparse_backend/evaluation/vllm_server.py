@@ -76,7 +76,7 @@ def device_name() -> str:
     if has_cuda():
         import torch
 
-        return str(torch.cuda.get_device_name())
+        return torch.cuda.get_device_name()
     return f"CPU, {os.cpu_count()} cores"
 
 

@@ -201,12 +201,12 @@ def current_device() -> torch.device:
 
 def device_name() -> str:
     """Return the name of the device. The driver answers, so no CUDA context is created."""
-    return str(current_platform.get_device_name())
+    return current_platform.get_device_name()
 
 
 def device_memory_bytes() -> int:
     """Return the size of the device's memory."""
-    return int(current_platform.get_device_total_memory())
+    return current_platform.get_device_total_memory()
 
 
 def flash_attention() -> FlashAttention | None:
@@ -227,8 +227,7 @@ def flash_attn_varlen_func() -> Callable[..., Any]:
     """Return vLLM's FlashAttention function for paged caches."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    function: Callable[..., Any] = flash_attn_varlen_func
-    return function
+    return flash_attn_varlen_func
 
 
 def flash_attention_version() -> int | None:
@@ -248,7 +247,7 @@ def stock_backend(
     """Return the attention backend that vLLM itself would choose for a decoder's layers on this device."""
     capability = None if IS_CPU else current_platform.get_device_capability()
     if capability is None or capability.major < 10:
-        return str(DenseBackend.get_name())
+        return DenseBackend.get_name()
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     config = AttentionSelectorConfig(
@@ -257,7 +256,7 @@ def stock_backend(
     with nullcontext() if vllm_config is None else set_current_vllm_config(vllm_config, check_compile=False):
         candidates, _ = current_platform.get_valid_backends(capability, config)
     first = min(candidates, key=lambda candidate: candidate.priority, default=None)
-    return str(DenseBackend.get_name() if first is None else first.backend.name)
+    return DenseBackend.get_name() if first is None else first.backend.name
 
 
 def tokenizer(vllm_config: VllmConfig) -> Any:
@@ -283,7 +282,7 @@ def embeds_tokens(vllm_config: VllmConfig) -> bool:
         from vllm.multimodal import MULTIMODAL_REGISTRY
 
         supports_multimodal = MULTIMODAL_REGISTRY.supports_multimodal_inputs(model)
-    return bool(supports_multimodal or model.enable_prompt_embeds)
+    return supports_multimodal or model.enable_prompt_embeds
 
 
 def calculates_scales(vllm_config: VllmConfig) -> bool:
@@ -343,7 +342,7 @@ def layer_number(name: str) -> int | None:
     from vllm.model_executor.models.utils import extract_layer_index
 
     try:
-        return int(extract_layer_index(name))
+        return extract_layer_index(name)
     except AssertionError:
         return None
 
@@ -356,8 +355,7 @@ def stock_mla_prefill(vllm_config: VllmConfig) -> type:
     stock_config = copy.copy(vllm_config)
     stock_config.attention_config = copy.copy(vllm_config.attention_config)
     stock_config.attention_config.mla_prefill_backend = None
-    backend: type = get_mla_prefill_backend(stock_config)
-    return backend
+    return get_mla_prefill_backend(stock_config)
 
 
 def is_stock_mla_layer(layer: Any) -> bool:
@@ -377,7 +375,7 @@ def mla_chunk_tokens(vllm_config: VllmConfig) -> int:
     """Return the largest number of context tokens that vLLM projects up at once."""
     from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
-    return int(MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config))
+    return MLACommonMetadataBuilder.determine_chunked_prefill_workspace_size(vllm_config)
 
 
 def paged_cache(kv_cache: torch.Tensor, head_dim: int) -> PagedCache:

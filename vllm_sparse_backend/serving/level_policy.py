@@ -130,7 +130,7 @@ def kv_connectors(vllm_config: VllmConfig) -> set[str]:
     if transfer is None or transfer.kv_connector is None:
         return set()
     if transfer.kv_connector != "MultiConnector":
-        return {str(transfer.kv_connector)}
+        return {transfer.kv_connector}
     parts = transfer.kv_connector_extra_config.get("connectors", [])
     return {str(part.get("kv_connector")) for part in parts} or {"MultiConnector"}
 

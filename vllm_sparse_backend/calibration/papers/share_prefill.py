@@ -163,7 +163,7 @@ def representations(maps: torch.Tensor, device: torch.device, progress: Progress
 def ward_labels(points: torch.Tensor, distance: float) -> list[int]:
     """Cluster at least two points with Ward's linkage."""
     labels = require_scipy().fclusterdata(points.double().cpu().numpy(), distance, "distance", method="ward")
-    return list(labels.tolist())
+    return labels.tolist()
 
 
 def require_scipy() -> Any:
@@ -182,8 +182,7 @@ def cluster_heads(maps: torch.Tensor, device: torch.device, progress: Progress) 
     labels = ward_labels(standard, DISTANCE)
     large = [label for label, num_heads in Counter(labels).items() if num_heads >= MIN_HEADS]
     clusters = [large.index(label) if label in large else NOISE for label in labels]
-    by_layer: list[list[int]] = torch.tensor(clusters).view(maps.shape[:2]).tolist()
-    return by_layer
+    return torch.tensor(clusters).view(maps.shape[:2]).tolist()
 
 
 def shared_heads(job: Job) -> list[list[SharePrefill]]:

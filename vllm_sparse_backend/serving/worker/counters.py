@@ -58,7 +58,7 @@ class PendingCounts:
 
     def arrived(self) -> bool:
         """Return whether the copy is complete. Does not wait."""
-        return self._event is None or bool(self._event.query())
+        return self._event is None or self._event.query()
 
 
 class Recorder:

@@ -86,8 +86,7 @@ class EnginePicker:
             self._chosen[spec] = choice.engine
             kind = "engine" if isinstance(spec, AttendSpec) else "selection engine"
             self._not_used |= {(kind, name, why) for name, why in choice.passed_over.items()}
-        engine: EngineT = self._chosen[spec]
-        return engine
+        return self._chosen[spec]
 
     def report(self, layers: Mapping[int, Layer]) -> None:
         """Log which layers attend and select on which engine, and why faster engines were not chosen.

@@ -203,7 +203,7 @@ class SparseMlaPrefillBackend(MLAPrefillBackend):
 
     def supports_out(self) -> bool:
         """Return whether calls write into a given tensor."""
-        return bool(self.stock.supports_out())
+        return self.stock.supports_out()
 
     def begin_step(self, common: CommonAttentionMetadata, common_prefix_len: int, max_decode_tokens: int) -> None:
         """Take the rows of a step, before ``prepare_metadata``. A draft model's stay dense and are not counted."""
