@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import resources
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -30,8 +29,7 @@ from vllm_sparse_kernels.methods.dense.method import Dense
 AUTO: Literal["auto"] = "auto"
 
 COMMAND = "sparse-prefill bench crossover MODEL"
-SHIPPED = "_crossover/measured.json"
-"""Path of the bundled table within the package."""
+SHIPPED = Path(__file__).parents[1] / "_crossover/measured.json"
 
 
 def _to_token_count(value: object) -> object:
@@ -274,7 +272,7 @@ def resolve_lengths(
 
 def crossover_file(path: str | None = None, option: str = "crossover") -> Path:
     """Find a table's file."""
-    name = path or str(resources.files("vllm_sparse_backend") / SHIPPED)
+    name = path or str(SHIPPED)
     file = existing_path(name)
     if file is None:
         raise ConfigurationError(f"{option}: given {name!r}: no such file; expected a file that `{COMMAND}` wrote")

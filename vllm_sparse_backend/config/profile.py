@@ -7,7 +7,6 @@ A profile is a YAML file; ``profiles/README.md`` describes its fields. Layers an
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -234,7 +233,7 @@ def parse_profile(text: str, source: str) -> Profile:
 
 def bundled_profiles() -> dict[str, Path]:
     """List the profiles that come with this package."""
-    package = Path(str(resources.files("vllm_sparse_backend")))
+    package = Path(__file__).parents[1]
     # A wheel has them inside the package, and an editable checkout has them next to it.
     folder = next((path for path in (package / "_profiles", package.parent / "profiles") if path.is_dir()), None)
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
