@@ -82,11 +82,9 @@ class Level(Section):
     def of_heads(cls, methods: Sequence[Sequence[Method]], provenance: dict[str, Any], **fields: Any) -> Self:
         """Build the level or profile that gives each head its method. Its default is the most common method.
 
-        Layers whose heads are all dense go into ``dense_layers``, unless all layers are dense.
+        Layers whose heads are all dense go into ``dense_layers``. At least one layer must have another head.
         """
         dense_layers = [i for i, heads in enumerate(methods) if set(heads) == {make_method("dense", {})}]
-        if len(dense_layers) == len(methods):
-            dense_layers = []
         sparse = {i: heads for i, heads in enumerate(methods) if i not in dense_layers}
         ((default, _),) = Counter(chain.from_iterable(sparse.values())).most_common(1)
         layers: dict[tuple[int, ...], LayerProfile] = {}
