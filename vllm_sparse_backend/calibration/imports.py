@@ -18,9 +18,6 @@ from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import Profile
 from vllm_sparse_kernels.methods.base import Method
 
-PATTERNS_FORM = "MInference's patterns, a list of one object for each layer"
-CLUSTERS_FORM = "SharePrefill's clusters, an object with clusters and shared_clusters"
-
 PATTERNS: dict[str, Callable[[int, int], Method]] = {
     "vertical_and_slash": lambda a, b: make_method("vertical_slash", {"vertical_tokens": a, "slash_tokens": b}),
     "stream_llm": lambda a, b: make_method("a_shape", {"sink_tokens": a, "local_tokens": b}),
@@ -48,7 +45,10 @@ def import_profile(path: Path, model: Path) -> Profile:
     elif isinstance(content, dict) and ClusterFile.model_fields.keys() & content.keys():
         tool, read = "SharePrefill's", _share_prefill
     else:
-        expected = f"{PATTERNS_FORM}; or {CLUSTERS_FORM}"
+        expected = (
+            "MInference's patterns, a list of one object for each layer; or SharePrefill's clusters, an object with "
+            "clusters and shared_clusters"
+        )
         raise ConfigurationError(f"{path}: {unexpected(content, expected)}")
     try:
         methods = read(content, shape)

@@ -227,9 +227,7 @@ class CapturedLayer:
     """One layer of captured prompts, on which methods are measured. Remembers the figures of methods."""
 
     prompts: Sequence[LayerPrompt]
-    _known: dict[tuple[Method, ...], list[HeadResult]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )  # fmt: skip
+    _known: dict[tuple[Method, ...], list[HeadResult]] = field(default_factory=dict, init=False)
 
     @property
     def num_heads(self) -> int:

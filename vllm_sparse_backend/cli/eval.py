@@ -100,6 +100,7 @@ class Report:
         with common.failures(f"The same command continues from {self.folder}."):
             from vllm_sparse_backend.evaluation import model_report
             from vllm_sparse_backend.evaluation.compared_servers import servers_to_start
+            from vllm_sparse_backend.evaluation.serve_bench import ServeWorkload
             from vllm_sparse_backend.evaluation.vllm_server import device_name
             from vllm_sparse_backend.prompts.texts import project_text, read_prompt_text
 
@@ -110,7 +111,7 @@ class Report:
                 "--answer-lengths", self.answer_lengths, model_report.ANSWER_LENGTHS, output_tokens, self.model
             )
             text = read_prompt_text(self.text) if self.text else project_text()
-            speed = model_report.speed_workload(lengths, text)
+            speed = ServeWorkload(lengths, output_tokens, model_report.REPEATS, text)
             questions = model_report.answer_workload(answer_lengths, self.count, text)
             args = f"{model_report.MEMORY_ARGS} {self.server_args}".rstrip()
             servers = servers_to_start(self.model, settings, max(speed.longest, questions.longest), args)

@@ -138,8 +138,7 @@ class Endpoint:
 
     def body(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """Return the fields that every completion request has."""
-        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
-        return body | dict(self.extra)
+        return {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **self.extra}
 
     def prompt_logprobs(self, prompt: Sequence[int], top: int = 1) -> list[dict[str, Any] | None]:
         """Return vLLM's ``prompt_logprobs``: for each token, its own entry and those of the ``top`` most likely tokens,
@@ -222,7 +221,7 @@ class Prompts:
     def __init__(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) < 1024:
             raise BenchError(f"text: given {len(token_ids)} tokens, expected at least 1,024")
-        self.token_ids = list(token_ids)
+        self.token_ids = token_ids
         self.made = 0
 
     @staticmethod

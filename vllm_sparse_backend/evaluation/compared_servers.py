@@ -57,7 +57,7 @@ class Settings:
             return "no configuration"
         params = self.values.get("params") or {}
         profile = self.values.get("profile")
-        name = f"profile {name_of_profile(profile)}" if profile else str(self.values.get("method") or "default")
+        name = f"profile {name_of_profile(profile)}" if profile else self.values.get("method") or "default"
         return " ".join([name, *(f"{field}={json.dumps(value)}" for field, value in params.items())])
 
     @property

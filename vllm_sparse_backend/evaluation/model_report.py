@@ -14,7 +14,7 @@ from vllm_sparse_backend.evaluation.answer_workload import FACT_TOKENS, SEED, An
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, resume
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, options_of, write_json
-from vllm_sparse_backend.evaluation.serve_bench import Length, ServeWorkload
+from vllm_sparse_backend.evaluation.serve_bench import ServeWorkload
 from vllm_sparse_backend.evaluation.tasks import TASKS
 from vllm_sparse_backend.identity import versions
 from vllm_sparse_backend.progress import Progress
@@ -28,11 +28,6 @@ MOST_FACTS = 24
 MEMORY_ARGS = "--gpu-memory-utilization 0.8"
 """Leaves memory for the log-probabilities of a step's tokens, which vLLM does not reserve: 6 GB for 8,192 tokens and a
 vocabulary of 128,000."""
-
-
-def speed_workload(lengths: tuple[Length, ...], text: str) -> ServeWorkload:
-    """Return the prompts whose TTFT is measured."""
-    return ServeWorkload(lengths, OUTPUT_TOKENS, REPEATS, text)
 
 
 def answer_workload(lengths: Sequence[int], count: int, text: str) -> AnswerWorkload:

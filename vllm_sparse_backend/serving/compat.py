@@ -266,13 +266,6 @@ def tokenizer(vllm_config: VllmConfig) -> Any:
     return cached_tokenizer_from_config(vllm_config.model_config)
 
 
-def is_from_transformers(tokenizer: Any) -> bool:
-    """Return whether a tokenizer has transformers' interface."""
-    from transformers import PreTrainedTokenizerBase
-
-    return isinstance(tokenizer, PreTrainedTokenizerBase)
-
-
 def embeds_tokens(vllm_config: VllmConfig) -> bool:
     """Return whether vLLM embeds the tokens of every step, also those of text, before it calls the model."""
     model = vllm_config.model_config

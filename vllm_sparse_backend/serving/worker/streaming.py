@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -131,7 +132,7 @@ def refuse_layers(vllm_config: VllmConfig) -> None:
 def _prompt(vllm_config: VllmConfig) -> list[int]:
     tokenizer: Any = compat.tokenizer(vllm_config)
     # The text is longer than the model's context. transformers warns of that, but only a part of the text is used.
-    quiet = {"verbose": False} if compat.is_from_transformers(tokenizer) else {}
+    quiet = {"verbose": False} if isinstance(tokenizer, PreTrainedTokenizerBase) else {}
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
