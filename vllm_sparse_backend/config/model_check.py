@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import ConfigDict, StrictFloat, StrictInt, StrictStr, model_validator
 
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
@@ -36,6 +36,8 @@ QK_NOPE_HEAD_DIM, QK_ROPE_HEAD_DIM, V_HEAD_DIM = 128, 64, 128
 
 class _CheckedFields(Section):
     """Fields of a config's text part whose types matter here."""
+
+    model_config = ConfigDict(extra="ignore")
 
     num_hidden_layers: Count
     num_attention_heads: StrictInt | None = None
@@ -67,7 +69,7 @@ def read_config(model: Path) -> dict[str, Any]:
     # transformers sets `architectures` of a text part to None even if the full config names the architecture.
     architectures = config.get("architectures") or text.get("architectures")
     fields = {"num_hidden_layers": None, **text, **usual_numbers(text), "architectures": architectures}
-    _CheckedFields.read({name: fields[name] for name in _CheckedFields.model_fields if name in fields}, f"{path}: ")
+    _CheckedFields.read(fields, f"{path}: ")
     return fields
 
 
