@@ -36,9 +36,6 @@ docs/results/performance.jsonl). The rate of Mamba 2 is assumed to be the same."
 
 LENGTHS_TOKENS = (8192, 16_384, 32_768, 65_536, 131_072, 262_144, 1_048_576)
 
-MEASURED_8B = {8192: 1.10, 16_384: 1.23, 32_768: 1.54, 65_536: 2.19, 131_072: 3.44}
-"""TTFT speed-up at Llama-3.1-8B's shape on an H200, by prompt length, as in README.md."""
-
 HARDLY_PAYS = 1.2
 """Largest possible speed-up below which sparse prefill is hardly worth its errors."""
 

@@ -310,27 +310,24 @@ def mla_kernels() -> Finding:
 def best_speedups(model: CheckedModel) -> Iterator[Finding]:
     """Estimate the best possible speed-up: no method reduces the time of linear layers."""
     config, source = model.config, model.source
-    longest = model.max_positions or max(attention_share.MEASURED_8B)
+    longest = model.max_positions or 131_072
     lengths = sorted({longest, *(n for n in attention_share.LENGTHS_TOKENS if n < longest)})
     try:
         shares = {n: attention_share.prefill_share(config, n, source) for n in lengths}
     except ConfigurationError as error:
         yield note("attention's share of prefill", f"unknown: {error}")
         return
-    columns = {"tokens": "tokens", "attention": "attention's share", "most": "at most", "measured": "8B, measured"}
+    columns = {"tokens": "tokens", "attention": "attention's share", "most": "at most"}
     if any(share.dense_s for share in shares.values()):
         columns["pairs"] = "pairs that can run sparse"
     rows = [
         {
             "tokens": n, "attention": f"{share.attention:.0%}", "most": f"{share.best_speedup:.1f}",
-            "measured": attention_share.MEASURED_8B.get(n), "pairs": f"{share.of_pairs:.1%}",
+            "pairs": f"{share.of_pairs:.1%}",
         }
         for n, share in shares.items()
     ]  # fmt: skip
-    title = (
-        "by prompt length: at most, if sparse attention took no time, by an H100's rates; and as measured at "
-        "Llama-3.1-8B's shape on an H200"
-    )
+    title = "by prompt length, if sparse attention took no time, by an H100's rates"
     yield ok("speed-up of TTFT", table_of(title, columns, rows).rstrip())
     if (most := shares[longest].best_speedup) < attention_share.HARDLY_PAYS:
         yield note(
