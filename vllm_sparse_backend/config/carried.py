@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover
 from vllm_sparse_backend.config.input_files import read_text
-from vllm_sparse_backend.config.keys import CARRIED, OPTION
+from vllm_sparse_backend.config.keys import CARRIED, SETTINGS
 from vllm_sparse_backend.config.profile import ANY_MODEL, Profile, parse_profile, profile_file
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 
@@ -34,10 +34,10 @@ class Carried:
         """Read the files that a configuration names."""
         carried = Carried(f"method {config.method}", device)
         if config.crossover is not None:
-            path = crossover_file(config.crossover, f"{OPTION} sparse_prefill.crossover")
+            path = crossover_file(config.crossover, f"{SETTINGS}.crossover")
             carried = replace(carried, crossover=read_text(path))
         if config.profile is not None:
-            path = profile_file(config.profile, f"{OPTION} sparse_prefill.profile")
+            path = profile_file(config.profile, f"{SETTINGS}.profile")
             carried = replace(carried, source=f"profile {config.profile}", profile=read_text(path))
         return carried
 

@@ -7,5 +7,6 @@ They are separate from the modules that read the settings, because every process
 OPTION = "--additional-config"
 KEY = "sparse_prefill"
 """Key of the settings, within ``OPTION``."""
+SETTINGS = f"{OPTION} {KEY}"
 CARRIED = "sparse_prefill_carried"
 """Key next to ``KEY`` of what the first process of a server read and decided for its other processes."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from vllm_sparse_backend.config.crossover_table import AUTO
 from vllm_sparse_backend.config.errors import format_value
-from vllm_sparse_backend.config.keys import KEY, OPTION
+from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.method_parameters import PRESETS, format_call
 from vllm_sparse_backend.config.settings import SparsePrefillConfig
 from vllm_sparse_kernels.methods import name_of
@@ -37,21 +37,20 @@ def describe(method: MlaMethod) -> str:
 
 def setting_problems(config: SparsePrefillConfig) -> Iterator[str]:
     """List the settings that MLA does not support."""
-    place = f"{OPTION} {KEY}"
     for field in sorted(config.model_fields_set - SUPPORTED):
         value = config.model_dump()[field]
         if value not in OFF:
-            given = f"{place}.{field}: given {format_value(value)}"
+            given = f"{SETTINGS}.{field}: given {format_value(value)}"
             yield f"{given}, which multi-head latent attention does not support; leave it out"
     if config.method not in METHOD_NAMES:
         yield (
-            f"{place}.method: given {config.method!r}, expected one of {', '.join(METHOD_NAMES)}: no other method "
+            f"{SETTINGS}.method: given {config.method!r}, expected one of {', '.join(METHOD_NAMES)}: no other method "
             "exists for multi-head latent attention"
         )
     name = PRESETS.get(config.method, config.method)
     for field, value in config.params.items():
         if field not in PARAMETERS[name]:
             yield (
-                f"{place}.params.{field}: given {format_value(value)}, but {name} has only the parameters "
+                f"{SETTINGS}.params.{field}: given {format_value(value)}, but {name} has only the parameters "
                 f"{', '.join(PARAMETERS[name])} for multi-head latent attention; leave it out"
             )

@@ -13,7 +13,7 @@ from itertools import chain
 from vllm_sparse_backend.config.carried import Carried
 from vllm_sparse_backend.config.crossover_table import Lengths, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
-from vllm_sparse_backend.config.keys import OPTION
+from vllm_sparse_backend.config.keys import OPTION, SETTINGS
 from vllm_sparse_backend.config.method_parameters import summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import EXACT, ON, Profile
@@ -51,11 +51,11 @@ class Plan:
         """Build the plan of each level except ``exact``, which needs none."""
         carried = carried or Carried.read(config)
         profile, source = carried.profile_for(config), carried.source
-        profile.check_model(shape, source if config.profile is not None else f"{OPTION} sparse_prefill.method")
+        profile.check_model(shape, source if config.profile is not None else f"{SETTINGS}.method")
         if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
             expected = f"at most {shape.num_layers - 1}, because the model is {shape}"
             problem = unexpected(config.dense_layers[-1], expected)
-            raise ConfigurationError(f"{OPTION} sparse_prefill.dense_layers: {problem}")
+            raise ConfigurationError(f"{SETTINGS}.dense_layers: {problem}")
         num_local = shape.num_heads // tp_size
         local_heads = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
         plans = {ON: _build(config, profile, source, shape, local_heads)}

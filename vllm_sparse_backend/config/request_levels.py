@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from vllm_sparse_backend.config.crossover_table import Lengths
 from vllm_sparse_backend.config.errors import ConfigurationError, format_value, looks_like, not_one_of, unexpected
-from vllm_sparse_backend.config.keys import KEY, OPTION
+from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.settings import RequestsConfig
@@ -86,7 +86,7 @@ class LevelPolicy:
     def _named(self, where: str, name: str, *more: str) -> str:
         names = (ON, *more, *self.levels)
         if name not in names:
-            raise ConfigurationError(f"{OPTION} {KEY}.requests.{where}: {not_one_of(name, names)}")
+            raise ConfigurationError(f"{SETTINGS}.requests.{where}: {not_one_of(name, names)}")
         return self._level_named(name)
 
     def _level_named(self, name: str) -> str:

@@ -20,7 +20,7 @@ from pydantic import (
 
 from vllm_sparse_backend.config.crossover_table import AUTO, TokenCount
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, looks_like, not_one_of, unexpected
-from vllm_sparse_backend.config.keys import CARRIED, KEY, OPTION
+from vllm_sparse_backend.config.keys import CARRIED, KEY, OPTION, SETTINGS
 from vllm_sparse_backend.config.method_parameters import make_method, method_names
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.ranges import Ranges
@@ -152,7 +152,7 @@ def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillCon
         settings = {"profile": settings}
     if not isinstance(settings, Mapping):
         expected = "a mapping, or the name or path of a profile"
-        raise ConfigurationError(f"{OPTION} {KEY}: {unexpected(settings, expected)}")
+        raise ConfigurationError(f"{SETTINGS}: {unexpected(settings, expected)}")
     return SparsePrefillConfig.read(dict(settings), f"{OPTION} ", KEY)
 
 

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 
 from vllm_sparse_backend.config.errors import ConfigurationError, format_value
-from vllm_sparse_backend.config.keys import KEY, OPTION
+from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.profile import EXACT, ON
 from vllm_sparse_backend.config.request_levels import (
     FIELD,
@@ -61,7 +61,7 @@ def level_policy(vllm_config: VllmConfig) -> LevelPolicy:
         fingerprints = {level: "" for level in (EXACT, *resolved.plans) if level != policy.default}
     refusal = _refusal(vllm_config)
     if vllm_config.parallel_config.use_ubatching and policy.default != ON:
-        raise ConfigurationError(f"{OPTION} {KEY}.requests.default: given {policy.default!r}, but {refusal}")
+        raise ConfigurationError(f"{SETTINGS}.requests.default: given {policy.default!r}, but {refusal}")
     return replace(policy, fingerprints=fingerprints, refusal=refusal)
 
 

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import KEY, OPTION
+from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import LOGGER
 from vllm_sparse_backend.serving import compat
@@ -45,7 +45,7 @@ def decide(vllm_config: VllmConfig, resolved: Resolved) -> None:
 def do_without(vllm_config: VllmConfig, problem: str, level: int = logging.WARNING) -> None:
     """Leave this process without streaming heads. Raises ConfigurationError if the operator set them."""
     if settings_of(vllm_config).streaming_heads is True:
-        raise ConfigurationError(f"{OPTION} {KEY}.streaming_heads: {problem}; leave streaming_heads out")
+        raise ConfigurationError(f"{SETTINGS}.streaming_heads: {problem}; leave streaming_heads out")
     carry_streaming(vllm_config, False)
     logger.log(level, "sparse-prefill: all heads score keys: %s", problem)
 

@@ -14,7 +14,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.keys import KEY, OPTION
+from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import PACKAGE, package_version
 from vllm_sparse_backend.serving import compat
@@ -43,7 +43,7 @@ def agree(vllm_config: VllmConfig) -> None:
         if differing:
             raise ConfigurationError(
                 f"sparse-prefill: rank {rank} has {_shown(settings, differing)}, expected {_shown(first, differing)} "
-                f"as rank 0; start all nodes with the same version and the same {OPTION} {KEY}, and set min_tokens and "
+                f"as rank 0; start all nodes with the same version and the same {SETTINGS}, and set min_tokens and "
                 "min_query_tokens where their devices differ"
             )
     if not compat.is_first_rank(vllm_config):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.config.settings import AUTO
@@ -33,7 +34,7 @@ from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import USUAL_PAGE_SIZE
 from vllm_sparse_kernels.selection.engine import SelectEngine, SelectSpec, choose_select_engine
 
-FIELD = "--additional-config sparse_prefill.engine"
+FIELD = f"{SETTINGS}.engine"
 
 Spec = AttendSpec | SelectSpec
 """A kind of work."""
