@@ -46,9 +46,7 @@ class EnginePicker:
     def __init__(self, wanted: str, table: Mapping[str, AttendEngine]) -> None:
         self.wanted = wanted
         self.candidates = list(table.values()) if wanted == AUTO else [table[wanted]]
-        self._not_used: set[tuple[str, str, str]] = set()
-        """What kind of engine is not used, its name, and why."""
-        self._chosen: dict[Spec, Any] = {}
+        self._choices: dict[Spec, EngineChoice[Any]] = {}
 
     def pick_all(self, layer: Layer, batch: Batch) -> Layer:
         """Return the layer with its engines. The first layer of a kind runs the trials."""
@@ -79,22 +77,24 @@ class EnginePicker:
     def _pick(
         self, spec: Spec, candidates: Iterable[EngineT], trial: Callable[[EngineT], str | None], work: str
     ) -> EngineT:
-        if spec not in self._chosen:
+        if spec not in self._choices:
             try:
-                choice = choose_engine(candidates, spec, trial, work)
+                self._choices[spec] = choose_engine(candidates, spec, trial, work)
             except ValueError as error:
                 raise ConfigurationError(str(error)) from None
-            self._chosen[spec] = choice.engine
-            kind = "engine" if isinstance(spec, AttendSpec) else "selection engine"
-            self._not_used |= {(kind, name, why) for name, why in choice.passed_over.items()}
-        return self._chosen[spec]
+        return self._choices[spec].engine
 
     def report(self, layers: Mapping[int, Layer]) -> None:
         """Log which layers attend and select on which engine, and why faster engines were not chosen.
 
         Methods with a single selection engine are left out.
         """
-        for reason in sorted(self._not_used):
+        not_used = {
+            ("engine" if isinstance(spec, AttendSpec) else "selection engine", name, why)
+            for spec, choice in self._choices.items()
+            for name, why in choice.passed_over.items()
+        }
+        for reason in sorted(not_used):
             logger.info("sparse-prefill: %s %s not used: %s", *reason)
         used: dict[tuple[str, str], list[int]] = defaultdict(list)
         for number, layer in layers.items():
