@@ -6,9 +6,7 @@
 The loader calls ``register`` in every process, more than once, before the command line is read.
 """
 
-import functools
 import re
-from collections.abc import Callable
 
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.identity import (
@@ -36,30 +34,27 @@ def unsupported(version: str) -> str | None:
     )
 
 
-def _log_if_unavailable(register: Callable[[], None]) -> Callable[[], None]:
-    """Log why the backend is not available. vLLM's own error says only that the flag's value is unknown."""
-
-    @functools.wraps(register)
-    def checked() -> None:
-        from vllm import __version__ as version
-
-        if (why := unsupported(version)) is not None:
-            logger.warning("sparse-prefill is not available: %s", why)
-            return
-        try:
-            register()
-        except (AttributeError, ImportError, ConfigurationError) as error:  # an unreleased or modified build
-            logger.warning(
-                "sparse-prefill is not available: vLLM %s lacks internals that it relies on (%s: %s); expected one of "
-                "the releases %s", version, type(error).__name__, error, RELEASES,
-            )  # fmt: skip
-
-    return checked
-
-
-@_log_if_unavailable
 def register() -> None:
     """Register the backends with vLLM: the entry point of the group ``vllm.general_plugins``. Idempotent.
+
+    If the backend is not available, the log says why. vLLM's own error says only that the flag's value is unknown.
+    """
+    from vllm import __version__ as version
+
+    if (why := unsupported(version)) is not None:
+        logger.warning("sparse-prefill is not available: %s", why)
+        return
+    try:
+        _register()
+    except (AttributeError, ImportError, ConfigurationError) as error:  # an unreleased or modified build
+        logger.warning(
+            "sparse-prefill is not available: vLLM %s lacks internals that it relies on (%s: %s); expected one of "
+            "the releases %s", version, type(error).__name__, error, RELEASES,
+        )  # fmt: skip
+
+
+def _register() -> None:
+    """Register the backends.
 
     Most processes that call this run another backend, or do not know their backend yet. It therefore installs only the
     hooks of ``hooks.install``, where a process gets its configuration.
