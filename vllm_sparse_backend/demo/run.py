@@ -4,11 +4,9 @@
 The demo fails if the server's /metrics shows no sparse prefill, or if an answer is wrong.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-
-from rich.console import Console
-from rich.markup import escape
 
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation.answer_run import ask
@@ -31,23 +29,23 @@ CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSIN
 process for each engine, which takes a third of the start time."""
 
 
-def run_demo(console: Console) -> None:
-    """Run the demo. Raises ``BenchError`` or ``ServerError`` with the reason if it fails."""
+def run_demo(say: Callable[[str], None]) -> None:
+    """Run the demo, and ``say`` its results. Raises ``BenchError`` or ``ServerError`` with the reason if it fails."""
     env = {} if has_cuda() else CPU_ENV
     servers = {
         "stock vLLM": Server(BUNDLED, ARGS, env=env),
         "sparse-prefill": Server(BUNDLED, (*sparse_args(SETTINGS), *ARGS), env=env),
     }
     for name, server in servers.items():
-        console.print(f"{name}: [bold]{escape(str(server))}[/]", highlight=False, soft_wrap=True)
-    console.print("Starting both servers takes about a minute.")
+        say(f"{name}: {server}")
+    say("Starting both servers takes about a minute.")
     with ExitStack() as stack:
         with ThreadPoolExecutor() as pool:
             list(pool.map(stack.enter_context, servers.values()))
         endpoints = {name: Endpoint.connect(name, server.url) for name, server in servers.items()}
         scores = ask_all(endpoints)
         report = parse_metrics(endpoints["sparse-prefill"].metrics())
-    console.print(summary(scores, report), highlight=False, soft_wrap=True, markup=False)
+    say(summary(scores, report))
 
 
 def ask_all(endpoints: dict[str, Endpoint]) -> dict[str, PromptScores]:
