@@ -122,11 +122,9 @@ def failures(go_on: str = "") -> Iterator[None]:
     The exit code is 2 for an error of the command line, otherwise 1. After Ctrl-C, the line ends with ``go_on``, which
     says how to continue.
     """
-    from vllm_sparse_backend.evaluation.vllm_server import ServerError
-
     try:
         yield
-    except (BenchError, ConfigurationError, ServerError) as error:
+    except (BenchError, ConfigurationError) as error:
         raise failure(error) from error
     except OSError as error:
         if error.errno not in STORAGE_ERRORS:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_sparse_backend.evaluation.client import RequestError, connected
+from vllm_sparse_backend.evaluation.report import BenchError
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -40,7 +41,7 @@ _ENGINE_ERROR = re.compile(
 """Last line of a traceback in an engine process's log: the exception's name and message."""
 
 
-class ServerError(RuntimeError):
+class ServerError(BenchError):
     """The server did not start, or it died. The message ends with the end of its log and the engine's error."""
 
 
