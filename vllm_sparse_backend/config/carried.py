@@ -6,7 +6,7 @@ has no effect, and all processes resolve the settings to the same values on any 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover
@@ -32,14 +32,13 @@ class Carried:
     @staticmethod
     def read(config: SparsePrefillConfig, device: str = "") -> "Carried":
         """Read the files that a configuration names."""
-        carried = Carried(f"method {config.method}", device)
+        source, profile, crossover = f"method {config.method}", None, None
         if config.crossover is not None:
-            path = crossover_file(config.crossover, f"{SETTINGS}.crossover")
-            carried = replace(carried, crossover=read_text(path))
+            crossover = read_text(crossover_file(config.crossover, f"{SETTINGS}.crossover"))
         if config.profile is not None:
-            path = profile_file(config.profile, f"{SETTINGS}.profile")
-            carried = replace(carried, source=f"profile {config.profile}", profile=read_text(path))
-        return carried
+            source = f"profile {config.profile}"
+            profile = read_text(profile_file(config.profile, f"{SETTINGS}.profile"))
+        return Carried(source, device, profile, crossover)
 
     @staticmethod
     def of(additional_config: Mapping[str, Any] | None) -> "Carried | None":

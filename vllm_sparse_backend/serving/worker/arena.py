@@ -81,15 +81,9 @@ class SparseRow:
 
     def chunks(self, query_tokens: int) -> list["SparseRow"]:
         """Cut the row into chunks."""
-        starts = range(0, self.query_len, query_tokens)
         return [
-            replace(
-                self,
-                token=self.token + i,
-                query_len=min(query_tokens, self.query_len - i),
-                context_len=self.context_len + i,
-            )
-            for i in starts
+            SparseRow(self.number, self.token + i, min(query_tokens, self.query_len - i), self.context_len + i)
+            for i in range(0, self.query_len, query_tokens)
         ]
 
 
