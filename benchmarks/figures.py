@@ -7,11 +7,12 @@ adds the figures of a file by `bench serve --json` to such a file.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -63,6 +64,10 @@ class FigureReport(CaseReport):
         self.command = command or self.command.replace("sparse-prefill", f"python -m benchmarks.{bench}", 1)
         self.results_path = results_path
         self.figures: dict[str, Figure] = {}
+
+    def add_case(self, case: Mapping[str, Any]) -> None:
+        # JSON has no NaN, which is the error of a kernel that fails.
+        super().add_case({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in case.items()})
 
     def add_figure(self, name: str, value: float, unit: str, better: Better, bar: float | None = None) -> None:
         """Add a figure. ``bar`` is its target, unless the results file already has one."""
