@@ -233,8 +233,9 @@ def bundled_profiles() -> dict[str, Path]:
     """List the profiles that come with this package."""
     package = Path(__file__).parents[1]
     # A wheel has them inside the package, and an editable checkout has them next to it.
-    folder = next((path for path in (package / "_profiles", package.parent / "profiles") if path.is_dir()), None)
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
+    in_wheel = package / "_profiles"
+    folder = in_wheel if in_wheel.is_dir() else package.parent / "profiles"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def name_of_profile(name_or_path: str) -> str:
