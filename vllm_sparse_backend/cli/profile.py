@@ -47,7 +47,7 @@ def list_profiles() -> None:
     """List the bundled profiles."""
     from vllm_sparse_backend.config.profile import bundled_profiles, load_profile
 
-    models = {name: load_profile(path).model for name, path in bundled_profiles().items()}
+    models = {name: load_profile(name).model for name in bundled_profiles()}
     rows = [
         {"profile": name, "model": "any" if model is None else ", ".join(model.names)} for name, model in models.items()
     ]

@@ -209,16 +209,16 @@ class Profile(Level):
         return strict_yaml.dump({name: data[name] for name in order if name in data})
 
 
-def profile_file(name_or_path: str | Path, option: str = "profile") -> Path:
+def profile_file(name_or_path: str, option: str = "profile") -> Path:
     """Find a profile's file."""
     bundled = bundled_profiles()
-    path = bundled.get(str(name_or_path)) or input_files.existing_path(str(name_or_path))
+    path = bundled.get(name_or_path) or input_files.existing_path(name_or_path)
     if path is None:
-        raise ConfigurationError(f"{option}: no such file; {not_one_of(str(name_or_path), bundled)}, or a file's path")
+        raise ConfigurationError(f"{option}: no such file; {not_one_of(name_or_path, bundled)}, or a file's path")
     return path
 
 
-def load_profile(name_or_path: str | Path, option: str = "profile") -> Profile:
+def load_profile(name_or_path: str, option: str = "profile") -> Profile:
     """Read a profile from its file."""
     path = profile_file(name_or_path, option)
     return parse_profile(input_files.read_text(path), str(path))
