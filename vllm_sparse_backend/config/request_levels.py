@@ -139,17 +139,12 @@ class LevelPolicy:
 
     def __str__(self) -> str:
         """List the values that a request may give."""
-        values = []
-        if self._may_have(EXACT):
-            values.append("0 (exact)")
-        if self._may_have(ON):
-            values.append(f"1 (this server's own level{'' if self.server_level is None else f', {self.server_level}'})")
-        for name in self.levels:
-            if self._may_have(self._level_named(name)):
-                values.append(f"'{name}'")
-        if self.has_shares and self._may_have(SHARE):
-            values.append("a number between 0 and 1 (p of its top_p heads)")
-        return ", ".join(values)
+        own_name = "" if self.server_level is None else f", {self.server_level}"
+        values = [(EXACT, "0 (exact)"), (ON, f"1 (this server's own level{own_name})")]
+        values += [(self._level_named(name), f"'{name}'") for name in self.levels]
+        if self.has_shares:
+            values.append((SHARE, "a number between 0 and 1 (p of its top_p heads)"))
+        return ", ".join(value for level, value in values if self._may_have(level))
 
 
 def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], finds_streaming_heads: bool = False) -> str:
