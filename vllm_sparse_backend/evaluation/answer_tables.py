@@ -152,8 +152,10 @@ def tables(rows: Sequence[Row]) -> str:
     changed = [row for row in cells if row["label"] != first]
     title = f"Perplexity and next-token distributions, compared with {first}"
     caption = "KL: nats, a lower bound. top-1: share of positions with the same most likely token."
-    right = table_of("Answers inside the prompt", COLUMNS, cells, "right: all tokens of the answer rank first")
-    return "\n".join([right, *([table_of(title, CHANGE_COLUMNS, changed, caption)] if changed else [])])
+    text = table_of("Answers inside the prompt", COLUMNS, cells, "right: all tokens of the answer rank first")
+    if changed:
+        text += "\n" + table_of(title, CHANGE_COLUMNS, changed, caption)
+    return text
 
 
 def with_error(value: float | None, error: float | None, form: str) -> str:
