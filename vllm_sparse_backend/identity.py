@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This backend's names and logger, the vLLM releases that it supports, and versions of packages."""
+"""This backend's names and logger, the vLLM releases that it supports, versions of packages, and digests of texts."""
 
+import hashlib
 import logging
 from importlib.metadata import PackageNotFoundError, version
 
@@ -23,6 +24,11 @@ OLDEST, TOO_NEW = (0, 30), (0, 34)
 """Supported vLLM releases: from ``OLDEST`` to below ``TOO_NEW``. pyproject.toml pins the same."""
 
 RELEASES = f"{OLDEST[0]}.{OLDEST[1]} to {TOO_NEW[0]}.{TOO_NEW[1] - 1}"
+
+
+def digest(text: str, characters: int = 16) -> str:
+    """Return the first hexadecimal characters of a text's SHA-256."""
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:characters]
 
 
 def package_version(name: str) -> str:

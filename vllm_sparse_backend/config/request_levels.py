@@ -6,7 +6,6 @@ front process checks it, writes it back in one canonical form, and sets the ``ca
 of different levels apart.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.plan import Plan
 from vllm_sparse_backend.config.profile import EXACT, ON, SHARE
 from vllm_sparse_backend.config.settings import RequestsConfig
-from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_backend.identity import PACKAGE, digest, package_version
 
 FIELD = "sparse_prefill"
 SALT_PREFIX = f"{FIELD}:"
@@ -129,10 +128,8 @@ class LevelPolicy:
             )
         if level.name not in self.fingerprints:
             return client_salt
-        digest = ""
-        if client_salt:
-            digest = hashlib.sha256(client_salt.encode(errors="surrogatepass")).hexdigest()[:DIGEST_CHARACTERS]
-        return SALT_PREFIX + ":".join(filter(None, (str(level), self.fingerprints[level.name], digest)))
+        of_client = digest(client_salt, DIGEST_CHARACTERS) if client_salt else ""
+        return SALT_PREFIX + ":".join(filter(None, (str(level), self.fingerprints[level.name], of_client)))
 
     def _may_have(self, level: str) -> bool:
         return level == self.default or (self.refusal is None and (self.allowed is None or level in self.allowed))
@@ -160,5 +157,4 @@ def fingerprint(plan: Plan, lengths: Mapping[str, Lengths], finds_streaming_head
         "shape": plan.shape.model_dump(exclude={"names"}),  # servers may name the model differently
         "version": package_version(PACKAGE),
     }
-    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return digest(json.dumps(data, sort_keys=True, separators=(",", ":")))

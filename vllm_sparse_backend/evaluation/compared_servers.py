@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers that get the same requests: started one after the other, or already running."""
 
-import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from vllm_sparse_backend.config.settings import load_config
 from vllm_sparse_backend.evaluation.client import Endpoint
 from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, read_results
 from vllm_sparse_backend.evaluation.vllm_server import Server, sparse_args
+from vllm_sparse_backend.identity import digest
 from vllm_sparse_backend.progress import Progress
 
 STOCK = "stock"
@@ -66,7 +66,7 @@ class Settings:
         text = json.dumps(self.values)
         if (profile := self.values.get("profile")) is None:
             return text
-        return f"{text}, {hashlib.sha256(load_profile(profile).to_yaml().encode()).hexdigest()[:16]}"
+        return f"{text}, {digest(load_profile(profile).to_yaml())}"
 
 
 @dataclass(frozen=True)

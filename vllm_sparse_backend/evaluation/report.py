@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a benchmark: its cases in a file, and their tables."""
 
-import hashlib
 import json
 import shlex
 import sys
@@ -16,7 +15,7 @@ from pydantic_core import to_jsonable_python
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.evaluation.output_files import write_text
-from vllm_sparse_backend.identity import versions
+from vllm_sparse_backend.identity import digest, versions
 
 FORMAT = 2
 
@@ -52,8 +51,7 @@ class CaseReport:
 
 def options_of(workload: Any, **more: Any) -> dict[str, Any]:
     """Return the fields of a dataclass with a text as JSON, which holds the text's hash."""
-    sha256 = hashlib.sha256((workload.text or "").encode()).hexdigest()
-    return to_jsonable_python(asdict(workload) | {"text": sha256[:16]} | more)
+    return to_jsonable_python(asdict(workload) | {"text": digest(workload.text or "")} | more)
 
 
 def read_results(path: Path, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ the front process does not expect, or wait for each other in a collective that o
 therefore enter a single exchange first, whatever they decided.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
@@ -16,7 +15,7 @@ from vllm.config import VllmConfig
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.resolved import Resolved
-from vllm_sparse_backend.identity import PACKAGE, package_version
+from vllm_sparse_backend.identity import PACKAGE, digest, package_version
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.resolution import resolve
 from vllm_sparse_backend.serving.streaming_startup import describe, warn_of_weights
@@ -67,7 +66,7 @@ def _settings_or_error(vllm_config: VllmConfig) -> dict[str, str]:
 def settings_of_worker(resolved: Resolved) -> dict[str, str]:
     """Return all settings that must be the same on all workers, as texts."""
     config, carried = resolved.config, resolved.carried
-    profile = "" if carried.profile is None else hashlib.sha256(carried.profile.encode()).hexdigest()[:12]
+    profile = "" if carried.profile is None else digest(carried.profile, 12)
     return {
         "version of this package": package_version(PACKAGE),
         "method": f"{carried.source} {json.dumps(config.params, sort_keys=True)} {profile}".rstrip(),

@@ -5,7 +5,6 @@ The worker runs the model on one generated prompt. In this run, each layer compu
 without the KV cache, which does not exist yet, and measures its heads (``vllm_sparse_backend.streaming_heads``).
 """
 
-import hashlib
 import json
 import logging
 import time
@@ -24,7 +23,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm_sparse_backend import streaming_heads
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.identity import LOGGER
+from vllm_sparse_backend.identity import LOGGER, digest
 from vllm_sparse_backend.prompts.lookups import begin_ids
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.streaming_startup import describe, do_without
@@ -56,7 +55,7 @@ def find_streaming_heads(worker: Worker, get_model: Callable[[], torch.nn.Module
     num_heads = sum(impl.num_heads for impl in layers.values())
     by_rank = compat.gather_over_stages((num_heads, model_heads(worker.rank, layers, heads)))
     all_heads = sorted(chain.from_iterable(rank_heads for _, rank_heads in by_rank))
-    worker.streaming = StreamingHeads(heads, hashlib.sha256(json.dumps(all_heads).encode()).hexdigest()[:12])
+    worker.streaming = StreamingHeads(heads, digest(json.dumps(all_heads), 12))
     if compat.is_first_rank(vllm_config):
         windows = Counter(window for _, _, window in all_heads)
         logger.info(
