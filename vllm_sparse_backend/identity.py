@@ -31,11 +31,16 @@ def digest(text: str, characters: int = 16) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:characters]
 
 
-def package_version(name: str) -> str:
+def installed(name: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
-        return "not installed"
+        return None
+
+
+def package_version(name: str) -> str:
+    return installed(name) or "not installed"
 
 
 def versions() -> dict[str, str]:

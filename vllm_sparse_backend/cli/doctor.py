@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from vllm_sparse_backend.config.layer_weights import layer_weights_if_known
 from vllm_sparse_backend.config.model_shape import ModelShape, config_file
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of
-from vllm_sparse_backend.identity import FLAG, MLA_FLAG, RELEASES
+from vllm_sparse_backend.identity import FLAG, MLA_FLAG, RELEASES, installed
 
 Status = Literal["ok", "note", "bad"]
 CHUNK_TOKENS = 8192
@@ -112,13 +112,6 @@ def doctor(model: MaybeModel = None) -> None:
     flag = MLA_FLAG if checked_model is not None and checked_model.has_mla else FLAG
     folder = "MODEL" if model is None else shlex.quote(str(model.parent if model.is_file() else model))
     say(f"Works here: vllm serve {folder} {flag}")
-
-
-def installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def packages() -> Iterator[Finding]:
