@@ -142,7 +142,7 @@ def uniform_decode_graphs(support: AttentionCGSupport) -> AttentionCGSupport:
 
 def is_hopper() -> bool:
     """Return whether this device is a Hopper GPU."""
-    return not IS_CPU and current_platform.is_device_capability_family(90)
+    return current_platform.is_device_capability_family(90)
 
 
 def capture_prefills(vllm_config: VllmConfig) -> None:
@@ -245,7 +245,7 @@ def stock_backend(
     has_sink: bool,
 ) -> str:
     """Return the attention backend that vLLM itself would choose for a decoder's layers on this device."""
-    capability = None if IS_CPU else current_platform.get_device_capability()
+    capability = current_platform.get_device_capability()  # None on a CPU
     if capability is None or capability.major < 10:
         return DenseBackend.get_name()
     from vllm.v1.attention.selector import AttentionSelectorConfig
