@@ -251,7 +251,8 @@ def resolve_lengths(
     never_faster = sorted({name_of(method) for method, lengths in measurements.items() if NEVER in lengths})
     measured = Lengths.strictest([*chain.from_iterable(lengths or [UNMEASURED] for lengths in measurements.values())])
     settings = {"min_tokens": min_tokens, "min_query_tokens": min_query_tokens}
-    automatic = [name for name, setting in settings.items() if setting == AUTO]
+    fixed: dict[str, Any] = {name: setting for name, setting in settings.items() if setting != AUTO}
+    automatic = [name for name in settings if name not in fixed]
     where, notes = f"on {place.device} with engine {place.engine}", []
     if unmeasured and automatic:
         numbers = " and ".join(f"{name} {getattr(UNMEASURED, name)}" for name in automatic)
@@ -264,7 +265,6 @@ def resolve_lengths(
             f"{', '.join(never_faster)} never faster than dense attention {where}, as measured: all rows run dense; "
             "choose another method or other parameters, or set min_tokens to run sparse anyway"
         )
-    fixed: dict[str, Any] = {name: setting for name, setting in settings.items() if setting != AUTO}
     if fixed:  # the operator's numbers apply as they are
         fixed |= {"min_pairs": 0, "pairs_per_token": 0}
     return replace(measured, **fixed, notes=tuple(notes))
