@@ -70,6 +70,7 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
     """Yield why streaming heads cannot be found in this server."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     engines, stages = parallel.data_parallel_size, parallel.pipeline_parallel_size
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     checks = (
         (
             model.is_encoder_decoder,
@@ -99,14 +100,13 @@ def _impossible(vllm_config: VllmConfig) -> Iterator[str]:
             model.is_multimodal_model and settings_of(vllm_config).streaming_heads is not True,
             "a multimodal model: finding heads was not tried on a real one; set streaming_heads to true to find them",
         ),
+        (
+            step_tokens < PROMPT_TOKENS,
+            f"--max-num-batched-tokens {step_tokens}, expected at least {PROMPT_TOKENS}, because the heads are "
+            "measured in a single step",
+        ),
     )
     yield from (reason for applies, reason in checks if applies)
-    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    if step_tokens < PROMPT_TOKENS:
-        yield (
-            f"--max-num-batched-tokens {step_tokens}, expected at least {PROMPT_TOKENS}, because the heads are "
-            "measured in a single step"
-        )
 
 
 def shares_blocks(vllm_config: VllmConfig) -> bool:
