@@ -46,8 +46,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _tag, _pattern in _NUMBERS:
-    _Loader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
-    _Dumper.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))  # quotes such texts
+    for _class in (_Loader, _Dumper):  # the dumper quotes texts that look like numbers
+        _class.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
 
 
 def parse(text: str, source: str) -> dict[Any, Any]:
