@@ -47,10 +47,10 @@ def list_profiles() -> None:
     """List the bundled profiles."""
     from vllm_sparse_backend.config.profile import bundled_profiles, load_profile
 
-    models = {name: load_profile(name).model for name in bundled_profiles()}
-    rows = [
-        {"profile": name, "model": "any" if model is None else ", ".join(model.names)} for name, model in models.items()
-    ]
+    rows = []
+    for name in bundled_profiles():
+        model = load_profile(name).model
+        rows.append({"profile": name, "model": "any" if model is None else ", ".join(model.names)})
     say(table_of("", {"profile": "profile", "model": "model"}, rows))
 
 
