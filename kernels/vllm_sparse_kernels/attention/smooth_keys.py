@@ -19,8 +19,9 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
-from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import KEY_ALIGN, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
+from vllm_sparse_kernels.selection.lists import load_row
 from vllm_sparse_kernels.workspace import Workspace
 
 SCALE_TOKENS = KEY_ALIGN
@@ -72,14 +73,13 @@ def _round_keys_kernel(keys, smooth, num_keys, HEAD_DIM: tl.constexpr, BLOCK_D: 
     half as many bytes.
     """
     i_n, i_kv, i_row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row = smooth.rows + i_row * ROW_FIELDS
-    seq_len = tl.load(row + 2)
+    _, _, seq_len, key_start = load_row(smooth.rows, i_row)
     if i_n * SCALE_TOKENS < seq_len:
         o_n = i_n * SCALE_TOKENS + tl.arange(0, SCALE_TOKENS)
         o_d = tl.arange(0, BLOCK_D)
         b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
         b_mean = tl.load(smooth.means + (i_row * tl.num_programs(1) + i_kv) * BLOCK_D + o_d)
         b_int, scale = quantize(tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0))
-        first = i_kv.to(tl.int64) * num_keys + tl.load(row + 3)
+        first = i_kv.to(tl.int64) * num_keys + key_start
         tl.store(smooth.integers + (first + o_n)[:, None] * BLOCK_D + o_d[None, :], b_int)
         tl.store(smooth.scales + first // SCALE_TOKENS + i_n, scale)

@@ -24,7 +24,7 @@ import triton.language as tl
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.online_softmax import add_exponentials
 from vllm_sparse_kernels.paged import key_offsets
-from vllm_sparse_kernels.rows import ROW_FIELDS
+from vllm_sparse_kernels.selection.lists import load_row, place_in_slab
 
 KEY_TILE = Constant(64)
 """Keys of a tile of Â, and maximum number of queries for diagonals of single keys."""
@@ -122,8 +122,7 @@ def _load_work(args, sums, num_selected, first_row, num_rows, SHAPE):
     PARTS: tl.constexpr = (SHAPE.GROUP + SHAPE.MEMBERS - 1) // SHAPE.MEMBERS
     i_split, i_kv, i_part = tl.program_id(0), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     i_row = first_row + tl.program_id(2)
-    row = sums.rows + i_row * ROW_FIELDS
-    token, query_len, seq_len = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    token, query_len, seq_len, _ = load_row(sums.rows, i_row)
     b_member = i_part * SHAPE.MEMBERS + tl.arange(0, SHAPE.MEMBERS)
     o_selected = tl.arange(0, SHAPE.SELECTED)
     listed = o_selected < num_selected
@@ -326,7 +325,7 @@ def sums_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE):
         return
     b_q, b_query, b_position, num_common = _load_queries(args, work, SHAPE)
     b_lse = _joined_lse(args, work, b_query, num_selected, SHAPE)
-    begin = tl.load(sums.rows + work.i_row * ROW_FIELDS + 3) - tl.load(sums.rows + first_row * ROW_FIELDS + 3)
+    begin = place_in_slab(sums.rows, work.i_row, first_row)
     b_readable = tl.maximum(work.b_selected, 0).to(tl.int64)  # addresses of heads without work must exist
     columns = sums.totals + (b_readable * capacity + begin)
     if SHAPE.BAND > 1:
@@ -438,7 +437,7 @@ def block_diagonals_kernel(
     place, length = sums_of(sums, 1, i_selected, num_selected, i_row, first_row, num_rows, capacity, KEY_TILE)
     o_d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if tl.program_id(0) * BLOCK < length:
-        query_len, seq_len = tl.load(sums.rows + i_row * ROW_FIELDS + 1), tl.load(sums.rows + i_row * ROW_FIELDS + 2)
+        _, query_len, seq_len, _ = load_row(sums.rows, i_row)
         o_r = tl.arange(0, QUERIES)
         b_query = _query_offsets(o_r, query_len, last_queries, QUERIES, SPREAD)
         b_block = ((seq_len - query_len + b_query) // KEY_TILE)[None, :] - o_d[:, None]
@@ -452,8 +451,9 @@ def block_diagonals_kernel(
 def sums_of(sums, i_kind, i_selected, num_selected, i_row, first_row, num_rows, capacity, BAND: tl.constexpr):
     """Return the place of the sums of one selected head and row."""
     width = tl.where(i_kind == 0, 1, BAND)
-    start = tl.load(sums.rows + i_row * ROW_FIELDS + 3) - tl.load(sums.rows + first_row * ROW_FIELDS + 3)
-    length = (tl.load(sums.rows + i_row * ROW_FIELDS + 2) + width - 1) // width
+    _, _, seq_len, _ = load_row(sums.rows, i_row)
+    start = place_in_slab(sums.rows, i_row, first_row)
+    length = (seq_len + width - 1) // width
     if sums.patterns is not None:
         length = tl.where(tl.load(sums.patterns + i_selected * num_rows + i_row) == 0, length, 0)
     first = (i_kind * num_selected).to(tl.int64) * capacity  # diagonals follow the columns of all heads

@@ -12,9 +12,16 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.rows import ROW_FIELDS, ceil_div
+from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums, last_query_sums
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import (
+    CHUNK_BLOCKS,
+    append,
+    list_of,
+    load_tile,
+    place_in_slab,
+    tile_blocks,
+)
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
 
 KEY_BYTES = 24
@@ -91,7 +98,7 @@ def _write_lines_kernel(
         return
     last = first + length - 1
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    start = tl.load(rows + i_row * ROW_FIELDS + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)
+    start = place_in_slab(rows, i_row, first_row)
     upto = lines.bands_upto + (i_selected * capacity + start) // BAND
 
     count = 0

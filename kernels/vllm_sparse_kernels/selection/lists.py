@@ -7,7 +7,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.rows import TILE_FIELDS
+from vllm_sparse_kernels.rows import ROW_FIELDS, TILE_FIELDS
 
 CHUNK_BLOCKS = Constant(1024)
 """Blocks of a step."""
@@ -39,6 +39,21 @@ def load_tile(tiles, i_tile):
     """Load the fields of a tile."""
     tile = tiles + i_tile * TILE_FIELDS
     return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+
+
+@triton.jit
+def load_row(rows, i_row):
+    """Load the fields of a row of ``Rows.row_table``."""
+    row = rows + i_row * ROW_FIELDS
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def place_in_slab(rows, i_row, first_row):
+    """Return where a row's keys begin in the arrays of a slab that begins with ``first_row``."""
+    _, _, _, start = load_row(rows, i_row)
+    _, _, _, first = load_row(rows, first_row)
+    return start - first
 
 
 @triton.jit

@@ -17,9 +17,9 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, query_args
-from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE, TILE_FIELDS, Rows, ceil_div
+from vllm_sparse_kernels.rows import KEY_ALIGN, TILE, TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
-from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.lists import load_row, load_tile, place_in_slab
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
 
 KEY_BLOCK = KEY_ALIGN
@@ -251,13 +251,12 @@ def _pool_keys_kernel(
     STAGES: tl.constexpr = 3 if similarity is None else 2
     # Programs of neighbouring kv heads run together: in vLLM's usual layout, the kv heads of a token are neighbours.
     i_kv, i_split, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
-    row = rows + i_row * ROW_FIELDS
-    seq_len = tl.load(row + 2)
+    _, _, seq_len, _ = load_row(rows, i_row)
     begin = i_split * SPLIT_BLOCKS * KEY_BLOCK
     if (begin < seq_len) & is_read(i_kv, heads, num_heads, GROUP):
         o_d = tl.arange(0, BLOCK_D)
         in_d = o_d < HEAD_DIM
-        first_block = (tl.load(row + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)) // KEY_BLOCK
+        first_block = place_in_slab(rows, i_row, first_row) // KEY_BLOCK
         o_block = i_kv.to(tl.int64) * num_blocks + first_block
         if centers is not None:
             b_center = tl.load(centers + (i_row * tl.num_programs(0) + i_kv) * BLOCK_D + o_d)
@@ -306,9 +305,9 @@ def _products_kernel(
     first_tile_row = tl.load(tiles + (first_tile + i_m * PRODUCT_M // PER_TILE) * TILE_FIELDS)
     for i_row in range(first_tile_row, tl.max(b_row, 0) + 1):
         if i_n * PRODUCT_N * KEY_BLOCK < tl.max(tl.where(b_row == i_row, b_end, 0), 0):
-            row = rows + i_row * ROW_FIELDS
-            in_blocks = o_n < tl.cdiv(tl.load(row + 2), KEY_BLOCK)
-            first_block = (tl.load(row + 3) - tl.load(rows + first_row * ROW_FIELDS + 3)) // KEY_BLOCK
+            _, _, seq_len, _ = load_row(rows, i_row)
+            in_blocks = o_n < tl.cdiv(seq_len, KEY_BLOCK)
+            first_block = place_in_slab(rows, i_row, first_row) // KEY_BLOCK
             o_block = i_kv.to(tl.int64) * num_blocks + first_block + o_n
             b_s = tl.zeros([PRODUCT_M, PRODUCT_N], tl.float32)
             for start in range(0, HEAD_DIM, PRODUCT_D):

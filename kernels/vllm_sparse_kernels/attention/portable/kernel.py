@@ -11,8 +11,7 @@ from vllm_sparse_kernels.attention.smooth_keys import quantize
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
 from vllm_sparse_kernels.paged import key_offsets, load_queries
-from vllm_sparse_kernels.rows import ROW_FIELDS
-from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.lists import load_row, load_tile
 
 UNREACHED = Constant(1e30)
 """Running maximum of rows past the tile's last query, so high that these rows never prevent a skip."""
@@ -121,7 +120,8 @@ def _walk_int8(b_q, smooth, lists, index, program, source, scale, margin, softma
     b_mean = tl.load(smooth.means + o_mean)
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
     b_int, query_scale = quantize(b_q.to(tl.float32))
-    first_key = program.i_kv * smooth.num_keys + tl.load(smooth.rows + program.i_row * ROW_FIELDS + 3)
+    _, _, _, key_start = load_row(smooth.rows, program.i_row)
+    first_key = program.i_kv * smooth.num_keys + key_start
     int8_keys = Int8Keys(smooth.integers, smooth.scales, first_key, query_scale * scale)
     softmax = _walk(b_int, int8_keys, lists, index, program, source, 1.0, margin, softmax, SHAPE)
     return Softmax(softmax.b_acc, softmax.b_max + b_shift, softmax.b_sum)

@@ -50,10 +50,10 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.rows import KEY_ALIGN, ROW_FIELDS, TILE, Rows
+from vllm_sparse_kernels.rows import KEY_ALIGN, TILE, Rows
 from vllm_sparse_kernels.selection.last_queries import MOST_QUERIES, Estimate, Sums, least_shared_bytes
 from vllm_sparse_kernels.selection.lines import Lines, select_lines
-from vllm_sparse_kernels.selection.lists import append
+from vllm_sparse_kernels.selection.lists import append, load_row
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.radix import (
     CHUNK,
@@ -207,7 +207,7 @@ def _keep_lines_kernel(
         shares: [2 n] float32, γ of each job.
         remaining: [num_rows, 2 n, chunks, BLOCK_N] int32, of ``_count_lines_kernel``.
     """
-    i_chunk, i_job, i_row = tl.program_id(0), tl.program_id(1), first_row + tl.program_id(2)
+    i_chunk, i_job = tl.program_id(0), tl.program_id(1)
     i_selected = i_job % num_selected
     place, _, first, end, used, i_row_job = job_of(sums, num_selected, first_row, num_rows, capacity, BAND)
     if first >= end:
@@ -219,7 +219,8 @@ def _keep_lines_kernel(
     b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_remaining, 0), 0)
     if i_job < num_selected:
         # The largest count c that fits if blocks with c or more columns are kept whole; with 1, no columns remain.
-        num_tiles = (tl.load(sums.rows + i_row * ROW_FIELDS + 1) + TILE - 1) // TILE
+        _, query_len, _, _ = load_row(sums.rows, first_row + tl.program_id(2))
+        num_tiles = (query_len + TILE - 1) // TILE
         room = tl.minimum(max_stripes, tl.maximum(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
         most = tl.max(tl.where(tl.sum(b_remaining, 0) <= room, 2 + o_c, 1), 0)
         count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)
