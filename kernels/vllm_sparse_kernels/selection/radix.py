@@ -37,7 +37,6 @@ MOST_CHUNKS = Constant(16)
 DIGITS = Constant(256)
 
 PASSES = 2
-LAST_PASS = Constant(PASSES - 1)
 
 EQUAL_BITS = Constant(13)
 """Values are equal for a threshold if all bits but the lowest 13 of the float agree: to 10 bits of the mantissa."""
@@ -57,8 +56,8 @@ class Digits(NamedTuple):
 
     weights: torch.Tensor  # [passes, num_rows, 2 n, chunks, 256] by digit: int32 counts, or float32 masses
     above: torch.Tensor  # [num_rows, 2 n, chunks] int32: values of a chunk whose higher digit exceeds the threshold's
-    prefixes: torch.Tensor  # [passes, num_rows, 2 n] int32: higher digits of the threshold
-    remaining: torch.Tensor  # [passes, num_rows, 2 n]: weight that the digits from this pass on have to reach
+    high: torch.Tensor  # [num_rows, 2 n] int32: higher digit of the threshold
+    remaining: torch.Tensor  # [num_rows, 2 n]: weight that the lower digit has to reach
 
 
 def num_chunks(length: int) -> int:
@@ -79,8 +78,8 @@ def digits_of(index: SparseIndex, sums: Sums, goals: torch.Tensor, forced: torch
     digits = Digits(
         empty(PASSES, num_rows, num_jobs, chunks, DIGITS.value, dtype=dtype),
         empty(num_rows, num_jobs, chunks, dtype=torch.int32),
-        empty(PASSES, num_rows, num_jobs, dtype=torch.int32),
-        empty(PASSES, num_rows, num_jobs, dtype=dtype),
+        empty(num_rows, num_jobs, dtype=torch.int32),
+        empty(num_rows, num_jobs, dtype=dtype),
     )
     for i in range(PASSES):
         _digits_kernel[(chunks, num_jobs, num_rows)](
@@ -105,10 +104,17 @@ def job_of(sums, num_selected, first_row, num_rows, capacity, BAND: tl.constexpr
 
 
 @triton.jit
-def _load_weights(digits, i_state, chunks, used):
+def _weights_of(digits, i_pass, i_row_job, chunks):
+    """Return a pointer to the weights of a pass and a job."""
+    i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_row_job
+    return digits.weights + i_state.to(tl.int64) * chunks * DIGITS
+
+
+@triton.jit
+def _load_weights(digits, i_pass, i_row_job, chunks, used):
     """Load weights by chunk and digit [16, 256], with 0 past the ``used`` chunks."""
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
-    source = digits.weights + i_state.to(tl.int64) * chunks * DIGITS
+    source = _weights_of(digits, i_pass, i_row_job, chunks)
     return tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
 
 
@@ -122,19 +128,23 @@ def next_digit(b_weight, remaining):
 
 
 @triton.jit
-def threshold_of(digits, i_pass, i_job, chunks, used, goal, RELATIVE: tl.constexpr):
-    """Join the sums of a pass."""
-    i_state = i_pass * (tl.num_programs(1) * tl.num_programs(2)) + i_job
-    b_w = _load_weights(digits, i_state, chunks, used)
-    b_weight = tl.sum(b_w, 0)
-    prefix, remaining = tl.full([], 0, tl.uint32), goal
-    if i_pass > 0:
-        prefix = tl.load(digits.prefixes + i_state).to(tl.uint32, bitcast=True)
-        remaining = tl.load(digits.remaining + i_state)
-    elif RELATIVE:
-        remaining = goal * tl.sum(b_weight, 0)
-    digit, remaining = next_digit(b_weight, remaining)
-    return prefix * DIGITS + digit.to(tl.uint32), remaining, digit, b_w
+def _high_digit(digits, i_row_job, chunks, used, goal, RELATIVE: tl.constexpr):
+    """Join the sums of the first pass: return the threshold's higher digit, and the weight that remains below it."""
+    b_weight = tl.sum(_load_weights(digits, 0, i_row_job, chunks, used), 0)
+    if RELATIVE:
+        goal = goal * tl.sum(b_weight, 0)
+    return next_digit(b_weight, goal)
+
+
+@triton.jit
+def threshold_of(digits, i_row_job, chunks, used):
+    """Join the sums of the last pass: return the threshold, and the weight that remains for values equal to it.
+
+    Also return its lower digit, and the weights by chunk and lower digit.
+    """
+    b_w = _load_weights(digits, 1, i_row_job, chunks, used)
+    low, remaining = next_digit(tl.sum(b_w, 0), tl.load(digits.remaining + i_row_job))
+    return tl.load(digits.high + i_row_job) * DIGITS + low, remaining, low, b_w
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -153,44 +163,46 @@ def _digits_kernel(
     place, length, first, end, used, i_row_job = job_of(sums, num_selected, first_row, num_rows, capacity, BAND)
     if first >= end:
         return
-    i_state = PASS * (tl.num_programs(1) * tl.num_programs(2)) + i_row_job
-    i_weights = i_state.to(tl.int64) * chunks + tl.program_id(0)
     goal = tl.load(goals + tl.program_id(1))
     if forced is not None:
         goal = tl.minimum(goal.to(tl.int32), length)
-    prefix = tl.full([], 0, tl.uint32)
+    high = 0
     if PASS > 0:
-        prefix, remaining, _, _ = threshold_of(digits, PASS - 1, i_row_job, chunks, used, goal, forced is None)
+        high, remaining = _high_digit(digits, i_row_job, chunks, used, goal, forced is None)
         if tl.program_id(0) == 0:
-            tl.store(digits.prefixes + i_state, prefix.to(tl.int32, bitcast=True))
-            tl.store(digits.remaining + i_state, remaining)
+            tl.store(digits.high + i_row_job, high)
+            tl.store(digits.remaining + i_row_job, remaining)
     row = sums.totals + place
     if forced is not None:
         num_forced = tl.load(forced + tl.program_id(1)).to(tl.int32)
-        b_weight, above = _counts_by_digit(row, first, end, num_forced, prefix, PASS)
+        b_weight, above = _counts_by_digit(row, first, end, num_forced, high, PASS)
         if PASS > 0:
             tl.store(digits.above + i_row_job * chunks + tl.program_id(0), above)
     elif PASS == 0:
         b_weight = masses_by_high_digit(row, first, end, 4, 128)
     else:
-        b_weight = masses_by_low_digit(row, first, end, prefix.to(tl.int32), CHUNK)
-    tl.store(digits.weights + i_weights * DIGITS + tl.arange(0, DIGITS), b_weight)
+        b_weight = masses_by_low_digit(row, first, end, high, CHUNK)
+    target = _weights_of(digits, PASS, i_row_job, chunks) + tl.program_id(0) * DIGITS
+    tl.store(target + tl.arange(0, DIGITS), b_weight)
 
 
 @triton.jit
-def _counts_by_digit(row, first, end, num_forced, prefix, PASS: tl.constexpr):
-    """Count the values of row[first : end] that agree with ``prefix``, by next digit, and the values above it."""
+def _counts_by_digit(row, first, end, num_forced, high, PASS: tl.constexpr):
+    """Count the values of row[first : end] by higher digit or, of those with the digit ``high``, by lower digit.
+
+    Also count the values whose higher digit exceeds ``high``.
+    """
     b_count = tl.zeros([DIGITS], tl.int32)
     above = 0
     for start in range(first, end, CHUNK):
         b_key = load_count_keys(row, start, end, num_forced)
         if PASS == 0:
-            b_count += tl.histogram((b_key >> 8).to(tl.int32), DIGITS, mask=b_key != 0)
+            b_count += tl.histogram(b_key >> 8, DIGITS, mask=b_key != 0)
         else:
-            b_agrees = (b_key >> 8 == prefix) & (b_key != 0)
+            b_agrees = (b_key >> 8 == high) & (b_key != 0)
             if tl.max(b_agrees.to(tl.int32), 0) > 0:
-                b_count += tl.histogram((b_key & (DIGITS - 1)).to(tl.int32), DIGITS, mask=b_agrees)
-            above += tl.sum((b_key >> 8 > prefix).to(tl.int32), 0)
+                b_count += tl.histogram(b_key & (DIGITS - 1), DIGITS, mask=b_agrees)
+            above += tl.sum((b_key >> 8 > high).to(tl.int32), 0)
     return b_count, above
 
 
@@ -207,7 +219,7 @@ def load_count_keys(row, start, end, forced):
     o_n = start + tl.arange(0, CHUNK)
     b_x = tl.load(row + o_n, mask=o_n < (end + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
     b_key = tl.where(o_n < forced, DIGITS * DIGITS - 1, mass_keys(b_x) + 1)
-    return tl.where(o_n < end, b_key, 0).to(tl.uint32)
+    return tl.where(o_n < end, b_key, 0)
 
 
 @triton.jit
@@ -237,8 +249,8 @@ def add_by_high_digit(b_sum, b_x):
 
 
 @triton.jit
-def masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
-    """Sum the masses row[first : end] whose keys have the upper digit ``prefix``, by the lower digit.
+def masses_by_low_digit(row, first, end, high, CHUNK: tl.constexpr):
+    """Sum the masses row[first : end] whose keys have the upper digit ``high``, by the lower digit.
 
     Masses of one key agree in ten bits of the mantissa, and count as the middle of their range.
     """
@@ -246,7 +258,7 @@ def masses_by_low_digit(row, first, end, prefix, CHUNK: tl.constexpr):
     for start in range(first, end, CHUNK):
         o_n = start + tl.arange(0, CHUNK)
         b_key = mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0))
-        b_count += tl.histogram(b_key & (DIGITS - 1), DIGITS, mask=(b_key >> 8 == prefix) & (o_n < end))
-    b_key = prefix * DIGITS + tl.arange(0, DIGITS)
+        b_count += tl.histogram(b_key & (DIGITS - 1), DIGITS, mask=(b_key >> 8 == high) & (o_n < end))
+    b_key = high * DIGITS + tl.arange(0, DIGITS)
     b_middle = ((b_key + LEAST_KEY) << EQUAL_BITS) + HALF_EQUAL
     return tl.where(b_key > 0, b_count.to(tl.float32) * b_middle.to(tl.float32, bitcast=True), 0.0)

@@ -57,7 +57,6 @@ from vllm_sparse_kernels.selection.lists import append, load_row
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.radix import (
     CHUNK,
-    LAST_PASS,
     MOST_CHUNKS,
     UNSPECIALIZED,
     digits_of,
@@ -133,39 +132,29 @@ class FlexVerticalSlash(Method):
         chunks = digits.weights.shape[3]
         remaining = empty(num_rows, 2 * num_selected, chunks, index.block_tokens, dtype=torch.int32)
         grid = (chunks, 2 * num_selected, num_rows)
-        job_args = (*sums.args(rows), shares, digits, chunks, remaining)
+        job_args = (*sums.args(rows), digits, chunks, remaining)
         _count_lines_kernel[grid](*job_args, BLOCK_N=index.block_tokens)
         _keep_lines_kernel[grid](*job_args, self.max_stripes, lines, lines.columns.shape[2], BLOCK_N=index.block_tokens)
         return lines
 
 
 @triton.jit
-def _threshold(shares, digits, i_row_job, chunks, used):
-    """Return the smallest key (``mass_keys``) of a line that is kept."""
-    share = tl.load(shares + tl.program_id(1))
-    threshold, _, _, _ = threshold_of(digits, LAST_PASS, i_row_job, chunks, used, share, True)
-    return threshold.to(tl.int32)
+def _are_kept(row, o_n, end, threshold):
+    """Flag the lines ``o_n`` that are kept."""
+    return (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
 
 
 @triton.jit
 def _kept_columns(row, start, end, threshold, BLOCK_N: tl.constexpr):
     """Return keys [blocks, BLOCK_N] from ``start`` on, flags of the kept keys, and their number in each block."""
     o_n = start + tl.reshape(tl.arange(0, CHUNK), [CHUNK // BLOCK_N, BLOCK_N])
-    b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
+    b_kept = _are_kept(row, o_n, end, threshold)
     return o_n, b_kept, tl.sum(b_kept.to(tl.int32), 1)
-
-
-@triton.jit
-def _kept_bands(row, start, end, threshold):
-    """Return the numbers of CHUNK bands from ``start`` on, and int32 flags of the kept bands."""
-    o_n = start + tl.arange(0, CHUNK)
-    b_kept = (o_n < end) & (mass_keys(tl.load(row + o_n, mask=o_n < end, other=0.0)) >= threshold)
-    return o_n, b_kept.to(tl.int32)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _count_lines_kernel(
-    sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, remaining, BLOCK_N: tl.constexpr
+    sums, num_selected, first_row, num_rows, capacity, digits, chunks, remaining, BLOCK_N: tl.constexpr
 ):
     """Count the lines of one chunk.
 
@@ -175,13 +164,12 @@ def _count_lines_kernel(
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
     Args:
-        shares: [2 n] float32, γ of each job.
         remaining: [num_rows, 2 n, chunks, BLOCK_N] int32; written.
     """
     place, _, first, end, used, i_row_job = job_of(sums, num_selected, first_row, num_rows, capacity, BAND)
     if first >= end:
         return
-    threshold = _threshold(shares, digits, i_row_job, chunks, used)
+    threshold, _left, _digit, _weights = threshold_of(digits, i_row_job, chunks, used)
     o_c = tl.arange(0, BLOCK_N)
     b_remaining = tl.zeros([BLOCK_N], tl.int32)
     for start in range(first, end, CHUNK):
@@ -189,14 +177,14 @@ def _count_lines_kernel(
             _keys, _kept, b_count = _kept_columns(sums.totals + place, start, end, threshold, BLOCK_N)
             b_remaining += tl.sum(tl.where(b_count[:, None] < 2 + o_c[None, :], b_count[:, None], 0), 0)
         else:
-            _bands, b_band = _kept_bands(sums.totals + place, start, end, threshold)
-            b_remaining += tl.sum(b_band, 0)
+            b_band = _are_kept(sums.totals + place, start + tl.arange(0, CHUNK), end, threshold)
+            b_remaining += tl.sum(b_band.to(tl.int32), 0)
     tl.store(remaining + (i_row_job * chunks + tl.program_id(0)).to(tl.int64) * BLOCK_N + o_c, b_remaining)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _keep_lines_kernel(
-    sums, num_selected, first_row, num_rows, capacity, shares, digits, chunks, remaining, max_stripes, lines,
+    sums, num_selected, first_row, num_rows, capacity, digits, chunks, remaining, max_stripes, lines,
     max_columns, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the kept lines of one chunk: whole blocks, the other kept columns, and running counts of kept bands.
@@ -204,7 +192,6 @@ def _keep_lines_kernel(
     Grid: (chunks, 2 n jobs, rows). Bound by memory: it reads each sum once.
 
     Args:
-        shares: [2 n] float32, γ of each job.
         remaining: [num_rows, 2 n, chunks, BLOCK_N] int32, of ``_count_lines_kernel``.
     """
     i_chunk, i_job = tl.program_id(0), tl.program_id(1)
@@ -212,7 +199,7 @@ def _keep_lines_kernel(
     place, _, first, end, used, i_row_job = job_of(sums, num_selected, first_row, num_rows, capacity, BAND)
     if first >= end:
         return
-    threshold = _threshold(shares, digits, i_row_job, chunks, used)
+    threshold, _left, _digit, _weights = threshold_of(digits, i_row_job, chunks, used)
     o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
     o_remaining = (i_row_job.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
     b_remaining = tl.load(remaining + o_remaining, mask=(o_all < used)[:, None], other=0)
@@ -240,7 +227,8 @@ def _keep_lines_kernel(
     else:
         count = tl.max(b_before, 0)
         for start in range(first, end, CHUNK):
-            o_band, b_band = _kept_bands(sums.totals + place, start, end, threshold)
+            o_band = start + tl.arange(0, CHUNK)
+            b_band = _are_kept(sums.totals + place, o_band, end, threshold).to(tl.int32)
             upto = lines.bands_upto + (place - num_selected.to(tl.int64) * capacity)
             tl.store(upto + o_band, count + tl.cumsum(b_band, 0), mask=o_band < end)
             count += tl.sum(b_band, 0)

@@ -41,7 +41,6 @@ from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.radix import (
     CHUNK,
     DIGITS,
-    LAST_PASS,
     MOST_CHUNKS,
     UNSPECIALIZED,
     digits_of,
@@ -121,7 +120,7 @@ def _keep_largest_kernel(
     if first >= end:
         return
     goal = tl.minimum(tl.load(counts + i_job).to(tl.int32), length)
-    threshold, num_ties, digit, b_w = threshold_of(digits, LAST_PASS, i_row_job, chunks, used, goal, False)
+    threshold, num_ties, digit, b_w = threshold_of(digits, i_row_job, chunks, used)
     # Counts of the previous chunks.
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
     b_w = tl.where((o_c < i_chunk)[:, None], b_w, 0)
