@@ -34,6 +34,7 @@ TINY = Constant(1e-20)  # replaces the largest magnitude of a block of zeros
 class SmoothKeys(NamedTuple):
     """8-bit keys of all rows, each filled up with zeros to a multiple of 64 keys. 64 undefined keys follow."""
 
+    num_keys: int  # a multiple of 64, so that no batch requires a new variant of a kernel
     integers: torch.Tensor  # [num_kv_heads, num_keys, head_dim padded to a power of two] int8
     scales: torch.Tensor  # [num_kv_heads, num_keys / 64] float32
     means: torch.Tensor  # [num_rows, num_kv_heads, padded head_dim] float32: k̄, which scores do not include
@@ -46,6 +47,7 @@ def smooth_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> SmoothKe
     block_d = padded_dim(head_dim)
     num_keys = rows.key_starts[-1] + SCALE_TOKENS.value  # a block of 128 keys may reach past the last row's keys
     smooth = SmoothKeys(
+        num_keys,
         workspace.empty(num_kv_heads, num_keys, block_d, dtype=torch.int8),
         workspace.empty(num_kv_heads, num_keys // SCALE_TOKENS.value),
         mean_keys(cache, rows, workspace),
@@ -53,7 +55,7 @@ def smooth_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> SmoothKe
     )
     smooth.scales[:, -1].zero_()  # of the 64 undefined keys
     _round_keys_kernel[(ceil_div(max(rows.seq_lens), SCALE_TOKENS.value), num_kv_heads, rows.num_rows)](
-        key_args(cache, rows.block_table), smooth, num_keys, HEAD_DIM=head_dim, BLOCK_D=block_d
+        key_args(cache, rows.block_table), smooth, HEAD_DIM=head_dim, BLOCK_D=block_d
     )
     return smooth
 
@@ -65,8 +67,8 @@ def quantize(b_x):
     return tl.floor(b_x / scale + 0.5).to(tl.int8), scale
 
 
-@triton.jit(do_not_specialize=["num_keys"])
-def _round_keys_kernel(keys, smooth, num_keys, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+@triton.jit
+def _round_keys_kernel(keys, smooth, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Round up to SCALE_TOKENS keys of one kv head to 8 bits, with zeros past the row's end.
 
     Grid: (blocks of 64 keys of the longest row, kv heads, rows). Bound by memory: it reads each key once and writes
@@ -80,6 +82,6 @@ def _round_keys_kernel(keys, smooth, num_keys, HEAD_DIM: tl.constexpr, BLOCK_D: 
         b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
         b_mean = tl.load(smooth.means + (i_row * tl.num_programs(1) + i_kv) * BLOCK_D + o_d)
         b_int, scale = quantize(tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0))
-        first = i_kv.to(tl.int64) * num_keys + key_start
+        first = i_kv.to(tl.int64) * smooth.num_keys + key_start
         tl.store(smooth.integers + (first + o_n)[:, None] * BLOCK_D + o_d[None, :], b_int)
         tl.store(smooth.scales + first // SCALE_TOKENS + i_n, scale)

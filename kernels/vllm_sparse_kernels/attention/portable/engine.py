@@ -12,15 +12,13 @@ Heads may request the approximations of ``AttendOptions``. One launch serves a l
 uses its head's options.
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_kernel
-from vllm_sparse_kernels.attention.smooth_keys import smooth_keys
+from vllm_sparse_kernels.attention.smooth_keys import SmoothKeys, smooth_keys
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
@@ -36,17 +34,6 @@ MIN_QUERIES = 64
 
 RESULT_ELEMENTS = 128 * 256
 """Largest result of a program, in float32 elements held in registers: 128 per thread of 8 warps."""
-
-
-class SmoothArgs(NamedTuple):
-    """8-bit keys (``SmoothKeys``) as arguments of kernels."""
-
-    integers: Any
-    scales: Any
-    means: Any
-    rows: Any
-    num_keys: int  # of a kv head in ``integers``
-    stride_means: int  # elements between two rows of ``means``
 
 
 def attend(
@@ -142,7 +129,7 @@ def _buffers_ahead(block_tokens: int, head_dim: int, limit_bytes: int, with_marg
 
 def _option_args(
     options: AttendOptions | None, cache: PagedCache, index: SparseIndex
-) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothArgs | None]:
+) -> tuple[torch.Tensor | None, torch.Tensor | None, SmoothKeys | None]:
     """Return margins to skip, flags of the 8-bit heads and 8-bit keys, or None for each."""
     # The results are separate arguments: Triton 3.6 cannot compare a tuple that contains None with None.
     if options is None:
@@ -150,9 +137,7 @@ def _option_args(
     if options.int8_heads is None:
         return options.skip_margins, None, None
     int8_heads = None if options.all_int8 else options.int8_heads
-    keys = smooth_keys(cache, index.rows, index.workspace)
-    smooth = SmoothArgs(*keys, keys.integers.shape[1], keys.means.stride(0))
-    return options.skip_margins, int8_heads, smooth
+    return options.skip_margins, int8_heads, smooth_keys(cache, index.rows, index.workspace)
 
 
 PORTABLE = AttendEngine("portable", refusal, attend)

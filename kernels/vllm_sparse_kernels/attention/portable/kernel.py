@@ -83,7 +83,7 @@ def attend_kernel(queries, cache, index, scale, value_scale, skip_margins, int8_
         skip_margins: [NUM_HEADS] float32, SpargeAttn's λ in natural units; None to skip nothing.
         int8_heads: [NUM_HEADS] uint8, 1 for heads with 8-bit scores. If it is None and ``smooth`` is not, all heads
             have them.
-        smooth: ``SmoothArgs``; None if no head has 8-bit scores.
+        smooth: ``SmoothKeys``; None if no head has 8-bit scores.
     """
     program = _load_program(index, SHAPE)
     b_q = load_queries(
@@ -116,8 +116,8 @@ def attend_kernel(queries, cache, index, scale, value_scale, skip_margins, int8_
 @triton.jit
 def _walk_int8(b_q, smooth, lists, index, program, source, scale, margin, softmax, SHAPE):
     """Run ``_walk`` with 8-bit scores. The returned maximum includes the shift that smoothing removed from scores."""
-    o_mean = program.i_row * smooth.stride_means + program.i_kv * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)
-    b_mean = tl.load(smooth.means + o_mean)
+    i_mean = program.i_row * (SHAPE.NUM_HEADS // SHAPE.GROUP) + program.i_kv
+    b_mean = tl.load(smooth.means + i_mean * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D))
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
     b_int, query_scale = quantize(b_q.to(tl.float32))
     _, _, _, key_start = load_row(smooth.rows, program.i_row)
