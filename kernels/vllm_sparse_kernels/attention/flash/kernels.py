@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.selection.lists import list_of, load_tile
 
 SLICE_TOKENS = Constant(32)
 """Queries of a program."""
@@ -99,7 +99,7 @@ def prepare_kernel(
 
     i_list = work.i_head * num_tiles + work.i_tile
     pages = block_table + work.i_row.to(tl.int64) * stride_block_table
-    ids = lists.block_ids + work.i_head.to(tl.int64) * lists.stride_blocks + tl.load(lists.block_offsets + work.i_tile)
+    ids = list_of(lists, work.i_head.to(tl.int64), work.i_tile)
     # All blocks are complete except the last, which ends with the tile's last query.
     num_keys = (tl.load(lists.block_counts + i_list) - 1) * SHAPE.BLOCK_TOKENS + work.last % SHAPE.BLOCK_TOKENS + 1
     tl.store(sequences.keys + i_sequence, num_keys)

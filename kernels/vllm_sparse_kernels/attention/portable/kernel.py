@@ -11,7 +11,7 @@ from vllm_sparse_kernels.attention.smooth_keys import quantize
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
 from vllm_sparse_kernels.paged import key_offsets, load_queries
-from vllm_sparse_kernels.selection.lists import load_row, load_tile
+from vllm_sparse_kernels.selection.lists import list_of, load_row, load_tile
 
 UNREACHED = Constant(1e30)
 """Running maximum of rows past the tile's last query, so high that these rows never prevent a skip."""
@@ -164,7 +164,7 @@ def _load_program(index, SHAPE):
 def _load_block_list(index, program, SHAPE):
     """Return the list of blocks of the program's head and tile. Diagonal blocks are always listed, and come last."""
     i_head, i_tile = program.i_head, program.i_tile
-    blocks = index.block_ids + i_head.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    blocks = list_of(index, i_head.to(tl.int64), i_tile)
     num_blocks = tl.load(index.block_counts + i_head * program.num_tiles + i_tile)
     last_block = (program.tile_end - 1) // SHAPE.BLOCK_N
     num_full = num_blocks - (last_block - program.tile_first // SHAPE.BLOCK_N + 1)
