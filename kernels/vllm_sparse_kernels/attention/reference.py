@@ -55,7 +55,7 @@ def attend(
         keys, values = (x.to(dtype) for x in cache.gather(rows.block_table[row], rows.seq_lens[row]))
         values = values * cache.value_scale
         smooth = smooth_keys(keys) if any(int8_heads) else None
-        for i_tile in range(rows.tile_starts[row], rows.tile_starts[row + 1]):
+        for i_tile in rows.tiles_of(row):
             tile = rows.tile_list[i_tile]
             tokens = slice(tile.token, tile.token + tile.length_tokens)
             positions = tile.position + torch.arange(tile.length_tokens, device=q.device)

@@ -113,14 +113,13 @@ def _runs(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_byte
 
 def _pieces(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> list[Run]:
     """Divide a row's tiles into the fewest pieces that ``RUN_BYTES`` allows, of about equal size."""
-    first_tile, end_tile, reach = rows.tile_starts[row], rows.tile_starts[row + 1], rows.seq_lens[row]
-    num_tiles = end_tile - first_tile
+    tiles, reach = rows.tiles_of(row), rows.seq_lens[row]
     # A piece has an even number of tiles, except for a row's last piece, or if only a single tile fits.
     fit = max(RUN_BYTES // tile_bytes(num_selected, reach), 1)
-    size = ceil_div(ceil_div(num_tiles, ceil_div(num_tiles, fit)), 2) * 2
+    size = ceil_div(ceil_div(len(tiles), ceil_div(len(tiles), fit)), 2) * 2
     if size > fit:
         size = max(fit // 2 * 2, 1)
-    return [Run(first, min(first + size, end_tile), reach) for first in range(first_tile, end_tile, size)]
+    return [Run(first, min(first + size, tiles.stop), reach) for first in tiles[::size]]
 
 
 def _tile_sets(

@@ -103,8 +103,7 @@ class FlexVerticalSlash(Method):
 
     def stripes_of_row(self, rows: Rows, row: int) -> int:
         """Return the number of stripes that a tile of a row may keep. It depends only on the row's size."""
-        num_tiles = rows.tile_starts[row + 1] - rows.tile_starts[row]
-        return min(self.max_stripes, max(FEWEST_STRIPES.value, ROW_STRIPES.value // num_tiles))
+        return min(self.max_stripes, max(FEWEST_STRIPES.value, ROW_STRIPES.value // len(rows.tiles_of(row))))
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         return StripeLayout.of(min(self.stripes_of_row(rows, tile.row), tile.position) for tile in rows.tile_list)
