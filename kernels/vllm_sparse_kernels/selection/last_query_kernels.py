@@ -23,7 +23,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.online_softmax import add_exponentials
-from vllm_sparse_kernels.paged import key_offsets
+from vllm_sparse_kernels.paged import key_offsets, load_queries_at
 from vllm_sparse_kernels.selection.lists import load_row, place_in_slab
 
 KEY_TILE = Constant(64)
@@ -163,15 +163,13 @@ def _load_queries(args, work, SHAPE):
     Also return their offsets in the chunk and positions in the row (negative for empty rows), and the number of keys
     that all of them attend to.
     """
-    query_len, queries = work.query_len, args.queries
+    query_len = work.query_len
     b_query = _query_offsets(_queries_of_rows(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
     o_r = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
     b_head = work.i_kv * SHAPE.GROUP + work.i_part * SHAPE.MEMBERS + o_r // 16 % SHAPE.MEMBERS
-    o_d = tl.arange(0, SHAPE.BLOCK_D)
-    o_q = (work.token + b_query).to(tl.int64) * queries.stride_token + b_head * queries.stride_head
     is_query = (b_query >= 0) & (_repeat_for_rows(work.b_selected, SHAPE) >= 0)
-    in_q = is_query[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
-    b_q = tl.load(queries.q + o_q[:, None] + o_d[None, :], mask=in_q, other=0.0)
+    o_q = work.token + b_query
+    b_q = load_queries_at(args.queries, b_head[:, None], o_q, is_query, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_position = tl.where(b_query >= 0, work.seq_len - query_len + b_query, -1)
     num_common = work.seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
     return b_q, b_query, b_position, num_common
