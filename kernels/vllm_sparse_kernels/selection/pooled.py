@@ -134,8 +134,8 @@ def pooled_products(
         with workspace.frame():
             keys = pool_keys(call, slab, centers)
             tile_bytes = 4 * num_selected * per_tile * slab.width * ALIGNED.value
+            operands = Operands(queries.means, keys, min_similarity)
             workspace.expect(most_at_once([tile_bytes] * rows.num_tiles, SLAB_BYTES))
-            operands = Operands(queries.means, keys.means, keys.similarity, min_similarity)
             for first, end in slab.runs:
                 with workspace.frame():
                     num_pooled = (end - first) * per_tile
@@ -156,10 +156,9 @@ def pooled_products(
 class Operands(NamedTuple):
     """Operands of the products as arguments of kernels."""
 
-    query_means: Any  # [selected heads, num_tiles · PER_TILE, HEAD_DIM] float32
-    key_means: Any  # [kv heads, blocks of the slab, HEAD_DIM] float32
-    similarity: Any  # [kv heads, blocks of the slab] float32, or None
-    min_similarity: Any  # [selected heads] float32, or None
+    query_means: Any  # [n, num_tiles · PER_TILE, HEAD_DIM] float32
+    keys: Any  # Pooled keys of the slab
+    min_similarity: Any  # [n] float32, least similarity of blocks that have products; None if all blocks have
 
 
 @triton.jit
@@ -295,10 +294,10 @@ def _products_kernel(
     o_n = i_n * PRODUCT_N + tl.arange(0, PRODUCT_N)
     o_tile = first_tile + o_m // PER_TILE
     in_slab = o_tile < end_tile
-    b_row = tl.load(tiles + o_tile * TILE_FIELDS, mask=in_slab, other=-1)
-    b_end = tl.load(tiles + o_tile * TILE_FIELDS + 2, mask=in_slab, other=0)
-    b_end += tl.load(tiles + o_tile * TILE_FIELDS + 3, mask=in_slab, other=0)
-    o_q = (i_selected * num_tiles * PER_TILE + first_tile * PER_TILE + o_m)[:, None] * HEAD_DIM
+    tile = tiles + o_tile * TILE_FIELDS
+    b_row = tl.load(tile, mask=in_slab, other=-1)
+    b_end = tl.load(tile + 2, mask=in_slab, other=0) + tl.load(tile + 3, mask=in_slab, other=0)
+    o_q = ((i_selected * num_tiles + first_tile) * PER_TILE + o_m)[:, None] * HEAD_DIM
     target = (
         products + (i_selected * (end_tile - first_tile) * PER_TILE + o_m)[:, None] * (width * ALIGNED) + o_n[None, :]
     )
@@ -315,15 +314,15 @@ def _products_kernel(
                 in_d = (o_d < HEAD_DIM)[None, :]
                 b_q = tl.load(operands.query_means + o_q + o_d[None, :], mask=in_slab[:, None] & in_d, other=0.0)
                 b_k = tl.load(
-                    operands.key_means + o_block[:, None] * HEAD_DIM + o_d[None, :],
+                    operands.keys.means + o_block[:, None] * HEAD_DIM + o_d[None, :],
                     mask=in_blocks[:, None] & in_d,
                     other=0.0,
                 )
                 # Three TF32 products: as exact as float32, on the matrix units.
                 b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision="tf32x3")
             b_s *= scale
-            if operands.similarity is not None:
-                b_similar = tl.load(operands.similarity + o_block, mask=in_blocks, other=0.0)
+            if operands.min_similarity is not None:
+                b_similar = tl.load(operands.keys.similarity + o_block, mask=in_blocks, other=0.0)
                 min_similarity = tl.load(operands.min_similarity + i_selected)
                 b_s = tl.where((b_similar >= min_similarity)[None, :], b_s, float("-inf"))
             tl.store(target, b_s, mask=(b_row == i_row)[:, None] & in_blocks[None, :])

@@ -97,10 +97,9 @@ def keep_top_mass(scores: torch.Tensor, kept_mass: float, block_tokens=64, simil
     padded[:, 0, :num_blocks] = scores
     padded[:, 0, num_blocks : wide // KEY_BLOCK.value] = -1e30
     padded[:, 0, wide // KEY_BLOCK.value] = -torch.inf
-    limits = (torch.full((num_heads,), value, device=DEVICE) for value in (kept_mass, 0.5))
     nothing: Any = torch.empty(0, device=DEVICE)  # neither queries nor keys are read
-    call = Call(nothing, nothing, index, 1.0, every_head(SpargeAttn(keep_sink=sink), num_heads))
-    module.keep_top_blocks(call, padded, similar, 0, module.HeadLimits(*limits))
+    call = Call(nothing, nothing, index, 1.0, every_head(SpargeAttn(kept_mass, 0.5, sink), num_heads))
+    module.keep_top_blocks(call, padded, similar, 0)
     index.check()
     flags = torch.stack([kept_blocks(index, head, 0) for head in range(num_heads)])
     return flags[:, : wide // block_tokens]

@@ -59,7 +59,6 @@ similarity is 0.2 to 0.5 on a trained model with 29M parameters, and θ = 0.6 ma
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -127,27 +126,17 @@ class SpargeAttn(Method):
         if all(method.kept_mass == 1 for method in call.heads.methods):
             compact_blocks(None, call)
             return
-        limits = HeadLimits(call.parameters("kept_mass"), call.parameters("min_similarity"))
         in_base_2 = replace(call, scale=call.scale * LOG2_E.value)
-        for first_tile, scores, similarity in pooled_products(in_base_2, 1, limits.min_similarity):
-            keep_top_blocks(call, scores, similarity, first_tile, limits)
+        for first_tile, scores, similarity in pooled_products(in_base_2, 1, call.parameters("min_similarity")):
+            keep_top_blocks(call, scores, similarity, first_tile)
 
 
-class HeadLimits(NamedTuple):
-    """The parameters of the selected heads on the device, [n] float32 each; also an argument of kernels."""
-
-    kept_mass: Any  # τ
-    min_similarity: Any  # θ
-
-
-def keep_top_blocks(
-    call: Call, scores: torch.Tensor, similarity: torch.Tensor | None, first_tile: int, limits: HeadLimits
-) -> None:
+def keep_top_blocks(call: Call, scores: torch.Tensor, similarity: torch.Tensor | None, first_tile: int) -> None:
     """Write the lists of all tiles after and including ``first_tile``, given S^ in base 2. Overwrites ``scores``."""
     index, (num_heads, num_tiles, width) = call.index, scores.shape
     _keep_top_blocks_kernel[(num_tiles, num_heads)](
         scores, width // ALIGNED.value, similarity, call.head_ids, index.args,
-        index.rows.num_tiles, first_tile, limits, int(call.method.keep_sink),
+        index.rows.num_tiles, first_tile, call.parameters("kept_mass", "min_similarity"), int(call.method.keep_sink),
         HALVES=index.block_tokens // KEY_BLOCK.value,
     )  # fmt: skip
 
@@ -171,13 +160,15 @@ def _keep_top_blocks_kernel(
     Args:
         similarity: [n, num_tiles] float32.
         heads: [n] int32 on the device, numbers of the selected query heads.
+        limits: [2, n] float32: τ and θ of each head.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
     row = scores + (i_selected * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
     _, num_blocks = tile_blocks(index.tiles, i_tile, KEY_BLOCK)
-    kept_mass = tl.load(limits.kept_mass + i_selected)
-    is_dissimilar = tl.load(similarity + i_selected * num_tiles + i_tile) < tl.load(limits.min_similarity + i_selected)
+    kept_mass = tl.load(limits + i_selected)
+    min_similarity = tl.load(limits + tl.num_programs(1) + i_selected)
+    is_dissimilar = tl.load(similarity + i_selected * num_tiles + i_tile) < min_similarity
     all_kept = tl.where(kept_mass >= 1, 1, is_dissimilar.to(tl.int32)) != 0
     b_rank, total = _ranks(row, num_blocks)
     target = tl.where(all_kept, 0.0, total * kept_mass)
