@@ -124,17 +124,16 @@ def _decide(args, i, i_row, num_heads, num_rows, all_blocks, thresholds, HEADS: 
             else:
                 start = tl.load(args.block_starts + i_row)
                 num_blocks = (tl.load(args.block_starts + i_row + 1) - start).to(tl.int32)
-                num_fresh = tl.where(known, 0, num_blocks)  # the pivot's estimate: this layer's, or stored
-                num_stored = num_blocks - num_fresh
                 mine = args.estimates + i.to(tl.int64) * all_blocks + start
-                fresh = args.estimates + pivot.to(tl.int64) * all_blocks + start
-                stored = args.last_rows + tl.load(args.slots + place).to(tl.int64) * all_blocks + start
+                # The pivot's estimate: that of an earlier layer, or of this one.
+                pivot_estimate = args.last_rows + tl.load(args.slots + place).to(tl.int64) * all_blocks + start
+                if not known:
+                    pivot_estimate = args.estimates + pivot.to(tl.int64) * all_blocks + start
                 b_sum = tl.zeros([CHUNK_BLOCKS], tl.float32)
                 for first in range(0, num_blocks, CHUNK_BLOCKS):
                     o_n = first + tl.arange(0, CHUNK_BLOCKS)
-                    b_pivot = tl.load(fresh + o_n, mask=o_n < num_fresh, other=0.0)
-                    b_pivot += tl.load(stored + o_n, mask=o_n < num_stored, other=0.0)
-                    b_sum += divergence(tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0), b_pivot)
+                    b_mine = tl.load(mine + o_n, mask=o_n < num_blocks, other=0.0)
+                    b_sum += divergence(b_mine, tl.load(pivot_estimate + o_n, mask=o_n < num_blocks, other=0.0))
                 if tl.sqrt(tl.maximum(tl.sum(b_sum, 0), 0.0)) < thresholds.max_distance:
                     pattern = SHARED
     tl.store(args.patterns + i * num_rows + i_row, pattern)
