@@ -129,6 +129,15 @@ def key_args(cache: PagedCache, block_table: torch.Tensor, values: bool = False)
     return KeyArgs(cache.keys, *cache.strides, cache.page_size, block_table, block_table.stride(0), v)
 
 
+class KeySource(NamedTuple):
+    """The keys of one row and kv head, in kernels."""
+
+    keys: Any  # KeyArgs
+    i_row: Any
+    i_kv: Any
+    end: Any  # position where keys end
+
+
 @triton.jit
 def key_offsets(block_table_ptr, positions, mask, page_size, stride_page, stride_token):
     """Return the element offsets of keys in the cache, int64, without the offsets of head and dimension."""

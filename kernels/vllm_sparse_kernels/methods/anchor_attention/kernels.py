@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import load_keys, widen
+from vllm_sparse_kernels.paged import KeySource, load_keys, widen
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.pooled import is_read
 
@@ -68,15 +68,6 @@ class VoteSplit(NamedTuple):
     ONE_PASS: Any  # whether BLOCK_T covers all voters of a group
     VOTERS: Any  # of a tile
     WHOLE_WORDS: Any  # whether a vote for one key keeps all keys of its word
-
-
-class KeySource(NamedTuple):
-    """The keys of one row and kv head."""
-
-    keys: Any  # KeyArgs
-    i_row: Any
-    i_kv: Any
-    end: Any  # position where keys end
 
 
 class RowVoters(NamedTuple):
@@ -143,13 +134,11 @@ def anchor_kernel(queries, keys, tiles, heads, thetas, voters, groups, num_tiles
         b_q = tl.load(q_tile + o_q, mask=in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
         o_v = tl.arange(0, VOTING.BLOCK_M if VOTING.SAMPLE else 1)
         o_voter = (i_head * num_tiles + i_tile).to(tl.int64) * VOTING.VOTERS + o_v
-        if VOTING.SAMPLE:
-            is_voter = tl.arange(0, VOTING.BLOCK_M) < VOTING.VOTERS
-            tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_q, mask=is_voter[:, None])
-        else:
-            is_voter = tl.arange(0, 1) < VOTING.VOTERS
-            b_mean = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)
-            tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_mean[None, :])
+        is_voter = o_v < VOTING.VOTERS
+        b_voter = b_q
+        if not VOTING.SAMPLE:
+            b_voter = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)[None, :]
+        tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_voter, mask=is_voter[:, None])
         source = KeySource(keys, i_row, i_head // SHAPE.GROUP, first + length)
         b_max = _region_max(b_q, first + o_m, source, start, first, SHAPE)
         if VOTING.SAMPLE:
@@ -307,16 +296,12 @@ def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
 
 
 @triton.jit
-def _stripe_words(words, o_b, mask, INDEX_N: tl.constexpr):
-    """Load the words of candidate blocks, with the words of whole blocks cleared."""
-    b_words, b_whole = _block_words(words, o_b, mask, INDEX_N)
-    return tl.where(b_whole[:, None], 0, b_words)
-
-
-@triton.jit
-def _bits(b_words):
-    """Return the bits of words [blocks, words of a block], the lowest first: [blocks, words of a block, 32]."""
-    return (b_words[:, :, None] >> tl.arange(0, WORD)[None, None, :]) & 1
+def _stripe_bits(words, o_b, num_blocks, INDEX_N: tl.constexpr):
+    """Load a bit for each key of candidate blocks: 0 in whole blocks, and from ``num_blocks`` on."""
+    b_words, b_whole = _block_words(words, o_b, o_b < num_blocks, INDEX_N)
+    b_words = tl.where(b_whole[:, None], 0, b_words)
+    b_bits = (b_words[:, :, None] >> tl.arange(0, WORD)[None, None, :]) & 1
+    return tl.reshape(b_bits, [o_b.shape[0] * INDEX_N])
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -341,14 +326,14 @@ def stripes_kernel(groups, index, heads, num_tiles, INDEX_N: tl.constexpr):
         count = 0
         for i in range(0, begin // INDEX_N, LIST_SPLIT // INDEX_N):
             o_b = i + tl.arange(0, LIST_SPLIT // INDEX_N)
-            b_kept = _bits(_stripe_words(words, o_b, o_b < begin // INDEX_N, INDEX_N))
-            count += tl.sum(tl.reshape(b_kept, [LIST_SPLIT]), 0)
+            count += tl.sum(_stripe_bits(words, o_b, begin // INDEX_N, INDEX_N), 0)
         target = index.stripe_positions + tl.load(index.stripe_offsets + o_tile)
         for i in range(begin, tl.minimum(begin + LIST_SPLIT, num_candidates), LIST_STEP):
             o_b = i // INDEX_N + tl.arange(0, LIST_STEP // INDEX_N)
-            b_kept = _bits(_stripe_words(words, o_b, o_b < num_candidates // INDEX_N, INDEX_N))
-            count = append(target, count, i + tl.arange(0, LIST_STEP) + INITIAL, tl.reshape(b_kept, [LIST_STEP]) != 0)
+            b_kept = _stripe_bits(words, o_b, num_candidates // INDEX_N, INDEX_N)
+            count = append(target, count, i + tl.arange(0, LIST_STEP) + INITIAL, b_kept)
         if begin + LIST_SPLIT >= num_candidates:
-            for i in range(0, tl.load(group + NUM_TILES), 32):
+            end = tl.load(group + NUM_TILES)
+            for i in range(0, end, 32):
                 o_t = i + tl.arange(0, 32)
-                tl.store(index.stripe_counts + o_tile + o_t, count, mask=o_t < tl.load(group + NUM_TILES))
+                tl.store(index.stripe_counts + o_tile + o_t, count, mask=o_t < end)

@@ -15,7 +15,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant, compile_time
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.online_softmax import add_exponentials
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, query_args, widen
+from vllm_sparse_kernels.paged import KeySource, key_args, load_keys, load_queries, query_args, widen
 from vllm_sparse_kernels.rows import TILE, TILE_TOKENS
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
@@ -36,15 +36,6 @@ class RoundShape(NamedTuple):
     HEAD_DIM: Any
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     GROUP: Any  # query heads of a kv head
-
-
-class KeySource(NamedTuple):
-    """The keys of one row and kv head."""
-
-    keys: Any  # KeyArgs
-    i_row: Any
-    i_kv: Any
-    end: Any  # position where keys end
 
 
 class RoundedQueries(NamedTuple):
