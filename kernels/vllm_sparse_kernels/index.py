@@ -183,7 +183,7 @@ class SparseIndex(IndexLayout):
     @property
     def masked_pairs(self) -> int:
         """(query, key) pairs of listed blocks that the causal mask excludes, all rows and heads; known on the host."""
-        return self.num_heads * self.rows.masked_pairs(self.block_tokens)
+        return self.num_heads * self.rows.once(_masked_pairs, self.block_tokens)
 
     def kept_pairs(self) -> torch.Tensor:
         """Count the kept (query, key) pairs of all rows and heads: int64 scalar on the device. Does not synchronise."""
@@ -192,7 +192,7 @@ class SparseIndex(IndexLayout):
     def pairs_of_heads(self) -> torch.Tensor:
         """Count the kept (query, key) pairs of each head: [num_heads] int64 on the device. Does not synchronise."""
         keys = torch.add(self.stripe_counts, self.block_counts, alpha=self.block_tokens)
-        return (keys * self.rows.tile_lengths).sum(1) - self.rows.masked_pairs(self.block_tokens)
+        return (keys * self.rows.tile_lengths).sum(1) - self.rows.once(_masked_pairs, self.block_tokens)
 
     def add_listed_pairs(self, totals: torch.Tensor, i_total: int) -> None:
         """Add the listed (query, key) pairs, including those that the mask excludes, to an element of ``totals``.
@@ -290,9 +290,20 @@ class SparseIndex(IndexLayout):
 
 def causal_pairs(rows: Rows) -> int:
     """Count the (query, key) pairs of one head that a causal mask allows."""
-    return rows.once(
-        causal_pairs,
-        lambda: sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True)),
+    return rows.once(_causal_pairs)
+
+
+def _causal_pairs(rows: Rows) -> int:
+    return sum(q * c + q * (q + 1) // 2 for q, c in zip(rows.query_lens, rows.context_lens, strict=True))
+
+
+def _masked_pairs(rows: Rows, block_tokens: int) -> int:
+    """Count the (query, key) pairs of one head in diagonal blocks of tiles that a causal mask excludes."""
+    return sum(
+        # Query i of a tile attends to i + 1 keys in addition to the keys before the tile.
+        tile.length_tokens * (ceil_div(tile.last_position + 1, block_tokens) * block_tokens - tile.position)
+        - tile.length_tokens * (tile.length_tokens + 1) // 2
+        for tile in rows.tile_list
     )
 
 

@@ -10,7 +10,7 @@ On a GPU, kernels select and an engine attends. On a CPU, the references do both
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -21,7 +21,7 @@ from vllm_sparse_kernels.attention.reference import attend as reference_attend
 from vllm_sparse_kernels.block_width import index_block_tokens
 from vllm_sparse_kernels.call import Call, HeadGroup
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.index import IndexLayout, SparseIndex
+from vllm_sparse_kernels.index import IndexLayout, SparseIndex, StripeLayout
 from vllm_sparse_kernels.methods import METHODS, name_of
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import PagedCache
@@ -131,16 +131,9 @@ class Layer:
 
         Layers share the layout of their indices if they are equal, or if no head has stripes.
         """
-        stripes = {
-            method: rows.once(method, partial(method.stripe_layout, rows)) for method in self.plan.distinct_methods
-        }
-
-        def build() -> IndexLayout:
-            return IndexLayout.build(rows, self.block_tokens, [stripes[method] for method in self.plan.methods])
-
-        has_stripes = any(layout.capacity for layout in stripes.values())
-        key = self if has_stripes else (IndexLayout, self.num_heads, self.block_tokens)
-        return rows.once(key, build).new_index(workspace or Workspace(rows.device))
+        has_stripes = any(rows.once(_stripe_layout, method).capacity for method in self.plan.distinct_methods)
+        layout = rows.once(_index_layout, self.num_heads, self.block_tokens, self if has_stripes else None)
+        return layout.new_index(workspace or Workspace(rows.device))
 
     def new_call(
         self, q: torch.Tensor, cache: PagedCache, rows: Rows, scale: float, workspace: Workspace | None = None
@@ -174,6 +167,18 @@ class Layer:
         attend = self.engine.attend if self.by_kernels else reference_attend
         with call.index.workspace.frame():
             attend(call, out, options=self.options, sinks=sinks)
+
+
+def _stripe_layout(rows: Rows, method: Method) -> StripeLayout:
+    return method.stripe_layout(rows)
+
+
+def _index_layout(rows: Rows, num_heads: int, block_tokens: int, layer: Layer | None) -> IndexLayout:
+    """Lay out the index of a layer or, without ``layer``, of all layers without stripes."""
+    stripes = [StripeLayout.none(rows)] * num_heads
+    if layer is not None:
+        stripes = [rows.once(_stripe_layout, method) for method in layer.plan.methods]
+    return IndexLayout.build(rows, block_tokens, stripes)
 
 
 @lru_cache(maxsize=1024)

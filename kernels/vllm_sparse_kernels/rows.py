@@ -42,8 +42,10 @@ def split_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat((x, padding)).unflatten(0, (-1, size))
 
 
-def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy numbers to a tensor [len(values)] on the device, without synchronising with it."""
+def to_device(
+    values: Sequence[float] | Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Copy numbers, or rows of numbers, to a tensor on the device, without synchronising with it."""
     return host_to_device(torch.tensor(values, dtype=dtype), device)
 
 
@@ -166,30 +168,18 @@ class Rows:
         """[num_rows + 1] int32 on the device: ``tile_starts``."""
         return to_device(self.tile_starts, torch.int32, self.device)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Make a value from these rows once for all layers of the pass, on the first call with this key."""
+    def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
+        """Return ``make(rows, *arguments)``, which the first call computes for all layers of the pass."""
+        key = (make, *arguments)
         if key not in self._computed:
-            self._computed[key] = make()
-        value: T = self._computed[key]
-        return value
-
-    def masked_pairs(self, block_tokens: int) -> int:
-        """Count the (query, key) pairs of one head in diagonal blocks of tiles that a causal mask excludes."""
-        return self.once(
-            ("masked_pairs", block_tokens),
-            lambda: sum(
-                # Query i of a tile attends to i + 1 keys in addition to the keys before the tile.
-                tile.length_tokens * (ceil_div(tile.last_position + 1, block_tokens) * block_tokens - tile.position)
-                - tile.length_tokens * (tile.length_tokens + 1) // 2
-                for tile in self.tile_list
-            ),
-        )
+            self._computed[key] = make(self, *arguments)
+        return self._computed[key]
 
     @cached_property
     def tiles(self) -> torch.Tensor:
         """[num_tiles, 4] int32 on the device: row, first token in q, number of queries, position of the first query."""
-        flat = [value for tile in self.tile_list for value in (tile.row, tile.token, tile.length_tokens, tile.position)]
-        return to_device(flat, torch.int32, self.device).view(-1, TILE_FIELDS.value)
+        fields = [(tile.row, tile.token, tile.length_tokens, tile.position) for tile in self.tile_list]
+        return to_device(fields, torch.int32, self.device)
 
     @cached_property
     def tile_lengths(self) -> torch.Tensor:
@@ -225,5 +215,5 @@ class Rows:
 
         The last row is 0 in all columns but the last.
         """
-        lengths = zip((*self.query_starts, 0), (*self.query_lens, 0), (*self.seq_lens, 0), self.key_starts, strict=True)
-        return to_device([v for row in lengths for v in row], torch.int32, self.device).view(-1, ROW_FIELDS.value)
+        fields = zip((*self.query_starts, 0), (*self.query_lens, 0), (*self.seq_lens, 0), self.key_starts, strict=True)
+        return to_device([*fields], torch.int32, self.device)

@@ -33,7 +33,7 @@ def key_sums(
     A split has ``groups`` such groups. The sums are [splits of all rows, num_kv_heads, moments, BLOCK_D] float32.
     """
     block_d, split_tokens = padded_dim(cache.head_dim), GROUP_TOKENS.value * period * groups
-    splits = rows.once((Splits, split_tokens), lambda: _splits(rows, split_tokens))
+    splits = rows.once(_splits, split_tokens)
     sums = workspace.empty(splits.starts[-1], cache.num_kv_heads, moments, block_d)
     _key_sums_kernel[(splits.most, cache.num_kv_heads, rows.num_rows)](
         key_args(cache, rows.block_table), splits.device_starts, rows.device_seq_lens, sums,

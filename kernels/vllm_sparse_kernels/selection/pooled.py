@@ -69,14 +69,9 @@ class Pooled(NamedTuple):
 
 
 def pooled_slabs(rows: Rows, num_selected: int, num_kv_heads: int, head_dim: int, per_tile: int) -> list[PooledSlab]:
-    """Return the slabs of a step, computed by the first layer of a pass that needs them."""
+    """Return the slabs of a step."""
     most_products = SLAB_BYTES // (4 * num_selected * per_tile * ALIGNED.value)  # in units of ``ALIGNED``
     most_blocks = SLAB_BYTES // (4 * num_kv_heads * head_dim)
-    key = _make_slabs, most_products, most_blocks
-    return rows.once(key, lambda: _make_slabs(rows, most_products, most_blocks))
-
-
-def _make_slabs(rows: Rows, most_products: int, most_blocks: int) -> list[PooledSlab]:
     blocks, slabs = [ceil_div(seq_len, KEY_BLOCK.value) for seq_len in rows.seq_lens], []
     for first, end in rows_within(blocks, most_blocks):
         slab = PooledSlab(first, end, most_at_once(blocks, most_blocks), max(blocks[first:end]), [])
@@ -130,7 +125,7 @@ def pooled_products(
     num_selected, with_similarity = len(call.heads), min_similarity is not None
     queries = pool_queries(call, per_tile, with_similarity)
     centers = mean_keys(cache, rows, workspace) if with_similarity else None
-    for slab in pooled_slabs(rows, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
+    for slab in rows.once(pooled_slabs, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):
         with workspace.frame():
             keys = pool_keys(call, slab, centers)
             tile_bytes = 4 * num_selected * per_tile * slab.width * ALIGNED.value

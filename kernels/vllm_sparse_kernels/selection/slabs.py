@@ -62,14 +62,11 @@ class KeySlab(NamedTuple):
 
 
 def slabs_of(rows: Rows, num_selected: int, tile_bytes: TileBytes, set_tiles: int = 2) -> list[KeySlab]:
-    """Return the slabs of a step, computed once for all layers of a pass with equal arguments."""
-    return rows.once(
-        (slabs_of, num_selected, tile_bytes, set_tiles),
-        lambda: [
-            _slab(rows, *row_range, num_selected, tile_bytes, set_tiles)
-            for row_range in rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
-        ],
-    )
+    """Return the slabs of a step."""
+    return [
+        _slab(rows, *row_range, num_selected, tile_bytes, set_tiles)
+        for row_range in rows_within(list(map(padded, rows.seq_lens)), SLAB_TOKENS)
+    ]
 
 
 def rows_within(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -125,36 +122,34 @@ def _pieces(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> l
 def _tile_sets(
     rows: Rows, first_tile: int, end_tile: int, key_starts: tuple[tuple[int, int], ...], set_tiles: int
 ) -> torch.Tensor:
-    """Divide tiles into sets of neighbours of a row that one program scores; ``key_starts`` has (row, first key).
+    """Divide tiles into sets of neighbours of a row that one program scores; ``key_starts`` has (row, first key)."""
+    sets: list[tuple[int, int, int]] = []
+    for row, start in key_starts:
+        end = min(end_tile, rows.tile_starts[row + 1])
+        for tile in range(max(first_tile, rows.tile_starts[row]), end, set_tiles):
+            sets.append((tile, min(set_tiles, end - tile), start))
+    return to_device(sets, torch.int32, rows.device)
 
-    The sets are made once for all layers, whose numbers of selected heads differ.
-    """
 
-    def make() -> torch.Tensor:
-        flat: list[int] = []
-        for row, start in key_starts:
-            end = min(end_tile, rows.tile_starts[row + 1])
-            for tile in range(max(first_tile, rows.tile_starts[row]), end, set_tiles):
-                flat += [tile, min(set_tiles, end - tile), start]
-        return to_device(flat, torch.int32, rows.device).view(-1, SET_FIELDS.value)
-
-    return rows.once((_tile_sets, first_tile, end_tile, key_starts, set_tiles), make)
+def _device_starts(rows: Rows, starts: tuple[int, ...]) -> torch.Tensor:
+    return to_device(starts, torch.int32, rows.device)
 
 
 def _slab(
     rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes, set_tiles: int
 ) -> KeySlab:
     seq_lens = rows.seq_lens[first_row:end_row]
-    starts = [*accumulate(map(padded, seq_lens[:-1]), initial=0)]
+    starts = (*accumulate(map(padded, seq_lens[:-1]), initial=0),)
     key_starts = tuple(enumerate(starts, first_row))
+    # Tables are made once for all layers, whose numbers of selected heads differ.
     runs = [
-        run._replace(tile_sets=_tile_sets(rows, run.first_tile, run.end_tile, key_starts, set_tiles))
+        run._replace(tile_sets=rows.once(_tile_sets, run.first_tile, run.end_tile, key_starts, set_tiles))
         for run in _runs(rows, first_row, end_row, num_selected, tile_bytes)
     ]
     num_tiles, longest = rows.tile_starts[end_row] - rows.tile_starts[first_row], max(seq_lens)
     return KeySlab(
         first_row,
-        rows.once((_slab, first_row, end_row), lambda: to_device(starts, torch.int32, rows.device)),
+        rows.once(_device_starts, starts),
         most_at_once([*map(padded, rows.seq_lens)], SLAB_TOKENS),
         longest,
         most_at_once([tile_bytes(num_selected, longest)] * num_tiles, RUN_BYTES),

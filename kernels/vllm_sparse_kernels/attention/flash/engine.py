@@ -165,7 +165,7 @@ def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: P
     cache, index, rows, group = call.cache, call.index, call.rows, call.group
     unit = gcd(index.block_tokens, cache.page_size)
     sequences = _allocate_sequences(index, cache, part)
-    lists = index.args, rows.once(_starts, lambda: _starts(rows))[1]
+    lists = index.args, rows.once(_starts)[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
     block_d = padded_dim(cache.head_dim)
     shape = compile_time(SliceShape(cache.head_dim, block_d, group, index.block_tokens, unit))
@@ -207,7 +207,7 @@ def _parts(index: SparseIndex, cache: PagedCache) -> Iterator[Part]:
     """Yield all sequences of the index, in parts that fit the workspace."""
     rows, heads = index.rows, index.num_heads
     group = heads // cache.num_kv_heads
-    starts, _ = rows.once(_starts, lambda: _starts(rows))
+    starts, _ = rows.once(_starts)
     total = sum(rows.query_lens)
     copies = 3 if index.has_stripes else 2
     bytes_each = copies * TILE_TOKENS * cache.head_dim * _result_dtype(cache).itemsize

@@ -82,10 +82,8 @@ from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import StripeLayout
 from vllm_sparse_kernels.methods.anchor_attention.kernels import (
-    GROUP_FIELDS,
     INITIAL,
     LIST_SPLIT,
-    TILE_FIELDS,
     VOTE_SPLIT,
     WORD,
     GroupArgs,
@@ -129,6 +127,18 @@ class Group(NamedTuple):
         return max(self.start - INITIAL.value, 0)
 
 
+def groups_of(rows: Rows, span_tokens: int) -> list[Group]:
+    """Return the groups of all rows, by tile. A tile belongs to the group of its first query."""
+    starts = [(tile.row, tile.position // span_tokens * span_tokens) for tile in rows.tile_list]
+    groups: list[Group] = []
+    offset = 0
+    for (row, start), tiles in groupby(range(rows.num_tiles), starts.__getitem__):
+        first_tile, *others = tiles
+        groups.append(Group(row, start, first_tile, 1 + len(others), offset))
+        offset += groups[-1].num_candidates
+    return groups
+
+
 class Groups(NamedTuple):
     """The groups of a step's rows on the device, and their sizes."""
 
@@ -140,20 +150,21 @@ class Groups(NamedTuple):
     tile_windows: torch.Tensor
 
     @staticmethod
-    def of(rows: Rows, groups: list[Group]) -> "Groups":
+    def of(rows: Rows, span_tokens: int) -> "Groups":
         """Copy the groups of a step to the device."""
+        groups = groups_of(rows, span_tokens)
         sizes = [group.num_candidates for group in groups]
         in_row = Counter(group.row for group in groups)
         row_starts = [0, *accumulate(in_row[row] for row in range(rows.num_rows))]
-        table = [field for group in groups for field in (group.start, group.first_tile, group.num_tiles, group.offset)]
-        tile_windows = [field for group in groups for field in (group.start, group.offset) * group.num_tiles]
+        table = [(group.start, group.first_tile, group.num_tiles, group.offset) for group in groups]
+        tile_windows = [(group.start, group.offset) for group in groups for _ in range(group.num_tiles)]
         return Groups(
             sum(sizes),
             max(sizes),
             max(in_row.values()),
-            to_device(table, torch.int32, rows.device).view(-1, GROUP_FIELDS.value),
+            to_device(table, torch.int32, rows.device),
             to_device(row_starts, torch.int32, rows.device),
-            to_device(tile_windows, torch.int32, rows.device).view(-1, TILE_FIELDS.value),
+            to_device(tile_windows, torch.int32, rows.device),
         )
 
 
@@ -201,21 +212,10 @@ class AnchorAttention(Method):
         """Start of the first group that votes."""
         return ceil_div(INITIAL.value + TILE_TOKENS, self.span_tokens) * self.span_tokens
 
-    def groups_of(self, rows: Rows) -> list[Group]:
-        """Return the groups of all rows, by tile. A tile belongs to the group of its first query."""
-        starts = [(tile.row, tile.position // self.span_tokens * self.span_tokens) for tile in rows.tile_list]
-        groups: list[Group] = []
-        offset = 0
-        for (row, start), tiles in groupby(range(rows.num_tiles), starts.__getitem__):
-            first_tile, *others = tiles
-            groups.append(Group(row, start, first_tile, 1 + len(others), offset))
-            offset += groups[-1].num_candidates
-        return groups
-
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         if self.whole_blocks:
             return StripeLayout.none(rows)
-        groups = self.groups_of(rows)
+        groups = groups_of(rows, self.span_tokens)
         offsets = tuple(group.offset for group in groups for _ in range(group.num_tiles))
         return StripeLayout(offsets, sum(group.num_candidates for group in groups))
 
@@ -225,7 +225,7 @@ class AnchorAttention(Method):
 
     def select(self, call: Call) -> None:
         index, rows, empty = call.index, call.rows, call.index.workspace.empty
-        groups = rows.once((Groups, self.step_tiles), lambda: Groups.of(rows, self.groups_of(rows)))
+        groups = rows.once(Groups.of, self.span_tokens)
         shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), padded_dim(call.cache.head_dim)
         voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(call.q.dtype)), empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16

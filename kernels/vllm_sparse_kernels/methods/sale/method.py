@@ -145,7 +145,7 @@ def _flag_all_blocks(call: Call, kept: torch.Tensor, in_half: bool) -> None:
     first_flags(call, kept)
     means = row_means(call)
     queries = round_queries(call, means, dtype)
-    for slab in slabs_of(call.rows, len(call.heads), marks_bytes):
+    for slab in call.rows.once(slabs_of, len(call.heads), marks_bytes):
         with workspace.frame():
             keys = round_keys(call, means, slab, dtype)
             for run in slab.runs:

@@ -19,7 +19,7 @@ from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, widen
-from vllm_sparse_kernels.rows import TILE_FIELDS, TILE_TOKENS, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 
 MEANS_AT_ONCE = Constant(128)
@@ -40,14 +40,14 @@ class Spans(NamedTuple):
         rows, block_tokens = index.rows, index.block_tokens
         blocks = [ceil_div(seq_len, block_tokens) for seq_len in rows.seq_lens]
         block_starts = [0, *accumulate(blocks)]
-        lasts: list[int] = []
+        lasts: list[tuple[int, int, int, int]] = []
         for row, query_len in enumerate(rows.query_lens):
             length = min(query_len, TILE_TOKENS)
-            lasts += [row, rows.query_starts[row] + query_len - length, length, rows.seq_lens[row] - length]
+            lasts.append((row, rows.query_starts[row] + query_len - length, length, rows.seq_lens[row] - length))
         return Spans(
             block_starts[-1],
             max(blocks),
-            to_device(lasts, torch.int32, rows.device).view(-1, TILE_FIELDS.value),
+            to_device(lasts, torch.int32, rows.device),
             to_device(block_starts, torch.int64, rows.device),
         )
 

@@ -145,7 +145,7 @@ def _select(kernels: Any, call: Call) -> None:
     with workspace.frame():
         moments = row_moments(call, storage)
         queries, query_scales = round_queries(call, moments, storage)
-        for slab in slabs_of(call.rows, len(call.heads), kernels.tile_bytes, SET_TILES.value):
+        for slab in call.rows.once(slabs_of, len(call.heads), kernels.tile_bytes, SET_TILES.value):
             with workspace.frame():
                 keys, key_scales = round_keys(call, slab, moments, storage, kernels.PERMUTED)
                 workspace.expect(slab.run_bytes)
