@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vllm_sparse_kernels.cards import HOPPER_CAPABILITY, shared_bytes
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.engine_choice import capability_of
-from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, TILE_FIELDS, VALUE_D, MlaCall, Part, Tensors
+from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, VALUE_D, MlaCall, Part, Tensors, load_fields
 from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
 from vllm_sparse_kernels.rows import TILE
 
@@ -38,10 +38,7 @@ class Tile(NamedTuple):
     k_extra: Any
     v_matrix: Any
     i_head: Any  # int64
-    position: Any  # of the tile's first query
-    key_start: Any
-    num_keys: Any
-    key_position: Any
+    fields: Any  # TileFields
     blocks: Any  # pointer to the tile's list; None for a window
     num_sink_blocks: Any  # of a window: blocks before the gap
     gap_blocks: Any  # blocks between sinks and window
@@ -106,22 +103,21 @@ def attend_kernel(
         tiles: [num_tiles, 8] int32, ``TileFields``.
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    fields = tiles + i_tile * TILE_FIELDS
-    token, length, offset = tl.load(fields).to(tl.int64), tl.load(fields + 1), tl.load(fields + 2)
-    position, key_start = tl.load(fields + 3), tl.load(fields + 5)
-    num_keys, key_position = tl.load(fields + 6), tl.load(fields + 7)
-    first, last = position - key_position, position + length - 1 - key_position  # the queries' places among the keys
-    reach = tl.minimum(num_keys, last + 1)
+    fields = load_fields(tiles, i_tile)
+    token = fields.query.to(tl.int64)
+    first = fields.position - fields.key_position  # the queries' places among the keys
+    last = first + fields.length - 1
+    reach = tl.minimum(fields.num_keys, last + 1)
     num_blocks = (reach + BLOCK - 1) // BLOCK
 
     if lists is None:
-        sink_end = tl.minimum(tl.maximum(sink_tokens - key_position, 0), reach)
+        sink_end = tl.minimum(tl.maximum(sink_tokens - fields.key_position, 0), reach)
         num_sink_blocks = (sink_end + BLOCK - 1) // BLOCK
         window = tl.minimum(tl.maximum(first - local_tokens + 1, 0), reach)
         first_local = tl.where(window < reach, window // BLOCK, num_blocks)
         first_local = tl.maximum(first_local, num_sink_blocks)
         full_begin = tl.maximum(last - local_tokens + BLOCK, 0) // BLOCK
-        full_end = tl.minimum(num_keys, first + 1) // BLOCK
+        full_end = tl.minimum(fields.num_keys, first + 1) // BLOCK
         gap_blocks = first_local - num_sink_blocks
         count = num_blocks - gap_blocks
         begin = tl.minimum(tl.maximum(full_begin - gap_blocks, num_sink_blocks), count)
@@ -131,17 +127,17 @@ def attend_kernel(
         num_sink_blocks, gap_blocks, begin = 0, 0, 0
         count = tl.load(lists.counts + i_head * tl.num_programs(0) + i_tile)
         # Masked blocks come last: the diagonal, which is always listed, or a block that may be partial.
-        end = count - (num_blocks - offset // BLOCK) if CAUSAL else tl.maximum(count - 1, 0)
+        end = count - (num_blocks - fields.offset // BLOCK) if CAUSAL else tl.maximum(count - 1, 0)
         blocks = lists.ids + (i_head * tl.num_programs(0) + i_tile) * width
 
     o_m = tl.arange(0, TILE)
-    in_tile = o_m < length
+    in_tile = o_m < fields.length
     q = tensors.q + (token + o_m)[:, None] * tensors.stride_q_token + i_head * tensors.stride_q_head
     b_q = tl.load(q + tl.arange(0, MAIN_D)[None, :], mask=in_tile[:, None], other=0.0)
     b_extra = tl.load(q + MAIN_D + tl.arange(0, EXTRA_D)[None, :], mask=in_tile[:, None], other=0.0)
     tile = Tile(
-        tensors, k_main, k_extra, v_matrix, i_head, position, key_start, num_keys, key_position, blocks,
-        num_sink_blocks, gap_blocks, sink_tokens, local_tokens, scale,
+        tensors, k_main, k_extra, v_matrix, i_head, fields, blocks, num_sink_blocks, gap_blocks, sink_tokens,
+        local_tokens, scale,
     )  # fmt: skip
     softmax = Softmax(
         tl.zeros([TILE, VALUE_D], tl.float32),
@@ -177,7 +173,7 @@ def _walk(b_q, b_extra, begin, end, tile, softmax, MASKED: tl.constexpr, STEP: t
             i_block = tl.load(tile.blocks + i_listed)
         first = i_block * BLOCK + i_part * STEP
         if tile.k_main is not None and not MASKED:
-            i_row, i_column = tile.key_start + first, (tile.i_head * tensors.stride_k_head).to(tl.int32)
+            i_row, i_column = tile.fields.key_start + first, (tile.i_head * tensors.stride_k_head).to(tl.int32)
             b_k = tile.k_main.load([i_row, i_column])
             b_k_extra = tile.k_extra.load([i_row, i_column + MAIN_D])
             b_v = tile.v_matrix.load([i_row, (tile.i_head * tensors.stride_v_head).to(tl.int32)])
@@ -186,9 +182,9 @@ def _walk(b_q, b_extra, begin, end, tile, softmax, MASKED: tl.constexpr, STEP: t
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_s = tl.dot(b_extra, tl.trans(b_k_extra), b_s, input_precision="ieee")
         if MASKED:
-            o_m = (tile.position + tl.arange(0, TILE))[:, None]
-            o_n = (tile.key_position + first + o_step)[None, :]
-            is_kept = (first + o_step < tile.num_keys)[None, :] & (o_n <= o_m)
+            o_m = (tile.fields.position + tl.arange(0, TILE))[:, None]
+            o_n = (tile.fields.key_position + first + o_step)[None, :]
+            is_kept = (first + o_step < tile.fields.num_keys)[None, :] & (o_n <= o_m)
             is_kept &= (o_n < tile.sink_tokens) | (o_n > o_m - tile.local_tokens)
             b_s = tl.where(is_kept, b_s, float("-inf"))
         softmax = softmax_step(b_s, b_v, tile.scale, None, softmax, MAY_SEE_NONE=MASKED)
@@ -203,14 +199,15 @@ def _load_step(first, tile, MASKED: tl.constexpr, STEP: tl.constexpr):
     """
     tensors = tile.tensors
     o_step = tl.arange(0, STEP)
-    i_key = (tile.key_start + first).to(tl.int64)
+    i_key = (tile.fields.key_start + first).to(tl.int64)
     k = tensors.k + i_key * tensors.stride_k_token + tile.i_head * tensors.stride_k_head
     k += o_step[:, None] * tensors.stride_k_token
     v = tensors.v + i_key * tensors.stride_v_token + tile.i_head * tensors.stride_v_head
     v += o_step[:, None] * tensors.stride_v_token
-    in_row = (first + o_step < tile.num_keys)[:, None] if MASKED else None
+    in_row = (first + o_step < tile.fields.num_keys)[:, None] if MASKED else None
+    other = 0.0 if MASKED else None
     return (
-        tl.load(k + tl.arange(0, MAIN_D)[None, :], mask=in_row, other=0.0 if MASKED else None),
-        tl.load(k + MAIN_D + tl.arange(0, EXTRA_D)[None, :], mask=in_row, other=0.0 if MASKED else None),
-        tl.load(v + tl.arange(0, VALUE_D)[None, :], mask=in_row, other=0.0 if MASKED else None),
+        tl.load(k + tl.arange(0, MAIN_D)[None, :], mask=in_row, other=other),
+        tl.load(k + MAIN_D + tl.arange(0, EXTRA_D)[None, :], mask=in_row, other=other),
+        tl.load(v + tl.arange(0, VALUE_D)[None, :], mask=in_row, other=other),
     )

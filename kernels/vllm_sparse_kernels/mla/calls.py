@@ -8,6 +8,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.minference import AShape
@@ -112,6 +114,16 @@ class TileFields(NamedTuple):
     def reach(self) -> int:
         """Number of the row's keys that the last query of the tile may attend to."""
         return min(self.num_keys, self.position + self.length - self.key_position)
+
+
+@triton.jit
+def load_fields(tiles, i_tile):
+    """Load the ``TileFields`` of a tile."""
+    fields = tiles + i_tile * TILE_FIELDS
+    return TileFields(
+        tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3),
+        tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6), tl.load(fields + 7),
+    )  # fmt: skip
 
 
 class Part(NamedTuple):

@@ -18,7 +18,7 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.engine_choice import capability_of
 from vllm_sparse_kernels.methods.top_p.scored import SCORED, num_scored, scored_offsets
 from vllm_sparse_kernels.mla.attention import has_bulk_copies
-from vllm_sparse_kernels.mla.calls import BLOCK, SET_FIELDS, TILE_FIELDS, MlaCall, Part
+from vllm_sparse_kernels.mla.calls import BLOCK, SET_FIELDS, MlaCall, Part, load_fields
 from vllm_sparse_kernels.mla.rounding import KEPT_D, Rounded
 from vllm_sparse_kernels.rows import ceil_div
 
@@ -61,13 +61,12 @@ def _matrix(keys: torch.Tensor) -> TensorDescriptor | None:
 
 
 @triton.jit
-def load_reach(fields, CAUSAL: tl.constexpr):
+def reach_of(fields, CAUSAL: tl.constexpr):
     """Return the number of keys up to a tile's last query."""
-    num_keys = tl.load(fields + 6)
     if CAUSAL:
-        return tl.minimum(num_keys, tl.load(fields + 2) + tl.load(fields + 1))
+        return tl.minimum(fields.num_keys, fields.offset + fields.length)
     else:
-        return num_keys
+        return fields.num_keys
 
 
 @triton.jit(do_not_specialize=["num_tiles", "width"])
@@ -91,24 +90,23 @@ def _products_kernel(
     tile_set = sets + tl.program_id(0) * SET_FIELDS
     i_tile, count = tl.load(tile_set), tl.load(tile_set + 1)
     # The first tile has the longest reach, and the last tile the first query.
-    first_fields = tiles + i_tile * TILE_FIELDS
-    reach = load_reach(first_fields, CAUSAL)
+    first_tile, last_tile = load_fields(tiles, i_tile), load_fields(tiles, i_tile + count - 1)
+    reach = reach_of(first_tile, CAUSAL)
     begin = tl.program_id(1) * SPAN
     end = tl.minimum(begin + SPAN, reach)
     if begin < end:
         o_r, o_c = tl.arange(0, TILES * SCORED), tl.arange(0, KEPT_D)
         o_s = o_r % SCORED
         b_tile = i_tile + tl.minimum(o_r // SCORED, count - 1)
-        b_fields = tiles + b_tile * TILE_FIELDS
-        b_length = tl.load(b_fields + 1)
-        is_scored = ((o_r // SCORED < count) & (o_s < num_scored(b_length)))[:, None]
-        b_place = scored_offsets(o_s, b_length)
-        i_query = i_head * rounded.num_queries + tl.load(b_fields) + b_place
+        fields = load_fields(tiles, b_tile)
+        is_scored = ((o_r // SCORED < count) & (o_s < num_scored(fields.length)))[:, None]
+        b_place = scored_offsets(o_s, fields.length)
+        i_query = i_head * rounded.num_queries + fields.query + b_place
         b_q = tl.load(rounded.queries + i_query[:, None] * KEPT_D + o_c[None, :], mask=is_scored, other=0.0)
-        b_last = tl.load(b_fields + 2) + b_place  # each query's last key, if the keys are new tokens
-        first_key = i_head * rounded.num_keys + tl.load(first_fields + 5)
+        b_last = fields.offset + b_place  # each query's last key, if the keys are new tokens
+        first_key = i_head * rounded.num_keys + first_tile.key_start
         target = products + ((i_head * num_tiles + b_tile) * width * SCORED + o_s)[:, None]
-        whole = tl.load(first_fields + (count - 1) * TILE_FIELDS + 2) if CAUSAL else reach
+        whole = last_tile.offset if CAUSAL else reach
         whole = tl.minimum(tl.maximum(whole // STEP * STEP, begin), end)
         o_b = tl.arange(0, STEP // BLOCK)[None, :]
         for i in range(begin, whole, STEP):

@@ -68,6 +68,13 @@ def round_vectors(
 
 
 @triton.jit
+def _load_row(rows, i_row):
+    """Load the fields of a row of ``Part.rows``: its first query, queries, first key and keys."""
+    fields = rows + i_row * ROW_FIELDS
+    return tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
+
+
+@triton.jit
 def _moments_kernel(tensors, rows, moments):
     """Compute the mean key of one row and head, and its KEPT_D channels with the largest weights.
 
@@ -77,11 +84,11 @@ def _moments_kernel(tensors, rows, moments):
         rows: [num_rows, 4] int32, ``Part.rows``.
     """
     i_head = tl.program_id(1).to(tl.int64)
-    fields = rows + tl.program_id(0) * ROW_FIELDS
-    q = tensors.q + tl.load(fields).to(tl.int64) * tensors.stride_q_token + i_head * tensors.stride_q_head
-    k = tensors.k + tl.load(fields + 2).to(tl.int64) * tensors.stride_k_token + i_head * tensors.stride_k_head
-    _, b_query_square, _ = _sums(q, tensors.stride_q_token, tl.load(fields + 1))
-    b_sum, b_square, count = _sums(k, tensors.stride_k_token, tl.load(fields + 3))
+    first_query, num_queries, first_key, num_keys = _load_row(rows, tl.program_id(0))
+    q = tensors.q + first_query.to(tl.int64) * tensors.stride_q_token + i_head * tensors.stride_q_head
+    k = tensors.k + first_key.to(tl.int64) * tensors.stride_k_token + i_head * tensors.stride_k_head
+    _, b_query_square, _ = _sums(q, tensors.stride_q_token, num_queries)
+    b_sum, b_square, count = _sums(k, tensors.stride_k_token, num_keys)
     count = count.to(tl.float32)
     b_mean = b_sum / count
     b_weight = tl.maximum(b_square / count - b_mean * b_mean, 0.0) * b_query_square
@@ -117,13 +124,12 @@ def _round_queries_kernel(tensors, rows, first_head, num_heads, softmax_scale, m
     Args:
         rows: [num_rows, 4] int32, ``Part.rows``.
     """
-    fields = rows + tl.program_id(1) * ROW_FIELDS
-    start, count = tl.load(fields).to(tl.int64), tl.load(fields + 1)
+    start, count, _, _ = _load_row(rows, tl.program_id(1))
     o_s = tl.program_id(0) * SCORED + tl.arange(0, SCORED)
     is_scored = o_s < num_scored(count)  # tiles are whole, except for the last: rows have the rule of tiles
     i_head = tl.program_id(2).to(tl.int64)
     i_moments = tl.program_id(1) * num_heads + first_head + i_head
-    o_q = start + scored_offsets(o_s, count)
+    o_q = start.to(tl.int64) + scored_offsets(o_s, count)
     q = tensors.q + o_q[:, None] * tensors.stride_q_token + (first_head + i_head) * tensors.stride_q_head
     o_c, o_d = tl.arange(0, KEPT_D), tl.arange(0, BLOCK_D)
     b_channels = tl.load(moments.channels + i_moments * KEPT_D + o_c)
@@ -149,8 +155,8 @@ def _round_keys_kernel(tensors, rows, first_head, num_heads, moments, rounded):
     Args:
         rows: [num_rows, 4] int32, ``Part.rows``.
     """
-    fields = rows + tl.program_id(1) * ROW_FIELDS
-    start, count = tl.load(fields + 2).to(tl.int64), tl.load(fields + 3)
+    _, _, start, count = _load_row(rows, tl.program_id(1))
+    start = start.to(tl.int64)
     first = tl.program_id(0) * BLOCK
     if first < count:
         o_n, o_c = first + tl.arange(0, BLOCK), tl.arange(0, KEPT_D)

@@ -34,8 +34,8 @@ from vllm_sparse_kernels.methods.top_p.choice import (
 from vllm_sparse_kernels.methods.top_p.method import stored_dtype
 from vllm_sparse_kernels.methods.top_p.scored import SCORED, num_scored, scored_offsets
 from vllm_sparse_kernels.mla.attention import BlockLists
-from vllm_sparse_kernels.mla.calls import BLOCK, MOST_ROWS, SINK, TILE_FIELDS, MlaCall, Part, Tensors
-from vllm_sparse_kernels.mla.products import load_reach, run_products
+from vllm_sparse_kernels.mla.calls import BLOCK, MOST_ROWS, SINK, MlaCall, Part, Tensors, load_fields
+from vllm_sparse_kernels.mla.products import reach_of, run_products
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.mla.rounding import BLOCK_D, KEPT_D, Moments, Rounded, fill_moments, round_vectors
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
@@ -101,20 +101,13 @@ class Selection:
             round_vectors(tensors, part, self.moments, heads, self.scale * LOG2_E.value, self.rounded)
             run_products(call, part, len(heads), self.rounded, self.scratch.products)
             grid, sums = (len(part.tiles), len(heads)), RunningSums(*(x[heads.start : heads.stop] for x in self.sums))
-            stride_sums = sums.top.stride(0)
-            _sums_kernel[grid](
-                self.rounded, self.scratch, part.tiles, sums, stride_sums, part.width, CAUSAL=call.is_causal,
-                num_warps=8,
-            )  # fmt: skip
+            args = (self.rounded, self.scratch, part.tiles, sums, sums.top.stride(0), part.width)
+            _sums_kernel[grid](*args, CAUSAL=call.is_causal, num_warps=8)
             _choose_kernel[grid](
-                self.rounded, self.scratch, part.tiles, sums, stride_sums, self.lists, kept_pairs, first, part.width,
-                method.kept_mass, call.most_blocks,
+                *args, self.lists, kept_pairs, first, method.kept_mass, call.most_blocks,
                 CAUSAL=call.is_causal, CHUNK=HELD_BLOCKS, num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
             )  # fmt: skip
-            _drop_kernel[grid](
-                self.rounded, self.scratch, part.tiles, sums, stride_sums, part.width, CAUSAL=call.is_causal,
-                num_warps=8,
-            )  # fmt: skip
+            _drop_kernel[grid](*args, CAUSAL=call.is_causal, num_warps=8)
         return self.lists
 
 
@@ -138,21 +131,20 @@ def _load_tile(rounded, scratch, tiles, stride_sums, width, CAUSAL: tl.constexpr
     """Load the scales of the queries of this program's tile and head, and locate its products."""
     i_head = tl.program_id(1).to(tl.int64)
     i_list = i_head * tl.num_programs(0) + tl.program_id(0)
-    fields = tiles + tl.program_id(0) * TILE_FIELDS
-    length = tl.load(fields + 1)
+    fields = load_fields(tiles, tl.program_id(0))
     o_s = tl.arange(0, SCORED)
-    number = num_scored(length)
-    b_place = scored_offsets(o_s, length)
-    o_query = i_head * rounded.num_queries + tl.load(fields) + b_place
+    number = num_scored(fields.length)
+    b_place = scored_offsets(o_s, fields.length)
+    o_query = i_head * rounded.num_queries + fields.query + b_place
     return ScoredTile(
         scratch.products + i_list * width * SCORED,
         scratch.masses + i_list * width,
         scratch.marks + i_list * width,
-        rounded.key_scales + i_head * rounded.num_keys + tl.load(fields + 5),
-        (load_reach(fields, CAUSAL) + BLOCK - 1) // BLOCK,
+        rounded.key_scales + i_head * rounded.num_keys + fields.key_start,
+        (reach_of(fields, CAUSAL) + BLOCK - 1) // BLOCK,
         number,
         o_s < number,
-        i_head * stride_sums + tl.load(fields + 4) + b_place,
+        i_head * stride_sums + fields.state + b_place,
         tl.load(rounded.query_scales + o_query, mask=o_s < number, other=0.0),
         tl.load(rounded.query_shifts + o_query, mask=o_s < number, other=0.0),
     )
@@ -218,7 +210,7 @@ def _sums_kernel(rounded, scratch, tiles, sums, stride_sums, width, CAUSAL: tl.c
     do_not_specialize_on_alignment=["kept_pairs"],  # an element of a tensor of counters, at an even or an odd place
 )
 def _choose_kernel(
-    rounded, scratch, tiles, sums, stride_sums, lists, kept_pairs, first_head, width, kept_mass, most_blocks,
+    rounded, scratch, tiles, sums, stride_sums, width, lists, kept_pairs, first_head, kept_mass, most_blocks,
     CAUSAL: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """List and mark the blocks of one tile and head: the fewest with which D stays within 1 - p of Z, on average.
@@ -232,11 +224,10 @@ def _choose_kernel(
         kept_pairs: [1] int64, to which the number of kept pairs is added.
     """
     tile = _load_tile(rounded, scratch, tiles, stride_sums, width, CAUSAL)
-    fields = tiles + tl.program_id(0) * TILE_FIELDS
-    length, offset, key_position = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 7)
+    fields = load_fields(tiles, tl.program_id(0))
     num_blocks = tile.num_blocks
-    end = tl.minimum(offset // BLOCK, num_blocks) if CAUSAL else num_blocks
-    begin = tl.minimum((tl.maximum(SINK - key_position, 0) + BLOCK - 1) // BLOCK, num_blocks)
+    end = tl.minimum(fields.offset // BLOCK, num_blocks) if CAUSAL else num_blocks
+    begin = tl.minimum((tl.maximum(SINK - fields.key_position, 0) + BLOCK - 1) // BLOCK, num_blocks)
 
     b_total = tl.load(sums.total + tile.o_sum, mask=tile.b_is_scored, other=1.0)
     b_dropped = tl.load(sums.dropped + tile.o_sum, mask=tile.b_is_scored, other=0.0)
@@ -254,11 +245,11 @@ def _choose_kernel(
         b_kept = (b_chosen | (o_n < begin) | (o_n >= end)) & (o_n < num_blocks)
         tl.store(tile.marks + o_n, b_kept.to(tl.uint8), mask=o_n < num_blocks)
         count = append(lists.ids + i_list * width, count, o_n, b_kept)
-        num_keys += tl.sum(tl.where(b_kept, tl.minimum(load_reach(fields, CAUSAL) - o_n * BLOCK, BLOCK), 0), 0)
+        num_keys += tl.sum(tl.where(b_kept, tl.minimum(reach_of(fields, CAUSAL) - o_n * BLOCK, BLOCK), 0), 0)
     tl.store(lists.counts + i_list, count)
-    num_pairs = length.to(tl.int64) * num_keys
+    num_pairs = fields.length.to(tl.int64) * num_keys
     if CAUSAL:  # queries keep fewer keys of the diagonal, on which the tile's reach ends
-        num_pairs -= length * (length - 1) // 2
+        num_pairs -= fields.length * (fields.length - 1) // 2
     tl.atomic_add(kept_pairs, num_pairs, sem="relaxed")
 
 
