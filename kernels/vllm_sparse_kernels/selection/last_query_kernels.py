@@ -78,7 +78,6 @@ class SumArgs(NamedTuple):
 class Work(NamedTuple):
     """A program's stack of query heads, and its split of a row's keys."""
 
-    i_split: Any
     i_kv: Any
     i_part: Any  # stack of the kv head
     i_row: Any
@@ -137,7 +136,7 @@ def _load_work(args, sums, num_selected, first_row, num_rows, SHAPE):
     tiles_end = num_tiles * KEY_TILE if SHAPE.BAND > 1 else seq_len
     table = args.keys.block_table + i_row.to(tl.int64) * args.keys.stride_table
     return Work(
-        i_split, i_kv, i_part, i_row, token, query_len, seq_len, b_selected, first, end, tiles_end,
+        i_kv, i_part, i_row, token, query_len, seq_len, b_selected, first, end, tiles_end,
         (num_tiles + tiles - 1) // tiles, table,
     )  # fmt: skip
 
@@ -160,8 +159,7 @@ def _queries_of_rows(SHAPE):
 def _load_queries(args, work, SHAPE):
     """Load stacked queries, with 0 in empty rows.
 
-    Also return their offsets in the chunk and positions in the row (negative for empty rows), and the number of keys
-    that all of them attend to.
+    Also return their positions (negative for empty rows), and the number of keys that all of them attend to.
     """
     query_len = work.query_len
     b_query = _query_offsets(_queries_of_rows(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
@@ -172,7 +170,7 @@ def _load_queries(args, work, SHAPE):
     b_q = load_queries_at(args.queries, b_head[:, None], o_q, is_query, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_position = tl.where(b_query >= 0, work.seq_len - query_len + b_query, -1)
     num_common = work.seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
-    return b_q, b_query, b_position, num_common
+    return b_q, b_position, num_common
 
 
 @triton.jit
@@ -208,16 +206,13 @@ def _load_tile(keys, work, b_page, start, WHOLE: tl.constexpr, SHAPE):
 
     ``b_page`` is the page of each key, if there are bands.
     """
-    o_t, o_d = tl.arange(0, KEY_TILE), tl.arange(0, SHAPE.BLOCK_D)
-    k = keys.k + work.i_kv.to(tl.int64) * keys.stride_head
-    in_row = (start + o_t >= 0) & (start + o_t < work.seq_len)
+    o_n, o_d = start + tl.arange(0, KEY_TILE), tl.arange(0, SHAPE.BLOCK_D)
+    in_row = (o_n >= 0) & (o_n < work.seq_len)
     if SHAPE.BAND > 1:
-        o_k = b_page.to(tl.int64) * keys.stride_page + (start + o_t) % SHAPE.PAGE * keys.stride_token
-        k_tile = k + o_k[:, None] + o_d[None, :]
+        o_k = b_page.to(tl.int64) * keys.stride_page + o_n % SHAPE.PAGE * keys.stride_token
     else:
-        o_k = key_offsets(work.table, start + o_t, in_row, SHAPE.PAGE, keys.stride_page, keys.stride_token)
-        k_tile = k + o_k[:, None]
-        k_tile += o_d[None, :]
+        o_k = key_offsets(work.table, o_n, in_row, SHAPE.PAGE, keys.stride_page, keys.stride_token)
+    k_tile = keys.k + work.i_kv.to(tl.int64) * keys.stride_head + o_k[:, None] + o_d[None, :]
     if WHOLE and SHAPE.HEAD_DIM == SHAPE.BLOCK_D:
         return tl.load(k_tile)
     elif WHOLE:
@@ -254,7 +249,7 @@ def split_lse_kernel(args, sums, num_selected, first_row, num_rows, SHAPE):
     work = _load_work(args, sums, num_selected, first_row, num_rows, SHAPE)
     if (tl.max(work.b_selected, 0) < 0) | (work.first >= work.end):
         return
-    b_q, _, b_position, num_common = _load_queries(args, work, SHAPE)
+    b_q, b_position, num_common = _load_queries(args, work, SHAPE)
     b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES, LANES], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES, LANES], tl.float32)
     # Masked tiles, tiles without a mask and, for diagonals of keys, a masked tile that may begin before the row. Most
@@ -265,7 +260,7 @@ def split_lse_kernel(args, sums, num_selected, first_row, num_rows, SHAPE):
     if SHAPE.BAND == 1:
         b_max, b_sum = _lse_of_tiles(b_q, b_position, args, work, masked, work.end, False, b_max, b_sum, SHAPE)
     b_selected = _repeat_for_rows(work.b_selected, SHAPE)
-    o_partial = (tl.program_id(2) * num_selected + b_selected) * args.most_splits + work.i_split
+    o_partial = (tl.program_id(2) * num_selected + b_selected) * args.most_splits + tl.program_id(0)
     target = args.partial + o_partial.to(tl.int64) * SHAPE.QUERIES + _queries_of_rows(SHAPE)
     # Merge the maxima and sums of the threads.
     b_most = tl.max(b_max, 1)
@@ -292,10 +287,10 @@ def _lse_of_tiles(b_q, b_position, args, work, first, end, WHOLE: tl.constexpr, 
 
 
 @triton.jit
-def _joined_lse(args, work, b_query, num_selected, SHAPE):
+def _joined_lse(args, work, b_position, num_selected, SHAPE):
     """Join the splits of each stacked row, in order. Empty rows get +inf, which makes all weights 0."""
     b_selected, o_r = _repeat_for_rows(work.b_selected, SHAPE), _queries_of_rows(SHAPE)
-    valid = (b_selected >= 0) & (b_query >= 0)
+    valid = (b_selected >= 0) & (b_position >= 0)
     o_first = (tl.program_id(2) * num_selected + b_selected).to(tl.int64) * args.most_splits * SHAPE.QUERIES + o_r
     b_max = tl.full([SHAPE.MEMBERS * SHAPE.QUERIES], float("-inf"), tl.float32)
     b_sum = tl.zeros([SHAPE.MEMBERS * SHAPE.QUERIES], tl.float32)
@@ -321,8 +316,8 @@ def sums_kernel(args, sums, num_selected, first_row, num_rows, capacity, SHAPE):
     work = _load_work(args, sums, num_selected, first_row, num_rows, SHAPE)
     if (tl.max(work.b_selected, 0) < 0) | (work.first >= work.end):
         return
-    b_q, b_query, b_position, num_common = _load_queries(args, work, SHAPE)
-    b_lse = _joined_lse(args, work, b_query, num_selected, SHAPE)
+    b_q, b_position, num_common = _load_queries(args, work, SHAPE)
+    b_lse = _joined_lse(args, work, b_position, num_selected, SHAPE)
     begin = place_in_slab(sums.rows, work.i_row, first_row)
     b_readable = tl.maximum(work.b_selected, 0).to(tl.int64)  # addresses of heads without work must exist
     columns = sums.totals + (b_readable * capacity + begin)
@@ -385,15 +380,15 @@ def _diagonal_sums(b_p, MEMBERS: tl.constexpr, FIRST: tl.constexpr):
     b_x = tl.reshape(b_p, [4, MEMBERS, 2, 8, 8, 8])
     b_x = tl.reshape(tl.permute(b_x, (1, 3, 5, 0, 2, 4)), [MEMBERS, 8, 8, 64])
     return tl.join(
-        tl.join(
-            tl.join(_sum_diagonal_group(b_x, FIRST + 0), _sum_diagonal_group(b_x, FIRST + 4)),
-            tl.join(_sum_diagonal_group(b_x, FIRST + 2), _sum_diagonal_group(b_x, FIRST + 6)),
-        ),
-        tl.join(
-            tl.join(_sum_diagonal_group(b_x, FIRST + 1), _sum_diagonal_group(b_x, FIRST + 5)),
-            tl.join(_sum_diagonal_group(b_x, FIRST + 3), _sum_diagonal_group(b_x, FIRST + 7)),
-        ),
+        tl.join(_sum_two_groups(b_x, FIRST), _sum_two_groups(b_x, FIRST + 2)),
+        tl.join(_sum_two_groups(b_x, FIRST + 1), _sum_two_groups(b_x, FIRST + 3)),
     )
+
+
+@triton.jit
+def _sum_two_groups(b_x, i: tl.constexpr):
+    """Sum the diagonals [8 i, 8 i + 8) and [8 i + 32, 8 i + 40) over A - J: [.., g, c, 2]."""
+    return tl.join(_sum_diagonal_group(b_x, i), _sum_diagonal_group(b_x, i + 4))
 
 
 @triton.jit

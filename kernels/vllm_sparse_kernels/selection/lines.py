@@ -14,6 +14,7 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums, last_query_sums
+from vllm_sparse_kernels.selection.last_query_kernels import UNSPECIALIZED
 from vllm_sparse_kernels.selection.lists import (
     CHUNK_BLOCKS,
     append,
@@ -58,8 +59,7 @@ def write_lines(call: Call, sums: Sums, lines: Lines) -> None:
     index, rows = call.index, call.rows
     first_tile, end_tile = rows.tile_starts[sums.first_row], rows.tile_starts[sums.end_row]
     _write_lines_kernel[(end_tile - first_tile, len(call.heads))](
-        call.head_ids, lines, lines.columns.shape[2], rows.row_table, sums.first_row, rows.num_rows, sums.capacity,
-        sums.patterns, first_tile, index.args, rows.num_tiles,
+        *sums.args(rows), call.head_ids, lines, lines.columns.shape[2], first_tile, index.args, rows.num_tiles,
         BAND=sums.band, BLOCK_N=index.block_tokens,
     )  # fmt: skip
 
@@ -72,33 +72,31 @@ def _is_crossed(upto, b_block, first, last, BAND: tl.constexpr, BLOCK_N: tl.cons
     return b_upto > tl.load(upto + b_near - 1, mask=mask & (b_near > 0), other=0)
 
 
-@triton.jit(do_not_specialize=["max_columns", "first_row", "num_rows", "capacity", "first_tile", "num_tiles"])
+@triton.jit(do_not_specialize=[*UNSPECIALIZED, "max_columns", "first_tile", "num_tiles"])
 def _write_lines_kernel(
-    heads, lines, max_columns, rows, first_row, num_rows, capacity, patterns, first_tile, index, num_tiles,
+    sums, num_selected, first_row, num_rows, capacity, heads, lines, max_columns, first_tile, index, num_tiles,
     BAND: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Write the lists of one (tile, head).
 
     Blocks crossed by a kept diagonal, whole blocks and diagonal blocks become blocks of the list. The other kept
     columns become stripes if they lie before the tile's diagonal blocks and outside kept blocks. Entries of
-    ``patterns`` [heads, rows] other than 0 are written elsewhere.
+    ``sums.patterns`` other than 0 are written elsewhere.
 
     Grid: (tiles of the slab, n). Bound by the latency of dependent loads; it reads counts of bands and columns once.
 
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
-        rows: [num_rows + 1, 4] int32, ``Rows.row_table``.
-        patterns: [n, num_rows] int32, 0 for the heads and rows to process; None to process all.
     """
     i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_head = tl.load(heads + i_selected).to(tl.int64)
     i_row, _, length, first = load_tile(index.tiles, i_tile)
-    pattern = 0 if patterns is None else tl.load(patterns + i_selected * num_rows + i_row)
+    pattern = 0 if sums.patterns is None else tl.load(sums.patterns + i_selected * num_rows + i_row)
     if pattern != 0:
         return
     last = first + length - 1
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    start = place_in_slab(rows, i_row, first_row)
+    start = place_in_slab(sums.rows, i_row, first_row)
     upto = lines.bands_upto + (i_selected * capacity + start) // BAND
 
     count = 0
@@ -115,7 +113,7 @@ def _write_lines_kernel(
 
     count = 0
     target = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
-    i_list = (i_row - first_row) * tl.num_programs(1) + i_selected
+    i_list = (i_row - first_row) * num_selected + i_selected
     columns = lines.columns + i_list * max_columns
     num_columns = tl.load(lines.num_columns + i_list)
     for start_column in range(0, num_columns, CHUNK_BLOCKS):
