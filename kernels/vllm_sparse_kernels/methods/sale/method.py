@@ -128,28 +128,22 @@ class Sale(Method):
 
 def _select(call: Call, in_half: bool) -> None:
     """Fill the lists of the call's heads, comparing in half precision if that is exact, or in float32."""
-    index = call.index
     if not any(method.tau for method in call.heads.methods):
         compact_blocks(None, call)
         return
-    with index.workspace.frame():
-        kept = index.workspace.empty(len(call.heads), index.block_ids.shape[1], dtype=torch.uint8)
-        _flag_all_blocks(call, kept, in_half)
+    workspace, dtype = call.index.workspace, integer_dtype(call.q.device)
+    with workspace.frame():
+        # Flags of all blocks, laid out like ``block_ids``.
+        kept = workspace.empty(len(call.heads), call.index.block_ids.shape[1], dtype=torch.uint8)
+        first_flags(call, kept)
+        means = row_means(call)
+        queries = round_queries(call, means, dtype)
+        for slab in call.rows.once(slabs_of, len(call.heads), marks_bytes):
+            with workspace.frame():
+                keys = round_keys(call, means, slab, dtype)
+                for run in slab.runs:
+                    flag_blocks(call, queries, keys, kept, run, in_half)
         compact_blocks(kept, call)
-
-
-def _flag_all_blocks(call: Call, kept: torch.Tensor, in_half: bool) -> None:
-    """Compute the flags of all blocks: [num_selected, block_capacity] uint8, laid out like ``block_ids``."""
-    workspace = call.index.workspace
-    dtype = integer_dtype(call.q.device)
-    first_flags(call, kept)
-    means = row_means(call)
-    queries = round_queries(call, means, dtype)
-    for slab in call.rows.once(slabs_of, len(call.heads), marks_bytes):
-        with workspace.frame():
-            keys = round_keys(call, means, slab, dtype)
-            for run in slab.runs:
-                flag_blocks(call, queries, keys, kept, run, in_half)
 
 
 def integer_dtype(device: torch.device) -> torch.dtype:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant, compile_time
+from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.online_softmax import add_exponentials
 from vllm_sparse_kernels.paged import KeySource, key_args, load_keys, load_queries, query_args, widen
@@ -28,14 +28,6 @@ TINY = Constant(1e-20)  # stands in for the largest magnitude of a vector of zer
 
 BLOCK_N = Constant(64)
 """Keys of one program that rounds keys, and of one step of a program that rounds queries."""
-
-
-class RoundShape(NamedTuple):
-    """Compile-time sizes of the kernels that round; every field is a ``tl.constexpr``."""
-
-    HEAD_DIM: Any
-    BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
-    GROUP: Any  # query heads of a kv head
 
 
 class RoundedQueries(NamedTuple):
@@ -77,12 +69,12 @@ def round_keys(call: Call, means: Means, slab: KeySlab, dtype: torch.dtype) -> R
         largest_biases=empty(num_selected, num_keys // 64),
         num_keys=num_keys,
     )
-    shape = RoundShape(cache.head_dim, block_d, group)
     num_programs = padded(slab.longest) // BLOCK_N.value
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
         key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"), num_selected,
-        rows.device_seq_lens, slab.first_row, slab.key_starts, compile_time(shape),
-        GROUP_2=triton.next_power_of_2(group), HEADS=triton.next_power_of_2(num_selected), num_warps=4,
+        rows.device_seq_lens, slab.first_row, slab.key_starts,
+        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, GROUP=group, GROUP_2=triton.next_power_of_2(group),
+        HEADS=triton.next_power_of_2(num_selected), num_warps=4,
     )  # fmt: skip
     return rounded
 
@@ -98,12 +90,11 @@ def round_queries(call: Call, means: Means, dtype: torch.dtype) -> RoundedQuerie
         squares=empty(count, num_queries),
         num_queries=num_queries,
     )
-    shape = RoundShape(cache.head_dim, block_d, call.group)
     # Four stages: two for the keys, and two more for the pages that locate them.
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
         query_args(q), key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"),
-        rows.tiles, call.method.sink_tokens, call.method.local_tokens, call.scale, compile_time(shape),
-        KV_HEADS=cache.num_kv_heads,
+        rows.tiles, call.method.sink_tokens, call.method.local_tokens, call.scale,
+        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, GROUP=call.group, KV_HEADS=cache.num_kv_heads,
         num_warps=4, num_stages=4,
     )  # fmt: skip
     return rounded
@@ -111,8 +102,8 @@ def round_queries(call: Call, means: Means, dtype: torch.dtype) -> RoundedQuerie
 
 @triton.jit(do_not_specialize=["num_selected", "first_row"])
 def _round_keys_kernel(
-    keys, rounded, means, heads, log_taus, num_selected, seq_lens, first_row, key_starts, SHAPE,
-    GROUP_2: tl.constexpr, HEADS: tl.constexpr,
+    keys, rounded, means, heads, log_taus, num_selected, seq_lens, first_row, key_starts,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, GROUP_2: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Run step 1 for BLOCK_N keys of one kv head, and compute q̄(k − k̄)ᵀ for the estimating heads that read them.
 
@@ -133,18 +124,16 @@ def _round_keys_kernel(
     o_g = tl.arange(0, GROUP_2)
     b_heads = tl.load(heads + o_h, mask=o_h < num_selected, other=-1)
     b_tests = tl.load(log_taus + o_h, mask=o_h < num_selected, other=float("-inf")) > float("-inf")
-    b_matches = (
-        (b_heads[None, :] == (i_kv * SHAPE.GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < SHAPE.GROUP)[:, None]
-    )
+    b_matches = (b_heads[None, :] == (i_kv * GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < GROUP)[:, None]
     b_tested = tl.sum(b_matches.to(tl.int32), 1) > 0
     if (first < (seq_len + STEP_TOKENS - 1) // STEP_TOKENS * STEP_TOKENS) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
         o_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(key_starts + tl.program_id(2)) + first
-        o_d = tl.arange(0, SHAPE.BLOCK_D)
-        b_k = widen(load_keys(keys, i_row, i_kv, o_n, seq_len, SHAPE.HEAD_DIM, SHAPE.BLOCK_D))
+        o_d = tl.arange(0, BLOCK_D)
+        b_k = widen(load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D))
         i_mean = i_row * tl.num_programs(1) + i_kv
-        b_mean = tl.load(means.keys + i_mean * SHAPE.BLOCK_D + o_d)
-        b_bias = _biases(b_k, b_mean, means.queries, i_mean, SHAPE.GROUP, GROUP_2)
+        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
+        b_bias = _biases(b_k, b_mean, means.queries, i_mean, GROUP, GROUP_2)
         b_bias = tl.where((o_n < seq_len)[:, None], b_bias, 0.0)
         b_k = tl.where((o_n < seq_len)[:, None], b_k.to(tl.float32) - b_mean[None, :], 0.0)
 
@@ -155,7 +144,7 @@ def _round_keys_kernel(
         b_inverse = tl.broadcast_to((1.0 / b_scale)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
         b_inverse = tl.reshape(b_inverse, [BLOCK_N])
         b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
-        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * SHAPE.BLOCK_D + o_d[None, :]
+        o_int = (o_kv + tl.arange(0, BLOCK_N))[:, None] * BLOCK_D + o_d[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_kv // BLOCK_N, tl.max(tl.sum(b_int * b_int, 1), 0))
 
@@ -198,8 +187,8 @@ def local_start(end, sink_tokens, local_tokens):
 
 @triton.jit
 def _round_queries_kernel(
-    queries, keys, rounded, means, heads, log_taus, tiles, sink_tokens, local_tokens, scale, SHAPE,
-    KV_HEADS: tl.constexpr,
+    queries, keys, rounded, means, heads, log_taus, tiles, sink_tokens, local_tokens, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Run steps 1 and 2 for 64 queries of one head.
 
@@ -218,26 +207,26 @@ def _round_queries_kernel(
         first = tl.program_id(0) % (TILE // QUERY_BLOCK) * QUERY_BLOCK
         num_queries, position = length - first, position + first
         o_m = tl.arange(0, QUERY_BLOCK)
-        o_d = tl.arange(0, SHAPE.BLOCK_D)
+        o_d = tl.arange(0, BLOCK_D)
         in_row = o_m < num_queries
-        b_q = load_queries(queries, i_head, token + first, num_queries, QUERY_BLOCK, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
-        i_kv = i_head // SHAPE.GROUP
+        b_q = load_queries(queries, i_head, token + first, num_queries, QUERY_BLOCK, HEAD_DIM, BLOCK_D)
+        i_kv = i_head // GROUP
         end = position + tl.minimum(num_queries, QUERY_BLOCK)
         begin = local_start(end, sink_tokens, local_tokens)
         source = KeySource(keys, i_row, i_kv, end)
-        b_lse = _local_lse(b_q, position + o_m, source, begin, sink_tokens, scale, SHAPE)
+        b_lse = _local_lse(b_q, position + o_m, source, begin, sink_tokens, scale, HEAD_DIM)
         b_q = b_q.to(tl.float32)
 
         i_mean = i_row * KV_HEADS + i_kv
-        b_mean = tl.load(means.keys + i_mean * SHAPE.BLOCK_D + o_d)
+        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
         b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q * b_mean[None, :], 1)
-        i_query_mean = i_row * KV_HEADS * SHAPE.GROUP + i_head
-        b_mean = tl.load(means.queries + i_query_mean * SHAPE.BLOCK_D + o_d)
+        i_query_mean = i_row * KV_HEADS * GROUP + i_head
+        b_mean = tl.load(means.queries + i_query_mean * BLOCK_D + o_d)
         b_q = tl.where(in_row[:, None], b_q - b_mean[None, :], 0.0)
         b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
         b_int = tl.floor(b_q * (1.0 / b_scale)[:, None] + 0.5)
         o_r = i_selected.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
-        o_int = o_r[:, None] * SHAPE.BLOCK_D + o_d[None, :]
+        o_int = o_r[:, None] * BLOCK_D + o_d[None, :]
         tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
         tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_scale, float("inf")))
@@ -245,7 +234,7 @@ def _round_queries_kernel(
 
 
 @triton.jit
-def _local_lse(b_q, o_m, source, local, sink_tokens, scale, SHAPE):
+def _local_lse(b_q, o_m, source, local, sink_tokens, scale, HEAD_DIM: tl.constexpr):
     """Compute ln l̃ + m̃ of each query over the sink, and the local region from ``local`` to the keys' end: [64]."""
     end = source.end
     begin = local // BLOCK_N * BLOCK_N
@@ -255,7 +244,7 @@ def _local_lse(b_q, o_m, source, local, sink_tokens, scale, SHAPE):
     b_sum = tl.zeros([b_q.shape[0]], tl.float32)
     for i in range(sink_steps + local_steps):
         o_n = tl.where(i < sink_steps, i * BLOCK_N, begin + (i - sink_steps) * BLOCK_N) + tl.arange(0, BLOCK_N)
-        b_k = load_keys(source.keys, source.i_row, source.i_kv, o_n, end, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+        b_k = load_keys(source.keys, source.i_row, source.i_kv, o_n, end, HEAD_DIM, b_q.shape[1])
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * (scale * LOG2_E)
         seen = (o_n < sink_tokens) | (o_n >= local)
         b_s = tl.where(seen[None, :] & (o_n[None, :] <= o_m[:, None]), b_s, float("-inf"))
