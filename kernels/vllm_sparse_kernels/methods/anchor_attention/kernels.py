@@ -50,6 +50,7 @@ class VoteShape(NamedTuple):
     BLOCK_D: Any  # HEAD_DIM rounded up to a power of two
     GROUP: Any  # query heads of a kv head
     BLOCK_N: Any  # keys of a step
+    VOTERS: Any  # of a tile
 
 
 class Voting(NamedTuple):
@@ -57,7 +58,6 @@ class Voting(NamedTuple):
 
     BLOCK_M: Any  # queries of a tile that have an anchor, at least 16
     SAMPLE: Any  # the last of every SAMPLE queries votes; 0: the mean of all
-    VOTERS: Any  # of a tile
 
 
 class VoteSplit(NamedTuple):
@@ -66,7 +66,6 @@ class VoteSplit(NamedTuple):
     COLUMNS: Any  # voters at a time
     BLOCK_T: Any  # voters of one group among these
     ONE_PASS: Any  # whether BLOCK_T covers all voters of a group
-    VOTERS: Any  # of a tile
     WHOLE_WORDS: Any  # whether a vote for one key keeps all keys of its word
 
 
@@ -133,8 +132,8 @@ def anchor_kernel(queries, keys, tiles, heads, thetas, voters, groups, num_tiles
         o_q = o_m[:, None] * queries.stride_token + o_d[None, :]
         b_q = tl.load(q_tile + o_q, mask=in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
         o_v = tl.arange(0, VOTING.BLOCK_M if VOTING.SAMPLE else 1)
-        o_voter = (i_head * num_tiles + i_tile).to(tl.int64) * VOTING.VOTERS + o_v
-        is_voter = o_v < VOTING.VOTERS
+        o_voter = (i_head * num_tiles + i_tile).to(tl.int64) * SHAPE.VOTERS + o_v
+        is_voter = o_v < SHAPE.VOTERS
         b_voter = b_q
         if not VOTING.SAMPLE:
             b_voter = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)[None, :]
@@ -206,7 +205,7 @@ def vote_kernel(keys, groups, voters, heads, num_heads, num_tiles, num_sets, sca
         if VOTE.ONE_PASS:
             b_q, b_anchor = _voters(row_voters, first_pair, 0, SHAPE, VOTE)
         else:
-            most = tl.max(tl.load(group + NUM_TILES, mask=o_pair < num_pairs, other=0), 0) * VOTE.VOTERS
+            most = tl.max(tl.load(group + NUM_TILES, mask=o_pair < num_pairs, other=0), 0) * SHAPE.VOTERS
         for candidate in range(begin, end, SHAPE.BLOCK_N):
             b_k = _load_block(source, INITIAL + candidate, SHAPE)
             if VOTE.ONE_PASS:
@@ -238,10 +237,10 @@ def _voters(row_voters, first_pair, first, SHAPE, VOTE):
     o_pair, o_t = first_pair + o_c % (VOTE.COLUMNS // VOTE.BLOCK_T), first + o_c // (VOTE.COLUMNS // VOTE.BLOCK_T)
     in_row = o_pair < row_voters.num_pairs
     group = row_voters.table + o_pair // SHAPE.GROUP * GROUP_FIELDS
-    votes = in_row & (o_t < tl.load(group + NUM_TILES, mask=in_row, other=0) * VOTE.VOTERS)
+    votes = in_row & (o_t < tl.load(group + NUM_TILES, mask=in_row, other=0) * SHAPE.VOTERS)
     o_tile = (row_voters.first_head + o_pair % SHAPE.GROUP).to(tl.int64) * row_voters.num_tiles
     o_tile += tl.load(group + FIRST_TILE, mask=in_row, other=0)
-    o_voter = o_tile * VOTE.VOTERS + o_t
+    o_voter = o_tile * SHAPE.VOTERS + o_t
     o_q = o_voter[:, None] * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)[None, :]
     b_q = tl.load(row_voters.voters.queries + o_q, mask=votes[:, None], other=0.0)
     return b_q, tl.load(row_voters.voters.anchors + o_voter, mask=votes, other=float("inf"))

@@ -247,6 +247,7 @@ class AnchorAttention(Method):
                 BLOCK_D=block_d,
                 GROUP=group,
                 BLOCK_N=block_n,
+                VOTERS=self.tile_voters,
             )
         )
         options = {
@@ -256,7 +257,7 @@ class AnchorAttention(Method):
             "maxnreg": 128 if narrow else None,
         }
         queries = max(self.tile_voters, 16) if self.sample_tokens else TILE_TOKENS
-        voting = Voting(queries, self.sample_tokens, self.tile_voters)
+        voting = Voting(queries, self.sample_tokens)
         anchor_kernel[(rows.num_tiles, len(heads))](
             query_args(q), keys, rows.tiles, heads, call.parameters("kernel_theta"), voters, args,
             rows.num_tiles, call.scale,
@@ -271,7 +272,6 @@ class AnchorAttention(Method):
             COLUMNS=columns,
             BLOCK_T=block_t,
             ONE_PASS=group_voters <= block_t,
-            VOTERS=self.tile_voters,
             WHOLE_WORDS=self.whole_blocks,
         )
         vote_kernel[(num_sets * cache.num_kv_heads, splits, rows.num_rows)](
