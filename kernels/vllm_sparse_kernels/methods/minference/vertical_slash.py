@@ -123,10 +123,10 @@ def _keep_largest_kernel(
     threshold, num_ties, digit, b_w = threshold_of(digits, i_row_job, chunks, used)
     # Counts of the previous chunks.
     o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
-    b_w = tl.where((o_c < i_chunk)[:, None], b_w, 0)
+    b_before = tl.sum(tl.where((o_c < i_chunk)[:, None], b_w, 0), 0)
     above = tl.sum(tl.load(digits.above + i_row_job * chunks + o_c, mask=o_c < i_chunk, other=0), 0)
-    above += tl.sum(tl.sum(tl.where((o_digit > digit)[None, :], b_w, 0), 1), 0)
-    ties = tl.sum(tl.sum(tl.where((o_digit == digit)[None, :], b_w, 0), 1), 0)
+    above += tl.sum(tl.where(o_digit > digit, b_before, 0), 0)
+    ties = tl.sum(tl.where(o_digit == digit, b_before, 0), 0)
 
     num_forced = tl.load(forced + i_job).to(tl.int32)
     i_list = (tl.program_id(2) * num_selected + i_selected).to(tl.int64)
