@@ -141,7 +141,7 @@ def failure(engine: AttendEngine, batch: Batch, index: SparseIndex, options: Att
             torch.cuda.synchronize(out.device)
     except Exception as exception:  # of a compiler, launch or library
         return _reason(exception)
-    if bool(out.isnan().any()):
+    if out.isnan().any():
         return "its result in a trial holds NaN"
     if options is None:
         exact = expected_attention(batch, index)

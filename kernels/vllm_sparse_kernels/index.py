@@ -265,11 +265,11 @@ class SparseIndex(IndexLayout):
         count, capacity = int(self.block_counts[head, i_tile]), self.num_causal_blocks(tile)
         assert 0 < count <= capacity, f"{where}: given {count} blocks, expected 1 to {capacity}"
         blocks = self.blocks_of(head, i_tile)
-        assert bool((blocks.diff() > 0).all()), f"{where}: blocks are not sorted and unique"
+        assert (blocks.diff() > 0).all(), f"{where}: blocks are not sorted and unique"
         in_reach = (blocks >= 0) & (blocks < capacity)
-        assert bool(in_reach.all()), f"{where}: a block is outside of [0, {capacity})"
+        assert in_reach.all(), f"{where}: a block is outside of [0, {capacity})"
         diagonal = torch.arange(self.first_diagonal_block(tile), capacity, device=blocks.device)
-        assert bool(torch.isin(diagonal, blocks).all()), f"{where}: a diagonal block is missing"
+        assert torch.isin(diagonal, blocks).all(), f"{where}: a diagonal block is missing"
 
     def _check_stripes(self, head: int, i_tile: int, tile: Tile, where: str, list_starts: Sequence[int]) -> None:
         """Check one list of stripes, which ends at the next position in the ascending ``list_starts``."""
@@ -281,11 +281,11 @@ class SparseIndex(IndexLayout):
         stripes = self.stripes_of(head, i_tile)
         if count == 0:
             return
-        assert bool((stripes.diff() > 0).all()), f"{where}: stripes are not sorted and unique"
+        assert (stripes.diff() > 0).all(), f"{where}: stripes are not sorted and unique"
         causal = (stripes >= 0) & (stripes <= tile.position)
-        assert bool(causal.all()), f"{where}: a stripe is not causal"
+        assert causal.all(), f"{where}: a stripe is not causal"
         inside = torch.isin(stripes // self.block_tokens, self.blocks_of(head, i_tile))
-        assert not bool(inside.any()), f"{where}: a stripe is inside a kept block"
+        assert not inside.any(), f"{where}: a stripe is inside a kept block"
 
 
 def causal_pairs(rows: Rows) -> int:
