@@ -101,9 +101,9 @@ def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexp
     for first in range(0, num_causal, CHUNK_BLOCKS):
         o_n = first + tl.arange(0, CHUNK_BLOCKS)
         causal = o_n < num_causal
-        if kept is None:
-            count = append(target, count, o_n, causal)
-        else:
+        b_kept = causal
+        if kept is not None:
             flags = tl.load(kept + i_selected.to(tl.int64) * stride_kept + start + o_n, mask=causal, other=0)
-            count = append(target, count, o_n, causal & ((flags != 0) | (o_n >= diagonal)))
+            b_kept &= (flags != 0) | (o_n >= diagonal)
+        count = append(target, count, o_n, b_kept)
     tl.store(index.block_counts + i_head * tl.num_programs(0) + i_tile, count)
