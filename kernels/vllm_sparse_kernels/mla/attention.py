@@ -108,11 +108,11 @@ def attend_kernel(
     first = fields.position - fields.key_position  # the queries' places among the keys
     last = first + fields.length - 1
     reach = tl.minimum(fields.num_keys, last + 1)
-    num_blocks = (reach + BLOCK - 1) // BLOCK
+    num_blocks = tl.cdiv(reach, BLOCK)
 
     if lists is None:
         sink_end = tl.minimum(tl.maximum(sink_tokens - fields.key_position, 0), reach)
-        num_sink_blocks = (sink_end + BLOCK - 1) // BLOCK
+        num_sink_blocks = tl.cdiv(sink_end, BLOCK)
         window = tl.minimum(tl.maximum(first - local_tokens + 1, 0), reach)
         first_local = tl.where(window < reach, window // BLOCK, num_blocks)
         first_local = tl.maximum(first_local, num_sink_blocks)

@@ -100,8 +100,8 @@ def _moments_kernel(tensors, rows, moments):
 @triton.jit
 def _sums(x, stride_token, num_tokens):
     """Return the sum and the sum of squares of sampled vectors, and their number."""
-    every = (num_tokens + SAMPLE - 1) // SAMPLE
-    count = (num_tokens + every - 1) // every
+    every = tl.cdiv(num_tokens, SAMPLE)
+    count = tl.cdiv(num_tokens, every)
     o_n, o_d = tl.arange(0, 32), tl.arange(0, BLOCK_D)
     b_sum = tl.zeros([32, BLOCK_D], tl.float32)
     b_square = tl.zeros([32, BLOCK_D], tl.float32)

@@ -141,7 +141,7 @@ def _load_tile(rounded, scratch, tiles, stride_sums, width, CAUSAL: tl.constexpr
         scratch.masses + i_list * width,
         scratch.marks + i_list * width,
         rounded.key_scales + i_head * rounded.num_keys + fields.key_start,
-        (reach_of(fields, CAUSAL) + BLOCK - 1) // BLOCK,
+        tl.cdiv(reach_of(fields, CAUSAL), BLOCK),
         number,
         o_s < number,
         i_head * stride_sums + fields.state + b_place,
@@ -227,7 +227,7 @@ def _choose_kernel(
     fields = load_fields(tiles, tl.program_id(0))
     num_blocks = tile.num_blocks
     end = tl.minimum(fields.offset // BLOCK, num_blocks) if CAUSAL else num_blocks
-    begin = tl.minimum((tl.maximum(SINK - fields.key_position, 0) + BLOCK - 1) // BLOCK, num_blocks)
+    begin = tl.minimum(tl.cdiv(tl.maximum(SINK - fields.key_position, 0), BLOCK), num_blocks)
 
     b_total = tl.load(sums.total + tile.o_sum, mask=tile.b_is_scored, other=1.0)
     b_dropped = tl.load(sums.dropped + tile.o_sum, mask=tile.b_is_scored, other=0.0)

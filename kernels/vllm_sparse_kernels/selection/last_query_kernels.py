@@ -130,14 +130,14 @@ def _load_work(args, sums, num_selected, first_row, num_rows, SHAPE):
     b_listed = tl.load(args.heads + o_selected, mask=listed, other=-1)
     b_same = (b_listed[None, :] == (i_kv * SHAPE.GROUP + b_member)[:, None]) & (b_member < SHAPE.GROUP)[:, None]
     b_selected = tl.max(tl.where(b_same, o_selected[None, :], -1), 1)
-    num_tiles = (seq_len + KEY_TILE - 1) // KEY_TILE
-    tiles = tl.maximum(args.least_tiles, (num_tiles + args.most_splits - 1) // args.most_splits)  # of a split
+    num_tiles = tl.cdiv(seq_len, KEY_TILE)
+    tiles = tl.maximum(args.least_tiles, tl.cdiv(num_tiles, args.most_splits))  # of a split
     first, end = i_split * tiles, tl.minimum((i_split + 1) * tiles, num_tiles)
     tiles_end = num_tiles * KEY_TILE if SHAPE.BAND > 1 else seq_len
     table = args.keys.block_table + i_row.to(tl.int64) * args.keys.stride_table
     return Work(
         i_kv, i_part, i_row, token, query_len, seq_len, b_selected, first, end, tiles_end,
-        (num_tiles + tiles - 1) // tiles, table,
+        tl.cdiv(num_tiles, tiles), table,
     )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def _unmasked_tiles(work, end, num_common, SHAPE):
 
     ``num_common`` keys are visible to all queries.
     """
-    begin = tl.minimum(tl.maximum((work.tiles_end - num_common + KEY_TILE - 1) // KEY_TILE, work.first), end)
+    begin = tl.minimum(tl.maximum(tl.cdiv(work.tiles_end - num_common, KEY_TILE), work.first), end)
     if SHAPE.BAND > 1:
         return begin, end
     else:
@@ -446,7 +446,7 @@ def sums_of(sums, i_kind, i_selected, num_selected, i_row, first_row, num_rows, 
     width = tl.where(i_kind == 0, 1, BAND)
     _, _, seq_len, _ = load_row(sums.rows, i_row)
     start = place_in_slab(sums.rows, i_row, first_row)
-    length = (seq_len + width - 1) // width
+    length = tl.cdiv(seq_len, width)
     if sums.patterns is not None:
         length = tl.where(tl.load(sums.patterns + i_selected * num_rows + i_row) == 0, length, 0)
     first = (i_kind * num_selected).to(tl.int64) * capacity  # diagonals follow the columns of all heads

@@ -96,8 +96,8 @@ def job_of(sums, num_selected, first_row, num_rows, capacity, BAND: tl.constexpr
         sums, i_job // num_selected, i_job % num_selected, num_selected, first_row + tl.program_id(2), first_row,
         num_rows, capacity, BAND,
     )  # fmt: skip
-    blocks = (length + CHUNK - 1) // CHUNK
-    span = (blocks + MOST_CHUNKS - 1) // MOST_CHUNKS * CHUNK
+    blocks = tl.cdiv(length, CHUNK)
+    span = tl.cdiv(blocks, MOST_CHUNKS) * CHUNK
     used = (length + span - 1) // tl.maximum(span, 1)
     i_row_job = tl.program_id(2) * tl.num_programs(1) + i_job
     return place, length, i_chunk * span, tl.minimum((i_chunk + 1) * span, length), used, i_row_job
@@ -217,7 +217,7 @@ def mass_keys(b_x):
 def load_count_keys(row, start, end, forced):
     """Load ``mass_keys`` + 1 of a chunk: the maximum for the row's first ``forced`` values, 0 from ``end``."""
     o_n = start + tl.arange(0, CHUNK)
-    b_x = tl.load(row + o_n, mask=o_n < (end + ALIGNED - 1) // ALIGNED * ALIGNED, other=0.0)
+    b_x = tl.load(row + o_n, mask=o_n < tl.cdiv(end, ALIGNED) * ALIGNED, other=0.0)
     b_key = tl.where(o_n < forced, DIGITS * DIGITS - 1, mass_keys(b_x) + 1)
     return tl.where(o_n < end, b_key, 0)
 

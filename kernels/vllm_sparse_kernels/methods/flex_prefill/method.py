@@ -206,7 +206,7 @@ def _keep_lines_kernel(
     if i_job < num_selected:
         # The largest count c that fits if blocks with c or more columns are kept whole; with 1, no columns remain.
         _, query_len, _, _ = load_row(sums.rows, first_row + tl.program_id(2))
-        num_tiles = (query_len + TILE - 1) // TILE
+        num_tiles = tl.cdiv(query_len, TILE)
         room = tl.minimum(max_stripes, tl.maximum(FEWEST_STRIPES, ROW_STRIPES // num_tiles))
         most = tl.max(tl.where(tl.sum(b_remaining, 0) <= room, 2 + o_c, 1), 0)
         count = tl.sum(tl.where(2 + o_c == most, b_before, 0), 0)

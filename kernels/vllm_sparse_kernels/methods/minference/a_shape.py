@@ -60,7 +60,7 @@ def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr):
     local_tokens = tl.load(numbers + tl.num_programs(1) + tl.program_id(1)).to(tl.int32)
     _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     _, _, _, position = load_tile(index.tiles, i_tile)
-    num_sink = tl.minimum((sink_tokens + BLOCK_N - 1) // BLOCK_N, num_causal)
+    num_sink = tl.minimum(tl.cdiv(sink_tokens, BLOCK_N), num_causal)
     oldest = tl.maximum(position - local_tokens + 1, 0)  # key of the first query's window
     first_local = tl.maximum(oldest // BLOCK_N, num_sink)
     count = num_sink + num_causal - first_local

@@ -135,7 +135,7 @@ def _kth_largest(rows, b_num, k):
 def _load_bits(rows, start, b_num, CHUNK: tl.constexpr):
     """Load values [2, CHUNK] of two rows as uint32 that sort as the values do; 0 past the first ``b_num`` values."""
     o_n = start + tl.arange(0, CHUNK)[None, :]
-    in_row = o_n < (b_num[:, None] + ALIGNED - 1) // ALIGNED * ALIGNED
+    in_row = o_n < tl.cdiv(b_num[:, None], ALIGNED) * ALIGNED
     b_values = tl.load(rows[:, None] + o_n, mask=in_row, other=0.0) + 0.0  # adding 0 turns -0 into 0
     b_bits = b_values.to(tl.uint32, bitcast=True)
     b_bits = tl.where((b_bits >> 31) != 0, ~b_bits, b_bits | 0x80000000)

@@ -126,7 +126,7 @@ def _round_keys_kernel(
     b_tests = tl.load(log_taus + o_h, mask=o_h < num_selected, other=float("-inf")) > float("-inf")
     b_matches = (b_heads[None, :] == (i_kv * GROUP + o_g)[:, None]) & b_tests[None, :] & (o_g < GROUP)[:, None]
     b_tested = tl.sum(b_matches.to(tl.int32), 1) > 0
-    if (first < (seq_len + STEP_TOKENS - 1) // STEP_TOKENS * STEP_TOKENS) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
+    if (first < tl.cdiv(seq_len, STEP_TOKENS) * STEP_TOKENS) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
         o_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(key_starts + tl.program_id(2)) + first
         o_d = tl.arange(0, BLOCK_D)
@@ -181,7 +181,7 @@ def _biases(b_k, b_mean, query_means, i_kv, GROUP: tl.constexpr, GROUP_2: tl.con
 @triton.jit
 def local_start(end, sink_tokens, local_tokens):
     """Return the start of the local region of a 64-query block."""
-    between = (end + KEY_BLOCK - 1) // KEY_BLOCK * KEY_BLOCK - sink_tokens - local_tokens
+    between = tl.cdiv(end, KEY_BLOCK) * KEY_BLOCK - sink_tokens - local_tokens
     return tl.where(between >= 0, sink_tokens + between // SEGMENT * SEGMENT, 0)
 
 
@@ -238,8 +238,8 @@ def _local_lse(b_q, o_m, source, local, sink_tokens, scale, HEAD_DIM: tl.constex
     """Compute ln l̃ + m̃ of each query over the sink, and the local region from ``local`` to the keys' end: [64]."""
     end = source.end
     begin = local // BLOCK_N * BLOCK_N
-    sink_steps = (tl.minimum(sink_tokens, begin) + BLOCK_N - 1) // BLOCK_N
-    local_steps = (end - begin + BLOCK_N - 1) // BLOCK_N
+    sink_steps = tl.cdiv(tl.minimum(sink_tokens, begin), BLOCK_N)
+    local_steps = tl.cdiv(end - begin, BLOCK_N)
     b_max = tl.full([b_q.shape[0]], float("-inf"), tl.float32)
     b_sum = tl.zeros([b_q.shape[0]], tl.float32)
     for i in range(sink_steps + local_steps):

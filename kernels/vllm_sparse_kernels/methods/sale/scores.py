@@ -134,7 +134,7 @@ def _tested_blocks(tiles, i_tile, sink_tokens, local_tokens, INDEX_N: tl.constex
     """
     _, _, length, position = load_tile(tiles, i_tile)
     stop = local_start(position + tl.minimum(length, QUERY_BLOCK), sink_tokens, local_tokens)
-    return (sink_tokens + INDEX_N - 1) // INDEX_N, stop // INDEX_N
+    return tl.cdiv(sink_tokens, INDEX_N), stop // INDEX_N
 
 
 @triton.jit(do_not_specialize=["sink_tokens", "local_tokens"])
@@ -232,7 +232,7 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     scales = keys.scales + (work.i_kv.to(tl.int64) * keys.num_keys + work.key_start) // 8
     biases = keys.biases + work.i_selected.to(tl.int64) * keys.num_keys + work.key_start
     o_block = tl.arange(0, BLOCKS)
-    for i in tl.range(work.begin // BLOCK_N, (work.end + BLOCK_N - 1) // BLOCK_N, num_stages=SHAPE.STAGES):
+    for i in tl.range(work.begin // BLOCK_N, tl.cdiv(work.end, BLOCK_N), num_stages=SHAPE.STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * SHAPE.BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
         b_scale = tl.load(scales + i * (BLOCK_N // 8) + o_scale)

@@ -160,7 +160,7 @@ def _masses_kernel(
     i_tile, i_selected = tl.program_id(1), tl.program_id(2).to(tl.int64)
     _, _, length, position = load_tile(tiles, first_tile + i_tile)
     reach = position + length
-    num_causal = (reach + KEY_BLOCK - 1) // KEY_BLOCK
+    num_causal = tl.cdiv(reach, KEY_BLOCK)
     o_b = tl.program_id(0) * MASS_BLOCKS + tl.arange(0, MASS_BLOCKS)
     if tl.program_id(0) * MASS_BLOCKS < num_causal:
         o_m = tl.arange(0, SCORED)
@@ -169,7 +169,7 @@ def _masses_kernel(
         # Join the maxima and sums of the spans.
         b_top = tl.full([SCORED], float("-inf"), tl.float32)
         b_sum = tl.zeros([SCORED], tl.float32)
-        for i in range((reach + SPAN - 1) // SPAN):
+        for i in range(tl.cdiv(reach, SPAN)):
             b_part_top = tl.load(parts + i * (2 * SCORED))
             b_new = tl.maximum(b_top, b_part_top)
             b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
