@@ -18,6 +18,12 @@ class Softmax(NamedTuple):
 
 
 @triton.jit
+def finite_maximum(b_max):
+    """Return maxima, and 0 for those of no scores: −∞ minus −∞ is not a number."""
+    return tl.where(b_max == float("-inf"), 0.0, b_max)
+
+
+@triton.jit
 def softmax_step(b_s, b_v, scale, margin, softmax, MAY_SEE_NONE: tl.constexpr = False):
     """Process one step of attention, with unscaled scores [M, N] and values [N, D].
 
@@ -30,7 +36,7 @@ def softmax_step(b_s, b_v, scale, margin, softmax, MAY_SEE_NONE: tl.constexpr = 
     b_max = tl.maximum(softmax.b_max, tl.max(b_s, 1) * scale)
     b_finite = b_max
     if MAY_SEE_NONE:
-        b_finite = tl.where(b_max == float("-inf"), 0.0, b_max)
+        b_finite = finite_maximum(b_max)
     b_decay = tl.exp2(softmax.b_max - b_finite)
     b_p = tl.exp2(b_s * scale - b_finite[:, None])
     b_sum = softmax.b_sum * b_decay + tl.sum(b_p, 1)
@@ -50,6 +56,6 @@ def softmax_step(b_s, b_v, scale, margin, softmax, MAY_SEE_NONE: tl.constexpr = 
 def add_exponentials(b_max, b_sum, b_s):
     """Add scores [M, N] in base 2 to each query's maximum, -inf before its first key, and its sum of exponentials."""
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
-    b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_finite = finite_maximum(b_new)
     b_sum = b_sum * tl.exp2(b_max - b_finite) + tl.sum(tl.exp2(b_s - b_finite[:, None]), 1)
     return b_new, b_sum

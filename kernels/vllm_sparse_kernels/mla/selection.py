@@ -38,6 +38,7 @@ from vllm_sparse_kernels.mla.calls import BLOCK, MOST_ROWS, SINK, MlaCall, Part,
 from vllm_sparse_kernels.mla.products import reach_of, run_products
 from vllm_sparse_kernels.mla.reference import RunningSums
 from vllm_sparse_kernels.mla.rounding import BLOCK_D, KEPT_D, Moments, Rounded, fill_moments, round_vectors
+from vllm_sparse_kernels.online_softmax import finite_maximum
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import above_threshold, append
 
@@ -189,7 +190,7 @@ def _sums_kernel(rounded, scratch, tiles, sums, stride_sums, width, CAUSAL: tl.c
         o_b = i + tl.arange(0, STEP)
         b_u = _load_scores(tile, o_b, o_b < tile.num_blocks)
         b_new = tl.maximum(b_top, tl.max(b_u, 0))
-        b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_finite = finite_maximum(b_new)
         b_decay = tl.exp2(b_top - b_finite)
         b_total = b_total * b_decay + tl.sum(tl.exp2(b_u - b_finite[None, :]), 0)
         b_dropped *= b_decay

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.online_softmax import add_exponentials
+from vllm_sparse_kernels.online_softmax import add_exponentials, finite_maximum
 from vllm_sparse_kernels.paged import key_offsets, load_queries_at
 from vllm_sparse_kernels.selection.lists import load_row, place_in_slab
 
@@ -264,8 +264,7 @@ def split_lse_kernel(args, sums, num_selected, first_row, num_rows, SHAPE):
     target = args.partial + o_partial.to(tl.int64) * SHAPE.QUERIES + _queries_of_rows(SHAPE)
     # Merge the maxima and sums of the threads.
     b_most = tl.max(b_max, 1)
-    b_shift = tl.where(b_most == float("-inf"), 0.0, b_most)
-    b_total = tl.sum(b_sum * tl.exp2(b_max - b_shift[:, None]), 1)
+    b_total = tl.sum(b_sum * tl.exp2(b_max - finite_maximum(b_most)[:, None]), 1)
     tl.store(target, b_most + tl.log2(b_total), mask=b_selected >= 0)
 
 
@@ -279,7 +278,7 @@ def _lse_of_tiles(b_q, b_position, args, work, first, end, WHOLE: tl.constexpr, 
         b_page = _load_pages(work, start - KEY_TILE, SHAPE)
         b_s = tl.reshape(b_s, [b_s.shape[0], KEY_TILE // (2 * LANES), LANES, 2])
         b_new = tl.maximum(b_max, tl.max(tl.max(b_s, 3), 1) * args.scale)
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)  # for queries that have seen no key
+        b_shift = finite_maximum(b_new)
         b_p = tl.exp2(b_s * args.scale - b_shift[:, None, :, None])
         b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.sum(b_p, 3), 1)
         b_max = b_new

@@ -19,7 +19,7 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.methods.top_p.scored import SCORED, SET_TILES, num_scored, scored_offsets
-from vllm_sparse_kernels.online_softmax import add_exponentials
+from vllm_sparse_kernels.online_softmax import add_exponentials, finite_maximum
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
@@ -172,7 +172,7 @@ def _masses_kernel(
         for i in range(tl.cdiv(reach, SPAN)):
             b_part_top = tl.load(parts + i * (2 * SCORED))
             b_new = tl.maximum(b_top, b_part_top)
-            b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_finite = finite_maximum(b_new)
             b_part_sum = tl.load(parts + i * (2 * SCORED) + SCORED) * tl.exp2(b_part_top - b_finite)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + b_part_sum
             b_top = b_new
