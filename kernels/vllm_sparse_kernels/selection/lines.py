@@ -21,6 +21,7 @@ from vllm_sparse_kernels.selection.lists import (
     list_of,
     load_tile,
     place_in_slab,
+    store_count,
     tile_blocks,
 )
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
@@ -109,7 +110,7 @@ def _write_lines_kernel(
             whole = lines.whole + (i_selected * capacity + start) // 64
             b_kept |= tl.load(whole + o_n, mask=causal, other=0) != 0
         count = append(target, count, o_n, causal & b_kept)
-    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    store_count(index.block_counts, i_head, i_tile, num_tiles, count)
 
     count = 0
     target = index.stripe_positions + tl.load(index.stripe_offsets + i_head * num_tiles + i_tile)
@@ -122,4 +123,4 @@ def _write_lines_kernel(
         before = (o_c < num_columns) & (b_key < diagonal * BLOCK_N)
         b_free = before & (_is_crossed(upto, b_key // BLOCK_N, first, last, BAND, BLOCK_N, before) == 0)
         count = append(target, count, b_key, b_free)
-    tl.store(index.stripe_counts + i_head * num_tiles + i_tile, count)
+    store_count(index.stripe_counts, i_head, i_tile, num_tiles, count)

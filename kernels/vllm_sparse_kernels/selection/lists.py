@@ -64,38 +64,49 @@ def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def list_place(index, i_list, i_tile):
+    """Return the place of a tile's blocks in an array that is laid out like ``block_ids``."""
+    return i_list * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+
+
+@triton.jit
 def list_of(index, i_head, i_tile):
     """Return a pointer to the list of blocks of a head and a tile."""
-    return index.block_ids + i_head * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    return index.block_ids + list_place(index, i_head, i_tile)
+
+
+@triton.jit
+def store_count(counts, i_head, i_tile, num_tiles, count):
+    """Store the length of the list of a head and a tile."""
+    tl.store(counts + i_head * num_tiles + i_tile, count)
 
 
 def compact_blocks(kept: torch.Tensor | None, call: Call) -> None:
     """Write the block lists of the call's heads from flags; None keeps all blocks.
 
-    The flag of block b of tile t is at ``block_offsets[t] + b``. Diagonal blocks are kept regardless of their flags.
+    ``kept`` has the flags of each of the call's heads, laid out like ``block_ids``. Diagonal blocks are kept regardless
+    of their flags.
     """
     index = call.index
     _compact_blocks_kernel[(index.rows.num_tiles, len(call.heads))](
-        kept, 0 if kept is None else kept.stride(0), call.head_ids, index.args,
-        BLOCK_N=index.block_tokens,
-    )  # fmt: skip
+        kept, call.head_ids, index.args, BLOCK_N=index.block_tokens
+    )
 
 
-@triton.jit(do_not_specialize=["stride_kept"])
-def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexpr):
+@triton.jit
+def _compact_blocks_kernel(kept, heads, index, BLOCK_N: tl.constexpr):
     """Write the list of block ids of one (tile, head), in order, from its uint8 flags; see ``compact_blocks``.
 
     Grid: (tiles, n). Bound by memory: it reads a byte and writes at most 4 for each causal block.
 
     Args:
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
-        stride_kept: Elements between two heads of ``kept``.
         heads: [n] int32 on the device, numbers of the selected query heads.
     """
     i_tile, i_selected = tl.program_id(0), tl.program_id(1)
     i_head = tl.load(heads + i_selected).to(tl.int64)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    start = tl.load(index.block_offsets + i_tile)
+    place = list_place(index, i_selected.to(tl.int64), i_tile)
     target = list_of(index, i_head, i_tile)
     count = 0
     for first in range(0, num_causal, CHUNK_BLOCKS):
@@ -103,7 +114,7 @@ def _compact_blocks_kernel(kept, stride_kept, heads, index, BLOCK_N: tl.constexp
         causal = o_n < num_causal
         b_kept = causal
         if kept is not None:
-            flags = tl.load(kept + i_selected.to(tl.int64) * stride_kept + start + o_n, mask=causal, other=0)
+            flags = tl.load(kept + place + o_n, mask=causal, other=0)
             b_kept &= (flags != 0) | (o_n >= diagonal)
         count = append(target, count, o_n, b_kept)
-    tl.store(index.block_counts + i_head * tl.num_programs(0) + i_tile, count)
+    store_count(index.block_counts, i_head, i_tile, tl.num_programs(0), count)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import KeySource, load_keys, widen
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, store_count, tile_blocks
 from vllm_sparse_kernels.selection.pooled import is_read
 
 INITIAL = Constant(128)
@@ -283,7 +283,7 @@ def blocks_kernel(groups, index, heads, num_tiles, INDEX_N: tl.constexpr, ANY: t
         if ANY:
             b_whole = tl.max((b_words != 0).to(tl.int32), 1) != 0
         count = append(target, count, o_n, (o_n < num_causal) & (b_whole | (b_voted == 0)))
-    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    store_count(index.block_counts, i_head, i_tile, num_tiles, count)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, list_of, load_tile, store_count, tile_blocks
 from vllm_sparse_kernels.selection.parameters import require
 
 
@@ -68,4 +68,4 @@ def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr):
     for start in range(0, count, CHUNK_BLOCKS):
         o_n = start + tl.arange(0, CHUNK_BLOCKS)
         tl.store(target + o_n, tl.where(o_n < num_sink, o_n, o_n - num_sink + first_local), mask=o_n < count)
-    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    store_count(index.block_counts, i_head, i_tile, num_tiles, count)

@@ -23,7 +23,7 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, store_count, tile_blocks
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK, pooled_products
 
@@ -98,7 +98,7 @@ def _top_blocks_kernel(scores, width, counts, heads, first_tile, index, num_tile
         b_kept = tl.max(tl.reshape(b_kept, [CHUNK_BLOCKS // RATIO, RATIO]), 1)
         o_n = start // RATIO + tl.arange(0, CHUNK_BLOCKS // RATIO)
         count = append(target, count, o_n, (o_n < num_causal) & ((b_kept != 0) | (o_n >= diagonal)))
-    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    store_count(index.block_counts, i_head, i_tile, num_tiles, count)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.engine_choice import MISSING_GLUON
 from vllm_sparse_kernels.methods.sale.rounding import QUERY_BLOCK, RoundedKeys, RoundedQueries, local_start
 from vllm_sparse_kernels.rows import TILE, ceil_div
-from vllm_sparse_kernels.selection.lists import load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import list_place, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
 
 TILES = Constant(2)
@@ -155,7 +155,7 @@ def _first_flags_kernel(kept, index, log_taus, sink_tokens, local_tokens, INDEX_
     if tl.load(log_taus + i_selected) == float("-inf"):
         end = 0
     _, num_causal = tile_blocks(index.tiles, i_tile, INDEX_N)
-    target = kept + i_selected.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    target = kept + list_place(index, i_selected.to(tl.int64), i_tile)
     for first in range(0, num_causal, FLAGS_AT_ONCE):
         o_n = first + tl.arange(0, FLAGS_AT_ONCE)
         tl.store(target + o_n, ((o_n < begin) | (o_n >= end)).to(tl.uint8), mask=o_n < num_causal)
@@ -209,7 +209,7 @@ def _test_tile_set(args, i_span, SHAPE):
         key_start = tl.multiple_of(tl.load(tile_set + 2), 128)
         i_kv = tl.load(args.heads + i_selected) // SHAPE.GROUP
         work = Work(i_selected, i_kv, i_tile, num_tiles, begin, end, key_start)
-        b_flags = args.kept + i_selected.to(tl.int64) * index.stride_blocks + tl.load(index.block_offsets + o_t)
+        b_flags = args.kept + list_place(index, i_selected.to(tl.int64), o_t)
         _test_span(args.queries, args.keys, work, b_flags, b_end_block, SHAPE)
 
 

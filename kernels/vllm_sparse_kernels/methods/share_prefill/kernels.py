@@ -17,7 +17,15 @@ from vllm_sparse_kernels.methods.share_prefill.block_average import (
     divergence,
     softmax_sums,
 )
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import (
+    CHUNK_BLOCKS,
+    append,
+    list_of,
+    list_place,
+    load_tile,
+    store_count,
+    tile_blocks,
+)
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_high_digit, masses_by_low_digit, next_digit
 
 VERTICAL_SLASH, SHARED, DENSE = Constant(0), Constant(1), Constant(2)
@@ -145,7 +153,7 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
 
     Its place holds scores until their sum is known.
     """
-    row = args.maps + slot * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    row = args.maps + list_place(index, slot, i_tile)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, SHAPE.BLOCK_N)
     b_q = average_tile(queries, keys, index.tiles, i_tile, i_head, row, SHAPE)
     means = args.mean_keys + ((i_head // SHAPE.GROUP) * num_blocks + start_block) * SHAPE.HEAD_DIM
@@ -210,7 +218,7 @@ def low_weights_kernel(args, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.c
     b_weight = _joined(args.weights + slot * num_tiles * DIGITS, args.tile_starts, i_row)
     high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
     _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    values = args.maps + slot * index.stride_blocks + tl.load(index.block_offsets + i_tile)
+    values = args.maps + list_place(index, slot, i_tile)
     b_weight = masses_by_low_digit(values, 0, num_causal, high, CHUNK_BLOCKS)
     i_out = i.to(tl.int64) * num_tiles + i_tile
     tl.store(args.low_weights + i_out * DIGITS + tl.arange(0, DIGITS), b_weight)
@@ -237,9 +245,8 @@ def apply_patterns_kernel(
     pattern = tl.load(args.patterns + i * num_rows + i_row)
     i_head = tl.load(args.heads + i).to(tl.int64)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    start = tl.load(index.block_offsets + i_tile)
     slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
-    values = args.maps + slot * index.stride_blocks + start
+    values = args.maps + list_place(index, slot, i_tile)
     target = list_of(index, i_head, i_tile)
     threshold = 0
     if pattern == SHARED:
@@ -254,8 +261,8 @@ def apply_patterns_kernel(
         causal = o_n < num_causal
         b_kept = mass_keys(tl.load(values + o_n, mask=causal, other=0.0)) >= threshold
         count = append(target, count, o_n, causal & (b_kept | (o_n >= diagonal) | (pattern == DENSE)))
-    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
-    tl.store(index.stripe_counts + i_head * num_tiles + i_tile, 0)
+    store_count(index.block_counts, i_head, i_tile, num_tiles, count)
+    store_count(index.stripe_counts, i_head, i_tile, num_tiles, 0)
 
     # The pivot's last tile, which ends where the row does, keeps the estimate.
     if (pattern == DENSE) & (first_query + length == tl.load(index.seq_lens + i_row)):

@@ -68,7 +68,14 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p.choice import search_threshold
-from vllm_sparse_kernels.selection.lists import above_threshold, append, compact_blocks, list_of, tile_blocks
+from vllm_sparse_kernels.selection.lists import (
+    above_threshold,
+    append,
+    compact_blocks,
+    list_of,
+    store_count,
+    tile_blocks,
+)
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import (
     ALIGNED,
@@ -185,7 +192,7 @@ def _keep_top_blocks_kernel(
         b_kept = tl.max(tl.reshape(b_kept, [HELD_BLOCKS // HALVES, HALVES]), 1) != 0
         o_n = first // HALVES + tl.arange(0, HELD_BLOCKS // HALVES)
         count = append(ids, count, o_n, (o_n < num_causal) & (b_kept | (o_n < num_sink) | (o_n >= diagonal)))
-    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    store_count(index.block_counts, i_head, i_tile, num_tiles, count)
 
 
 @triton.jit
