@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``Call``: the arguments of selection and attention of a layer in a step. ``HeadGroup``: heads and their methods."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -36,6 +36,11 @@ class HeadGroup(Generic[MethodT]):
     def method(self) -> MethodT:
         """The first head's method, for the parameters that all heads share."""
         return self.methods[0]
+
+    @property
+    def pairs(self) -> Iterator[tuple[int, MethodT]]:
+        """Each head with its method."""
+        return zip(self.heads, self.methods, strict=True)
 
     def ids(self, device: torch.device) -> torch.Tensor:
         """Return the numbers of the heads, [n] int32 on the device."""
@@ -95,7 +100,7 @@ class Call:
     @property
     def method(self) -> Any:
         """Method of the first head, for the parameters that all ``heads`` share."""
-        return self.heads.methods[0]
+        return self.heads.method
 
     @property
     def head_ids(self) -> torch.Tensor:

@@ -22,7 +22,7 @@ def rows_of(call: Call) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
 def heads_of_rows(call: Call) -> Iterator[tuple[int, int, Any, torch.Tensor, torch.Tensor]]:
     """Yield (row, head, method, queries [query_len, head_dim], keys [seq_len, head_dim]) of the call's heads."""
     for row, queries, keys in rows_of(call):
-        for head, method in zip(call.heads.heads, call.heads.methods, strict=True):
+        for head, method in call.heads.pairs:
             yield row, head, method, queries[:, head], keys[:, head // call.group]
 
 

@@ -28,7 +28,7 @@ def select_anchor_attention(call: Call) -> None:
     row_and_start = [(tile.row, tile.position // span_tokens * span_tokens) for tile in rows.tile_list]
     for (row, start), members in groupby(enumerate(rows.tile_list), lambda numbered: row_and_start[numbered[0]]):
         tiles = list(members)
-        for head, head_method in zip(call.heads.heads, call.heads.methods, strict=True):
+        for head, head_method in call.heads.pairs:
             b_q, b_k = q[:, head].float(), keys[row][:, head // call.group]
             differences = anchor_differences(method, [tile for _, tile in tiles], b_q, b_k, start, call.scale)
             # Equation 2; section 3.4: a key that any tile of the group keeps is kept by all of its tiles.

@@ -31,7 +31,7 @@ def select_a_shape(call: Call) -> None:
     index = call.index
     for i_tile, tile in enumerate(index.rows.tile_list):
         keys = torch.arange(tile.last_position + 1, device=call.q.device)
-        for head, method in zip(call.heads.heads, call.heads.methods, strict=True):
+        for head, method in call.heads.pairs:
             kept = (keys < method.sink_tokens) | (keys > tile.position - method.local_tokens)
             index.set_blocks(head, i_tile, kept, tokens=1)
 

@@ -38,7 +38,7 @@ def paper_blocks(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
         key_mean = keys.mean(0)  # [num_kv_heads, head_dim]
         query_mean = queries.mean(0)  # [num_heads, head_dim]
         rounded_keys = round_keys(keys - key_mean)
-        for head, head_method in zip(call.heads.heads, call.heads.methods, strict=True):
+        for head, head_method in call.heads.pairs:
             kv = head // call.group
             # Q̃ K̃ᵀ approximates (q − q̄)(k − k̄)ᵀ; q̄ (k − k̄)ᵀ is added exactly.
             bias = (keys[:, kv] - key_mean[kv]) @ query_mean[head]

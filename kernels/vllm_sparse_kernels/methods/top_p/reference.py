@@ -23,7 +23,7 @@ GROUP_TOKENS, GROUP_PERIOD = 64, 8  # of GROUP_PERIOD consecutive groups of keys
 
 def select_top_p(call: Call) -> None:
     """Fill the index; an index block is kept if any of its 32-key blocks is."""
-    index, methods = call.index, dict(zip(call.heads.heads, call.heads.methods, strict=True))
+    index, methods = call.index, dict(call.heads.pairs)
     for head, i_tile, shares in tile_shares(call):
         tile = index.rows.tile_list[i_tile]
         kept = fewest(methods[head], shares.mean(0), tile.position)
