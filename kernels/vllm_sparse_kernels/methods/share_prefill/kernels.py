@@ -73,12 +73,18 @@ class ShareArgs(NamedTuple):
 
 
 @triton.jit
+def _slot_of(args, place):
+    """Return the slot of a cluster of the layer."""
+    return tl.load(args.slots + place).to(tl.int64)
+
+
+@triton.jit
 def _new_pivot(args, place, i_row, num_heads, num_rows, max_sparsity, HEADS: tl.constexpr):
     """Return whether the cluster has a pivot, and the head to make its pivot otherwise, as an index in ``heads``.
 
     This is the first head that is not too sparse; HEADS if all are too sparse.
     """
-    known = tl.load(args.exists + tl.load(args.slots + place).to(tl.int64) * num_rows + i_row)
+    known = tl.load(args.exists + _slot_of(args, place) * num_rows + i_row)
     o_h = tl.arange(0, HEADS)
     b_same = tl.load(args.places + o_h, mask=o_h < num_heads, other=-1) == place
     b_sparsity = tl.load(args.sparsity + o_h * num_rows + i_row, mask=b_same, other=float("inf"))
@@ -114,7 +120,7 @@ def decide_kernel(
         if (not known) & (pivot < HEADS):
             _make_map(
                 args, index, queries, keys,
-                tl.load(args.slots + place).to(tl.int64), tl.load(args.heads + pivot).to(tl.int64),
+                _slot_of(args, place), tl.load(args.heads + pivot).to(tl.int64),
                 tl.load(args.block_starts + i_row), i_tile, num_blocks, num_tiles, SHAPE,
             )  # fmt: skip
 
@@ -134,7 +140,7 @@ def _decide(args, i, i_row, num_heads, num_rows, all_blocks, thresholds, HEADS: 
                 num_blocks = (tl.load(args.block_starts + i_row + 1) - start).to(tl.int32)
                 mine = args.estimates + i.to(tl.int64) * all_blocks + start
                 # The pivot's estimate: that of an earlier layer, or of this one.
-                pivot_estimate = args.last_rows + tl.load(args.slots + place).to(tl.int64) * all_blocks + start
+                pivot_estimate = args.last_rows + _slot_of(args, place) * all_blocks + start
                 if not known:
                     pivot_estimate = args.estimates + pivot.to(tl.int64) * all_blocks + start
                 b_sum = tl.zeros([CHUNK_BLOCKS], tl.float32)
@@ -214,7 +220,7 @@ def low_weights_kernel(args, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.c
     i = _ranked_head(args, i_row, num_rows, False, HEADS)
     if i < 0:
         return
-    slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
+    slot = _slot_of(args, tl.load(args.places + i))
     b_weight = _joined(args.weights + slot * num_tiles * DIGITS, args.tile_starts, i_row)
     high, left = next_digit(b_weight, tl.load(args.shares + i) * tl.sum(b_weight, 0))
     _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
@@ -245,7 +251,7 @@ def apply_patterns_kernel(
     pattern = tl.load(args.patterns + i * num_rows + i_row)
     i_head = tl.load(args.heads + i).to(tl.int64)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    slot = tl.load(args.slots + tl.load(args.places + i)).to(tl.int64)
+    slot = _slot_of(args, tl.load(args.places + i))
     values = args.maps + list_place(index, slot, i_tile)
     target = list_of(index, i_head, i_tile)
     threshold = 0
