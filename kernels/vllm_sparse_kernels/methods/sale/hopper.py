@@ -161,6 +161,12 @@ def _excess(b_s, tile, key_step, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
+def _load_largest(pointers, mask):
+    """Load the largest of some numbers >= 0."""
+    return gl.max(gl.load(pointers, mask=mask, other=0.0), 0)
+
+
+@gluon.jit
 def _fits_half(queries, keys, work, first, SPAN: gl.constexpr):
     """Return whether half precision is sufficient for the keys from ``first`` on.
 
@@ -170,14 +176,14 @@ def _fits_half(queries, keys, work, first, SPAN: gl.constexpr):
     o_m = gl.arange(0, 2 * STEP_TOKENS, line)
     o_q = work.i_selected.to(gl.int64) * queries.num_queries + work.i_tile * STEP_TOKENS + o_m
     in_tiles = o_m < work.num_tiles * STEP_TOKENS
-    square = gl.max(gl.load(queries.squares + o_q, mask=in_tiles, other=0.0), 0)
-    inverse = gl.max(gl.load(queries.inverse_scales + o_q, mask=in_tiles, other=0.0), 0)
+    square = _load_largest(queries.squares + o_q, in_tiles)
+    inverse = _load_largest(queries.inverse_scales + o_q, in_tiles)
     o_n = first // 64 + gl.arange(0, SPAN // 64, line)
     tested = (o_n >= work.begin // 64) & (o_n < (work.end + 63) // 64)
     o_n += work.key_start // 64
     num_parts = keys.num_keys // 64
-    longest = square * gl.max(gl.load(keys.squares + work.i_kv * num_parts + o_n, mask=tested, other=0.0), 0)
-    bias = gl.max(gl.load(keys.largest_biases + work.i_selected * num_parts + o_n, mask=tested, other=0.0), 0)
+    longest = square * _load_largest(keys.squares + work.i_kv * num_parts + o_n, tested)
+    bias = _load_largest(keys.largest_biases + work.i_selected * num_parts + o_n, tested)
     in_range = (inverse <= 32768) & (bias <= 32768) & (inverse * bias <= 2048.0)
     return in_range & (longest <= 2048.0 * 2048.0)
 
