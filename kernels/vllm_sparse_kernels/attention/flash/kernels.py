@@ -152,7 +152,7 @@ def finish_kernel(
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     in_head = work.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
     o_sd = work.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
-    b_out = tl.load(block_out + o_sd, mask=in_head)
+    b_out = tl.load(block_out + o_sd, mask=in_head).to(tl.float32)
     b_lse = tl.load(block_lse + work.o_s, mask=work.in_tile, other=0.0)
     if stripe_out is not None:
         # Every tile has blocks, so the log-sum-exp of its blocks is finite.
@@ -162,11 +162,11 @@ def finish_kernel(
         b_weight, b_other_weight = tl.exp(b_lse - b_max), tl.exp(b_other_lse - b_max)
         b_sum = b_weight + b_other_weight
         b_other = tl.where(b_other_weight[:, None] > 0, b_other * (b_other_weight / b_sum)[:, None], 0.0)
-        b_out = b_out.to(tl.float32) * (b_weight / b_sum)[:, None] + b_other
+        b_out = b_out * (b_weight / b_sum)[:, None] + b_other
         b_lse = b_max + tl.log(b_sum)
     if queries.sinks is not None:
         b_key_share = tl.sigmoid(b_lse - tl.load(queries.sinks + work.i_head).to(tl.float32))
-        b_out = b_out.to(tl.float32) * b_key_share[:, None]
-    b_out = (b_out.to(tl.float32) * value_scale).to(queries.out.dtype.element_ty)
+        b_out *= b_key_share[:, None]
+    b_out = (b_out * value_scale).to(queries.out.dtype.element_ty)
     o_out = work.o_q[:, None] * queries.stride_out_token + work.i_head * queries.stride_out_head + o_d[None, :]
     tl.store(queries.out + o_out, b_out, mask=in_head)
