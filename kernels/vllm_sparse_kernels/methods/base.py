@@ -28,10 +28,13 @@ class Method(ABC):
         block_tokens: Widest index block, in keys, that does not make the method's selection coarser. Blocks of 128 keys
             are faster on Hopper than blocks of 64.
         differing: Names of the fields that may differ between heads that are selected together.
+        leaves_width_to_others: Whether the method supports narrow blocks, but hardly benefits from them. Such heads do
+            not affect whether a layer has narrow blocks.
     """
 
     block_tokens: ClassVar[int] = 64
     differing: ClassVar[tuple[str, ...]] = ()
+    leaves_width_to_others: ClassVar[bool] = False
 
     @property
     def finest_block_tokens(self) -> int | None:
@@ -40,14 +43,6 @@ class Method(ABC):
         None if the method does not support blocks narrower than ``block_tokens``.
         """
         return None
-
-    @property
-    def leaves_width_to_others(self) -> bool:
-        """Whether the method supports narrow blocks, but hardly benefits from them.
-
-        Such heads do not affect whether a layer has narrow blocks.
-        """
-        return False
 
     @property
     def shown_fields(self) -> dict[str, object]:

@@ -23,6 +23,7 @@ class AShape(Method):
 
     block_tokens = 128
     differing = ("sink_tokens", "local_tokens")
+    leaves_width_to_others = True  # narrow blocks save less than one block of 128 keys at each end of the window
 
     sink_tokens: int = 1024
     local_tokens: int = 4096
@@ -30,11 +31,6 @@ class AShape(Method):
     def __post_init__(self) -> None:
         require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, ">= 0")
         require(self.local_tokens >= 1, "local_tokens", self.local_tokens, ">= 1")
-
-    @property
-    def leaves_width_to_others(self) -> bool:
-        """True: narrow blocks save less than one block of 128 keys at each end of the window."""
-        return True
 
     def select(self, call: Call) -> None:
         index = call.index
