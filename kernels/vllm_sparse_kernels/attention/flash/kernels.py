@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
+from vllm_sparse_kernels.paged import load_queries_at
 from vllm_sparse_kernels.selection.lists import list_of, load_tile
 
 SLICE_TOKENS = Constant(32)
@@ -90,8 +91,7 @@ def prepare_kernel(
     i_sequence, i_slice = tl.program_id(0), tl.program_id(1)  # both in the part
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     in_head = work.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
-    o_q = work.o_q[:, None] * queries.stride_token + work.i_head * queries.stride_head + o_d[None, :]
-    b_q = tl.load(queries.q + o_q, mask=in_head)
+    b_q = load_queries_at(queries, work.i_head, work.o_q, work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     tl.store(sequences.q + work.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :], b_q, mask=in_head)
     tl.store(sequences.ends + i_sequence, work.start)
     if i_sequence == tl.num_programs(0) - 1:
