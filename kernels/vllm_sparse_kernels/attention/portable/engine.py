@@ -61,7 +61,7 @@ def attend(
             AHEAD=_buffers_ahead(index.block_tokens, head_dim, limit_bytes, options is not None and options.skips),
         )
     )
-    num_warps = _num_warps(num_queries, block_d)
+    num_warps = 8 if num_queries * block_d >= 128 * 128 else 4  # a thread holds at most 128 elements of the result
     num_stages = _num_stages(index.block_tokens, head_dim, limit_bytes)
     attend_kernel[(rows.num_tiles * num_heads * num_parts,)](
         AttendArgs.of(q, out, sinks), key_args(cache, rows.block_table, values=True), index.args,
@@ -105,11 +105,6 @@ def _program_bytes(block_tokens: int, head_dim: int, num_buffers: int, num_queri
 def _needed_bytes(block_tokens: int, head_dim: int, num_buffers: int, limit_bytes: int) -> int:
     """Return ``_program_bytes`` for the number of queries that a program processes on a GPU with this shared memory."""
     return _program_bytes(block_tokens, head_dim, num_buffers, program_queries(head_dim, limit_bytes))
-
-
-def _num_warps(num_queries: int, block_d: int) -> int:
-    """Return the number of warps for which a thread holds at most 128 elements of the result."""
-    return 8 if num_queries * block_d >= 128 * 128 else 4
 
 
 def _num_stages(block_tokens: int, head_dim: int, limit_bytes: int) -> int:

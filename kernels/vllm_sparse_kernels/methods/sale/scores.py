@@ -228,10 +228,10 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     b_q = tl.load(queries.integers + o_q[:, None] * SHAPE.BLOCK_D + o_d[None, :], mask=in_tiles[:, None], other=0.0)
     b_threshold = tl.load(queries.thresholds + o_q, mask=in_tiles, other=float("inf"))
     b_inverse = tl.load(queries.inverse_scales + o_q, mask=in_tiles, other=0.0)
-    integers = keys.integers + (work.i_kv.to(tl.int64) * keys.num_keys + work.key_start) * SHAPE.BLOCK_D
-    scales = keys.scales + (work.i_kv.to(tl.int64) * keys.num_keys + work.key_start) // 8
+    first_key = work.i_kv.to(tl.int64) * keys.num_keys + work.key_start
+    integers = keys.integers + first_key * SHAPE.BLOCK_D
+    scales = keys.scales + first_key // 8
     biases = keys.biases + work.i_selected.to(tl.int64) * keys.num_keys + work.key_start
-    o_block = tl.arange(0, BLOCKS)
     for i in tl.range(work.begin // BLOCK_N, tl.cdiv(work.end, BLOCK_N), num_stages=SHAPE.STAGES):
         b_k = tl.load(integers + (i * BLOCK_N + o_n)[:, None] * SHAPE.BLOCK_D + o_d[None, :])
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
@@ -245,7 +245,7 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
         b_excess = b_top - b_threshold[:, None, None]
         b_excess = tl.reshape(b_excess, [TILES, TILE // (16 * WARPS), WARPS, 2, 8, BLOCKS, 4])
         b_excess = tl.max(tl.max(b_excess, 3), 1)
-        o_b = i * BLOCK_N // SHAPE.INDEX_N + o_block
+        o_b = i * BLOCK_N // SHAPE.INDEX_N + tl.arange(0, BLOCKS)
         b_at = b_flags[:, None] + o_b[None, :]
         b_passes = (b_excess >= 0) & (o_b[None, :] < b_end_block[:, None])[:, None, None, :, None]
         b_at = tl.broadcast_to(b_at[:, None, None, :, None], b_passes.shape)
