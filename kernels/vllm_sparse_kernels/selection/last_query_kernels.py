@@ -109,10 +109,8 @@ def _query_offsets(b_query, query_len, last_queries, QUERIES: tl.constexpr, SPRE
     """
     count = tl.minimum(last_queries, query_len)
     b_i = b_query - (QUERIES - count)
-    if SPREAD:
-        return tl.where(b_i < 0, -1, (b_i + 1) * query_len // count - 1)
-    else:
-        return tl.where(b_i < 0, -1, query_len - count + b_i)
+    b_offset = (b_i + 1) * query_len // count - 1 if SPREAD else query_len - count + b_i
+    return tl.where(b_i < 0, -1, b_offset)
 
 
 @triton.jit
@@ -161,15 +159,15 @@ def _load_queries(args, work, SHAPE):
 
     Also return their positions (negative for empty rows), and the number of keys that all of them attend to.
     """
-    query_len = work.query_len
+    query_len, context_len = work.query_len, work.seq_len - work.query_len
     b_query = _query_offsets(_queries_of_rows(SHAPE), query_len, args.last_queries, SHAPE.QUERIES, SHAPE.SPREAD)
     o_r = tl.arange(0, SHAPE.MEMBERS * SHAPE.QUERIES)
     b_head = work.i_kv * SHAPE.GROUP + work.i_part * SHAPE.MEMBERS + o_r // 16 % SHAPE.MEMBERS
     is_query = (b_query >= 0) & (_repeat_for_rows(work.b_selected, SHAPE) >= 0)
     o_q = work.token + b_query
     b_q = load_queries_at(args.queries, b_head[:, None], o_q, is_query, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
-    b_position = tl.where(b_query >= 0, work.seq_len - query_len + b_query, -1)
-    num_common = work.seq_len - query_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
+    b_position = tl.where(b_query >= 0, context_len + b_query, -1)
+    num_common = context_len + tl.min(tl.where(b_query >= 0, b_query, query_len), 0) + 1
     return b_q, b_position, num_common
 
 
