@@ -221,9 +221,7 @@ class Pivots:
 
 def _with_room(kept: torch.Tensor, number: int) -> torch.Tensor:
     """Return a tensor extended by rows of zeros to ``number`` rows."""
-    new = kept.new_zeros(number, *kept.shape[1:])
-    new[: len(kept)] = kept
-    return new
+    return torch.cat((kept, kept.new_zeros(number - len(kept), *kept.shape[1:])))
 
 
 def _share(
