@@ -62,8 +62,9 @@ class Workspace:
             self._views.clear()
         with torch.inference_mode(False):  # a cached inference tensor could not be written outside of inference mode
             view = self.buffer[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
-        self._views[begin, dtype, shape] = begin + num_bytes, view
-        return self._views[begin, dtype, shape]
+        entry = begin + num_bytes, view
+        self._views[begin, dtype, shape] = entry
+        return entry
 
     def expect(self, num_bytes: int) -> None:
         """Count at least this much memory on top of what is in use.
