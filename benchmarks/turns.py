@@ -38,8 +38,8 @@ from vllm_sparse_backend.calibration.capture import load_tokenizer
 from vllm_sparse_backend.calibration.prompts import encoder
 from vllm_sparse_backend.evaluation.agreement import TOP, NextTokens
 from vllm_sparse_backend.evaluation.answer_prompts import Statement
+from vllm_sparse_backend.evaluation.answer_run import require_room
 from vllm_sparse_backend.evaluation.answer_tables import mean_and_error, ratio_of_answers
-from vllm_sparse_backend.evaluation.answer_workload import require_room
 from vllm_sparse_backend.evaluation.client import Endpoint, connected
 from vllm_sparse_backend.evaluation.metrics_scrape import parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError

@@ -21,8 +21,8 @@ import yaml
 
 from vllm_sparse_backend.demo.model import BUNDLED
 from vllm_sparse_backend.evaluation import answer_run, answer_tables
+from vllm_sparse_backend.evaluation.answer_run import AnswerWorkload
 from vllm_sparse_backend.evaluation.answer_scores import read_cases
-from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload
 from vllm_sparse_backend.evaluation.compared_servers import Settings, servers_to_start
 from vllm_sparse_backend.evaluation.report import CaseReport
 from vllm_sparse_backend.progress import Progress

@@ -42,15 +42,14 @@ class Answers(common.ServerOptions):
         go_on = f"The same command resumes from {self.json_path}." if self.json_path else ""
         with common.failures(go_on), bar("prompts") as progress:
             from vllm_sparse_backend.evaluation import answer_run, answer_tables
-            from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload, require_room
             from vllm_sparse_backend.evaluation.compared_servers import resume
             from vllm_sparse_backend.evaluation.tasks import TASKS
 
             lengths = common.token_counts("--lengths", self.lengths)
-            require_room(lengths, self.facts)
+            answer_run.require_room(lengths, self.facts)
             tasks = common.split(self.tasks)
             common.require_known("--tasks", tasks, TASKS)
-            workload = AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
+            workload = answer_run.AnswerWorkload.from_text(self.text, lengths, self.count, self.facts, tasks)
             servers = self.contestants(workload.longest)
             report = self.report("answers")
             options = options_of(workload, server_args=self.server_args)

@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 from vllm_sparse_backend.demo.model import BUNDLED
-from vllm_sparse_backend.evaluation.answer_run import ask
+from vllm_sparse_backend.evaluation.answer_run import AnswerWorkload, ask
 from vllm_sparse_backend.evaluation.answer_scores import PromptScores
-from vllm_sparse_backend.evaluation.answer_workload import AnswerWorkload
 from vllm_sparse_backend.evaluation.client import Endpoint, RequestError
 from vllm_sparse_backend.evaluation.metrics_scrape import MetricsReport, parse_metrics
 from vllm_sparse_backend.evaluation.report import BenchError, table_of

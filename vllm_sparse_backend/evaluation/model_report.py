@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_sparse_backend.evaluation import answer_tables, serve_bench
-from vllm_sparse_backend.evaluation.answer_run import ask_all
-from vllm_sparse_backend.evaluation.answer_workload import FACT_TOKENS, SEED, AnswerWorkload
+from vllm_sparse_backend.evaluation.answer_run import FACT_TOKENS, SEED, AnswerWorkload, ask_all
 from vllm_sparse_backend.evaluation.compared_servers import Contestant, resume
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import BenchError, CaseReport, options_of, write_json
