@@ -82,9 +82,8 @@ class HeadResult:
     """Kept pairs divided by causal pairs."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Upper limits of a head's ``HeadErrors``. That of ``absolute`` is SALE's θ."""
+class Bound(NamedTuple):
+    """Upper limits of a head's ``HeadErrors``, in their order. That of ``absolute`` is SALE's θ."""
 
     error: float = math.inf
     p99: float = math.inf
@@ -97,7 +96,7 @@ class Bound:
         ``of_default`` is unchanged, because it compares two methods on the same prompts. ``absolute`` is unchanged,
         because it is the paper's number.
         """
-        return replace(self, error=self.error * (1 - margin), p99=self.p99 * (1 - margin))
+        return self._replace(error=self.error * (1 - margin), p99=self.p99 * (1 - margin))
 
     def holds(self, figures: HeadResult) -> bool:
         """Return whether a head meets the bound, including on unseen prompts as ``HeadResult.unseen`` predicts."""
@@ -108,12 +107,12 @@ class Bound:
         return max(self._shares(figures.seen))
 
     def _shares(self, errors: HeadErrors) -> list[float]:
-        return [error / getattr(self, name) for name, error in errors._asdict().items()]
+        return [error / limit for error, limit in zip(errors, self, strict=True)]
 
     @property
     def numbers(self) -> dict[str, float]:
         """The finite limits by name."""
-        return {name: limit for name, limit in vars(self).items() if math.isfinite(limit)}
+        return {name: limit for name, limit in self._asdict().items() if math.isfinite(limit)}
 
 
 class Outcome(NamedTuple):
