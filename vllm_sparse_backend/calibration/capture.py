@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_sparse_backend.calibration.external import readable, require_module
-from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, refusal
 from vllm_sparse_backend.config.model_check import max_positions, read_config
 
 ATTENTION = "sparse_prefill_capture"
@@ -108,7 +108,7 @@ def prompt_tokens(model: Path, tokens: int | None) -> int:
     if tokens is None:
         return int(min(DEFAULT_TOKENS, positions))
     if tokens > positions:
-        raise ConfigurationError(f"--tokens: {unexpected(tokens, f'at most {positions}, the positions of {model}')}")
+        raise refusal("--tokens", tokens, f"at most {positions}, the positions of {model}")
     return tokens
 
 

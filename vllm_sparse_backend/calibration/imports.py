@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, StrictInt, StrictStr
 
 from vllm_sparse_backend.calibration.external import readable
-from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_one_of, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, not_one_of, refusal, unexpected
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.method_parameters import make_method
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -49,7 +49,7 @@ def import_profile(path: Path, model: Path) -> Profile:
             "MInference's patterns, a list of one object for each layer; or SharePrefill's clusters, an object with "
             "clusters and shared_clusters"
         )
-        raise ConfigurationError(f"{path}: {unexpected(content, expected)}")
+        raise refusal(str(path), content, expected)
     try:
         methods = read(content, shape)
     except (ConfigurationError, ValueError) as error:

@@ -35,7 +35,7 @@ from vllm_sparse_backend.calibration.search import (
     halved,
     ladder_of,
 )
-from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, refusal
 from vllm_sparse_backend.config.method_parameters import describe
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.profile import Level, Profile
@@ -86,7 +86,7 @@ class Job:
         shortest = min(len(ids) for ids in (*self.prompts, *self.held_out))
         if shortest <= self.served.min_tokens:
             expected = f"prompts of more than {self.served.min_tokens} tokens, because shorter prompts run dense"
-            raise ConfigurationError(f"prompts: {unexpected(f'{shortest} tokens', expected)}")
+            raise refusal("prompts", f"{shortest} tokens", expected)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -188,11 +188,11 @@ def require_long_prompts(job: Job, settings: Sequence[Method]) -> None:
     most_eager = min(settings, key=lambda setting: setting.least_prompt_tokens)
     least = most_eager.least_prompt_tokens
     if longest <= least:
-        problem = unexpected(f"{longest} tokens", f"prompts of more than {least} tokens")
-        raise ConfigurationError(
-            f"prompts: {problem}: {describe(most_eager)} keeps every key of shorter prompts; pass --tokens, or longer "
-            "--prompts"
+        expected = (
+            f"prompts of more than {least} tokens: {describe(most_eager)} keeps every key of shorter prompts; pass "
+            "--tokens, or longer --prompts"
         )
+        raise refusal("prompts", f"{longest} tokens", expected)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from vllm_sparse_backend.cli.common import (
     say,
 )
 from vllm_sparse_backend.cli.progress import bar
-from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, refusal
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.evaluation.output_files import write_text
 from vllm_sparse_backend.evaluation.report import table_of
@@ -303,10 +303,10 @@ def _parse_bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:
         limits = {limit: float(number) for limit, number in match.groupdict().items() if number} if match else {}
         if not limits or not all(limits.values()) or name in bounds:
             expected = "NAME=MEAN:P99, NAME=1.5x or NAME=0.4abs, with numbers above 0, and each level only once"
-            raise ConfigurationError(f"--level: {unexpected(text, expected)}")
+            raise refusal("--level", text, expected)
         if name not in BOUNDS:
             raise ConfigurationError(f"--level {text}: {not_one_of(name, BOUNDS)}")
         if limits.get("of_default", 1) < 1:
-            raise ConfigurationError(f"--level: {unexpected(text, 'a number of at least 1 before the x')}")
+            raise refusal("--level", text, "a number of at least 1 before the x")
         bounds[name] = Bound(**limits)
     return bounds

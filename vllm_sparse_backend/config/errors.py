@@ -52,6 +52,11 @@ def unexpected(value: object, expected: str) -> str:
     return f"given {format_value(value)}, expected {expected}"
 
 
+def refusal(place: str, value: object, expected: str) -> ConfigurationError:
+    """Return the error about a value at a place."""
+    return ConfigurationError(f"{place}: {unexpected(value, expected)}")
+
+
 def not_one_of(value: object, allowed: Iterable[str]) -> str:
     """Format an error about a name that does not exist."""
     names = sorted(allowed)

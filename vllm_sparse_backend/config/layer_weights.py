@@ -9,7 +9,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, refusal
 from vllm_sparse_backend.config.model_shape import ModelShape, layer_kinds
 from vllm_sparse_backend.config.ranges import MOST_COUNT
 
@@ -80,7 +80,7 @@ def _width(config: Mapping[str, Any], source: str, name: str) -> int:
     numbers = width if isinstance(width, list) else [width]
     if not all(type(number) is int and 0 <= number <= MOST_COUNT for number in numbers):
         expected = f"one number for all layers or one for each, at most {MOST_COUNT}"
-        raise ConfigurationError(f"{source}: {name}: {unexpected(width, expected)}")
+        raise refusal(f"{source}: {name}", width, expected)
     return round(fmean(numbers))
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, StrictFloat, StrictInt, StrictStr, model_validator
 
-from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
+from vllm_sparse_backend.config.errors import Section, refusal
 from vllm_sparse_backend.config.fallback import Fallback, LayerTraits, layer_fallback
 from vllm_sparse_backend.config.model_shape import (
     Count,
@@ -63,7 +63,7 @@ def read_config(model: Path) -> dict[str, Any]:
     """Read the text part of a model's config, with the architecture's defaults if transformers knows it."""
     path = config_file(model)
     if not path.is_file():
-        raise ConfigurationError(f"MODEL: {unexpected(str(model), 'a model folder with a config.json in it')}")
+        raise refusal("MODEL", str(model), "a model folder with a config.json in it")
     config = _with_defaults(path) or read_config_json(path)
     text = text_part(config, str(path))
     # transformers sets `architectures` of a text part to None even if the full config names the architecture.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StrictFloat, StrictInt, StrictStr, model_validator
 
-from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, refusal, unexpected
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.ranges import MAX_NUMBER
 
@@ -101,7 +101,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path}: not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigurationError(f"{path}: {unexpected(config, 'the mapping of a model configuration')}")
+        raise refusal(str(path), config, "the mapping of a model configuration")
     return config
 
 
@@ -134,7 +134,7 @@ def layer_kinds(text: Mapping[str, Any]) -> list[Any] | None:
 def _mapping(config: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any]:
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
-        raise ConfigurationError(f"{source}: {name}: {unexpected(value, 'a mapping of fields to values')}")
+        raise refusal(f"{source}: {name}", value, "a mapping of fields to values")
     return value
 
 

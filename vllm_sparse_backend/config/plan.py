@@ -12,7 +12,7 @@ from itertools import chain
 
 from vllm_sparse_backend.config.carried import Carried
 from vllm_sparse_backend.config.crossover_table import Lengths, TokenCount
-from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, refusal
 from vllm_sparse_backend.config.keys import OPTION, SETTINGS
 from vllm_sparse_backend.config.method_parameters import summarize
 from vllm_sparse_backend.config.model_shape import ModelShape
@@ -54,8 +54,7 @@ class Plan:
         profile.check_model(shape, source if config.profile is not None else f"{SETTINGS}.method")
         if config.dense_layers and config.dense_layers[-1] >= shape.num_layers:
             expected = f"at most {shape.num_layers - 1}, because the model is {shape}"
-            problem = unexpected(config.dense_layers[-1], expected)
-            raise ConfigurationError(f"{SETTINGS}.dense_layers: {problem}")
+            raise refusal(f"{SETTINGS}.dense_layers", config.dense_layers[-1], expected)
         num_local = shape.num_heads // tp_size
         local_heads = slice(tp_rank * num_local, (tp_rank + 1) * num_local)
         plans = {ON: _build(config, profile, source, shape, local_heads)}

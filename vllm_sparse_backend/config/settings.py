@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from vllm_sparse_backend.config.crossover_table import AUTO, TokenCount
-from vllm_sparse_backend.config.errors import ConfigurationError, Section, looks_like, not_one_of, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, Section, looks_like, not_one_of, refusal
 from vllm_sparse_backend.config.keys import CARRIED, KEY, OPTION, SETTINGS
 from vllm_sparse_backend.config.method_parameters import make_method, method_names
 from vllm_sparse_backend.config.profile import EXACT, ON
@@ -145,14 +145,13 @@ def load_config(additional_config: Mapping[str, Any] | None) -> SparsePrefillCon
     if additional_config is None:
         additional_config = {}
     if not isinstance(additional_config, Mapping):
-        raise ConfigurationError(f"{OPTION}: {unexpected(additional_config, f'a mapping with the key {KEY!r}')}")
+        raise refusal(OPTION, additional_config, f"a mapping with the key {KEY!r}")
     settings = additional_config.get(KEY, {})
     _refuse_misplaced_keys(additional_config)
     if isinstance(settings, str):
         settings = {"profile": settings}
     if not isinstance(settings, Mapping):
-        expected = "a mapping, or the name or path of a profile"
-        raise ConfigurationError(f"{SETTINGS}: {unexpected(settings, expected)}")
+        raise refusal(SETTINGS, settings, "a mapping, or the name or path of a profile")
     return SparsePrefillConfig.read(dict(settings), f"{OPTION} ", KEY)
 
 

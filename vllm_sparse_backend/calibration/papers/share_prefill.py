@@ -34,7 +34,7 @@ from torch import nn
 
 from vllm_sparse_backend.calibration.external import require_module
 from vllm_sparse_backend.calibration.loop import Job
-from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, refusal
 from vllm_sparse_backend.progress import Progress
 from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 
@@ -75,7 +75,7 @@ def map_side(num_tokens: int, device: torch.device) -> int:
     """Return the side of attention maps for a prompt."""
     if num_tokens < SHRINK:
         expected = f"at least {SHRINK} tokens, by which share_prefill's autoencoder shrinks attention maps"
-        raise ConfigurationError(f"prompts: {unexpected(f'{num_tokens} tokens', expected)}")
+        raise refusal("prompts", f"{num_tokens} tokens", expected)
     largest = CPU_SIDE if device.type == "cpu" else SIDE
     return min(largest, num_tokens // SHRINK * SHRINK)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
+from vllm_sparse_backend.config.errors import ConfigurationError, refusal
 from vllm_sparse_backend.config.keys import SETTINGS
 from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.config.ranges import format_ranges
@@ -109,9 +109,7 @@ class EnginePicker:
 def refuse_on_cpu(wanted: str) -> None:
     """Check that the settings name no attention engine on a CPU, where attention runs in plain torch."""
     if compat.IS_CPU and wanted != AUTO:
-        raise ConfigurationError(
-            f"{FIELD}: {unexpected(wanted, f'{AUTO!r}: on a CPU, attention runs in torch, without an engine')}"
-        )
+        raise refusal(FIELD, wanted, f"{AUTO!r}: on a CPU, attention runs in torch, without an engine")
 
 
 def forecast(shape: ModelShape, method: Method) -> tuple[EngineChoice[AttendEngine], EngineChoice[SelectEngine]]:
