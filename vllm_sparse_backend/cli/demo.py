@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill demo`: show sparse prefill on a long text."""
 
-from vllm_sparse_backend.cli.common import failures, say
+import typer
+
+from vllm_sparse_backend.cli.common import failures
 
 
 def demo() -> None:
@@ -12,4 +14,4 @@ def demo() -> None:
     from vllm_sparse_backend.demo import run
 
     with failures():
-        run.run_demo(say)
+        run.run_demo(typer.echo)
