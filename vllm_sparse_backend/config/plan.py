@@ -120,11 +120,9 @@ def _build(config: SparsePrefillConfig, profile: Profile, source: str, shape: Mo
 
 
 def layer_plans(methods: Sequence[Sequence[Method]]) -> tuple[LayerPlan | None, ...]:
-    """Return the plan of each layer; None for a layer without methods. Equal layers share one object."""
+    """Return the plan of each layer; None for a layer without methods."""
     counts = Counter(method.sharing for method in chain.from_iterable(methods))
-    known: dict[LayerPlan, LayerPlan] = {}
-    plans = [LayerPlan.of(layer_methods, counts) for layer_methods in methods]
-    return tuple(known.setdefault(plan, plan) if plan.methods else None for plan in plans)
+    return tuple(LayerPlan.of(layer_methods, counts) if layer_methods else None for layer_methods in methods)
 
 
 def _select_setting(config: SparsePrefillConfig, profile: Profile, field: str) -> TokenCount:
