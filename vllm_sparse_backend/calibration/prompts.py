@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts to calibrate on: the operator's own, or generated from a text with lookups inserted."""
 
-import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -12,6 +11,7 @@ from vllm_sparse_backend.calibration.capture import load_tokenizer
 from vllm_sparse_backend.calibration.external import readable
 from vllm_sparse_backend.config.errors import ConfigurationError, unexpected
 from vllm_sparse_backend.config.input_files import read_text
+from vllm_sparse_backend.identity import digest
 from vllm_sparse_backend.prompts.lookups import Encode, begin_ids, insert_threads
 from vllm_sparse_backend.prompts.texts import read_prompt_text
 
@@ -22,7 +22,7 @@ MOST_CHARS = 16
 def sha256_of(prompts: Sequence[Sequence[int]]) -> str:
     """Hash all prompts in order."""
     numbers = [x for prompt in prompts for x in (len(prompt), *prompt)]
-    return hashlib.sha256(" ".join(map(str, numbers)).encode()).hexdigest()
+    return digest(" ".join(map(str, numbers)), 64)
 
 
 def encoder(tokenizer: Any) -> Encode:
