@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainValidator, StrictInt, StrictStr, WithJsonSchema, model_validator
+from pydantic import Field, PlainValidator, StrictInt, StrictStr, model_validator
 
 from vllm_sparse_backend.config.errors import ConfigurationError, Section, unexpected
 from vllm_sparse_backend.config.fallback import Fallback
@@ -42,13 +42,13 @@ def _to_token_count(value: object) -> object:
     return value
 
 
-_NUMBER_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MOST_COUNT}
-_TOKEN_COUNT_SCHEMA = WithJsonSchema({"anyOf": [_NUMBER_SCHEMA, {"const": AUTO}]})
-TokenCount = Annotated[int | Literal["auto"], PlainValidator(_to_token_count), _TOKEN_COUNT_SCHEMA]
-"""A number of tokens in a configuration or profile, or ``auto`` for the measured crossover."""
-
 Count = Annotated[StrictInt, Field(ge=1)]
 Tokens = Annotated[StrictInt, Field(ge=0, le=MOST_COUNT)]
+TokenCount = Annotated[
+    int | Literal["auto"], PlainValidator(_to_token_count, json_schema_input_type=Tokens | Literal["auto"])
+]
+"""A number of tokens in a configuration or profile, or ``auto`` for the measured crossover."""
+
 Pairs = Annotated[StrictInt, Field(ge=0)]
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
-from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, PlainSerializer
 
 MAX_NUMBER = 1 << 12
 """Largest layer or head number; keeps a typo such as ``0-99999999`` from filling the memory."""
@@ -67,14 +67,15 @@ def _disjoint(mapping: object) -> object:
     return mapping
 
 
-_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}
-
-
 def _serialize(numbers: tuple[int, ...]) -> int | str:
     return numbers[0] if len(numbers) == 1 else format_ranges(numbers)
 
 
-Ranges = Annotated[tuple[int, ...], BeforeValidator(parse_ranges), PlainSerializer(_serialize), WithJsonSchema(_SCHEMA)]
+Ranges = Annotated[
+    tuple[int, ...],
+    BeforeValidator(parse_ranges, json_schema_input_type=str | int | list[int]),
+    PlainSerializer(_serialize),
+]
 """A set of layers or heads, sorted."""
 DisjointRanges = BeforeValidator(_disjoint)
 """Validator of a mapping with ``Ranges`` as keys, no two of which overlap."""
