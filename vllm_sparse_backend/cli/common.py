@@ -89,13 +89,13 @@ def local_model(model: Path | None) -> Path | None:
     )
 
 
-MODEL_HELP = "Model folder, or a name in the local hub cache."
+_MODEL = typer.Argument(metavar="MODEL", help="Model folder, or a name in the local hub cache.", callback=local_model)
 Json = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="JSON file for all results.", callback=output),
 ]
-Model = Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
-MaybeModel = Annotated[Path | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, callback=local_model)]
+Model = Annotated[Path, _MODEL]
+MaybeModel = Annotated[Path | None, _MODEL]
 NewProfile = Annotated[
     Path,
     typer.Option("--out", metavar="FILE", help="The profile to write; it must not exist yet.", callback=new_output),
