@@ -62,9 +62,9 @@ class Card:
         flash = compat.flash_attention()
         if flash is None:
             raise ConfigurationError(f"vLLM has no FlashAttention for {torch.cuda.get_device_name()} to compare with")
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        major, _ = torch.cuda.get_device_capability(self.device)
-        self.flash_version = 3 if major == 9 else compat.flash_attention_version() or 2  # as a server's dense attention
+        self.device = compat.current_device()
+        # As a server's dense attention.
+        self.flash_version = 3 if compat.is_hopper() else compat.flash_attention_version() or 2
         self.engines = engines(flash)
 
     def dense(self, batch: Batch, out: torch.Tensor) -> Run:
