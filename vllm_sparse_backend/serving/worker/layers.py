@@ -98,8 +98,7 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
     in_group = [plain[name] for name in names if name in plain]
     group = {number: impl for number, impl in layers.items() if impl in in_group}
     worker.attention_names = dict.fromkeys(layers, "dense") | worker.attention_names
-    plans = {number: resolved.layer(number) for number in layers}
-    reasons = {number: impl.dense_reason(plans[number]) for number, impl in layers.items()}
+    reasons = {number: impl.dense_reason(resolved.layer(number)) for number, impl in layers.items()}
     if worker.rank == 0:
         startup_log.log_dense_layers({number: reasons[number] for number in group})
     impls = {number: impl for number, impl in sorted(group.items()) if reasons[number] is None}
@@ -109,7 +108,7 @@ def adopt_layers(worker: Worker, names: Iterable[str], spec: AttentionSpec, cpu_
         do_without(vllm_config, "this worker got its KV cache before it ran the model to find the streaming heads")
     memory = worker.reserve_memory()
     for number, impl in impls.items():
-        impl.adopt(number, worker.layer_levels(number, plans[number], impl.head_size), worker)
+        impl.adopt(number, worker.layer_levels(number, impl.head_size), worker)
     if memory is not None:
         _make_ready(worker, list(impls.values()), spec, cpu_isa)
     worker.attention_names |= {number: impl.layer.attention_name for number, impl in impls.items()}

@@ -100,7 +100,7 @@ class Worker:
             self._layers[key] = Layer.of(plan, head_dim, self.device, self.resolved.config.engine, block_tokens)
         return self._layers[key]
 
-    def layer_levels(self, number: int, plans: Sequence[LayerPlan], head_dim: int) -> dict[str, LayerLevel]:
+    def layer_levels(self, number: int, head_dim: int) -> dict[str, LayerLevel]:
         """Return a layer's methods and engines at each level."""
         windows = self.streaming.by_layer.get(number, {})
         # A request that sets p gets that share in every head.
@@ -109,7 +109,7 @@ class Worker:
                 self._with_streaming_heads(of_level, head_dim, {} if level == SHARE else windows),
                 stays_dense=plan.layer(number) is None,
             )
-            for (level, plan), of_level in zip(self.resolved.plans.items(), plans, strict=True)
+            for (level, plan), of_level in zip(self.resolved.plans.items(), self.resolved.layer(number), strict=True)
         }
 
     def _with_streaming_heads(self, plan: LayerPlan, head_dim: int, windows: Mapping[int, int]) -> Layer:
