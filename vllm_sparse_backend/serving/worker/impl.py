@@ -23,6 +23,8 @@ from vllm_sparse_kernels.paged import PagedCache
 class SparsePrefillImpl(compat.DenseImpl):
     """Attention of one layer. It runs dense until ``adopt`` gives it levels."""
 
+    worker: Worker
+    """Set once the layer runs sparse."""
     out_dtype: torch.dtype | None = None
     """Dtype of the output. It differs from the query's dtype if the query is fp8."""
 
@@ -41,7 +43,6 @@ class SparsePrefillImpl(compat.DenseImpl):
             **compat.layer_limits(config, arguments["kv_cache_dtype"], self.supports_quant_query_input),
         )
         self.fallback: Fallback | None = layer_fallback(traits)
-        self.worker: Worker | None = None
         self.levels: Mapping[str, LayerLevel] = {}
         """How the layer runs at each level; empty if it always runs dense."""
 
@@ -106,7 +107,6 @@ class SparsePrefillImpl(compat.DenseImpl):
         self, slab: Slab, query: torch.Tensor, cache: PagedCache, output: torch.Tensor, is_counted: bool
     ) -> None:
         """Select and attend for some of the step's rows."""
-        assert self.worker is not None
         assert self.worker.memory is not None
         arena = self.worker.memory.arena
         layer = self.levels[slab.level.name].layer
