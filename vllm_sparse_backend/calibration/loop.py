@@ -286,16 +286,16 @@ def profile_of(job: Job, results: Mapping[str, LevelResult], source: str) -> Pro
 
     Levels without a sparse head are left out, because they would equal ``exact``.
     """
-    first, *others = results
-    if not results[first].held_out:
+    levels = {
+        name: Level.of_heads(result.methods, result.provenance(job, source))
+        for name, result in results.items()
+        if result.held_out
+    }
+    first = next(iter(results))
+    if first not in levels:
         # If another level took its place, it would become the default level of requests.
         numbers = ":".join(f"{x:g}" for x in results[first].bound.numbers.values())
         why = f"{source}: no head meets the bound {numbers} of level {first} and saves time"
         raise ConfigurationError(f"{why}; use a larger bound, or longer prompts")
-    levels = {
-        name: Level.of_heads(results[name].methods, results[name].provenance(job, source))
-        for name in others
-        if results[name].held_out
-    }
-    own = results[first]
-    return Profile.of_heads(own.methods, own.provenance(job, source), level=first, levels=levels, **job.profile_fields)
+    own = levels.pop(first)
+    return Profile(**dict(own), level=first, levels=levels, **job.profile_fields)
