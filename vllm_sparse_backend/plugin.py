@@ -54,7 +54,7 @@ def register() -> None:
 
 
 def register_backends() -> None:
-    """Register the backends, or raise an error.
+    """Register the backends that no other plugin has displaced. Raises an error if vLLM lacks internals.
 
     Most processes that call this run another backend, or do not know their backend yet. It therefore installs only the
     hooks of ``hooks.install``, where a process gets its configuration.

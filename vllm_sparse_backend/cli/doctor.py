@@ -22,7 +22,7 @@ from vllm_sparse_backend.config.layer_weights import layer_weights_if_known
 from vllm_sparse_backend.config.model_shape import ModelShape, config_file
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of
-from vllm_sparse_backend.identity import FLAG, MLA_FLAG, RELEASES, installed
+from vllm_sparse_backend.identity import FLAG, MLA_FLAG, installed
 
 Status = Literal["ok", "note", "bad"]
 CHUNK_TOKENS = 8192
@@ -156,10 +156,13 @@ def registration() -> Iterator[Finding]:
         if (why := unsupported(release) or why_displaced(look_up_backend("CUSTOM"))) is not None:
             yield bad("backend", f"not available: {why}")
             return
-        register_backends()  # raises the error that the plugin only logs
-        backend = look_up_backend("SPARSE-PREFILL").get_class()
+        try:
+            backend = look_up_backend("SPARSE-PREFILL").get_class()
+        except ValueError:
+            register_backends()  # raises the error that the plugin only logs
+            raise
     except Exception as error:  # an exception of vLLM or of a plugin is the finding
-        yield bad("backend", f"does not register: {type(error).__name__}: {error}; expected vLLM {RELEASES}")
+        yield bad("backend", f"does not register: {type(error).__name__}: {error}")
         return
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point

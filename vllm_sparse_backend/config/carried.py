@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_sparse_backend.config.crossover_table import CrossoverTable, crossover_file, load_crossover
+from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.input_files import read_text
 from vllm_sparse_backend.config.keys import CARRIED, SETTINGS
 from vllm_sparse_backend.config.profile import ANY_MODEL, Profile, parse_profile, profile_file
@@ -54,7 +55,11 @@ class Carried:
         """Parse the profile, or build one from ``method`` and ``params``."""
         if self.profile is not None:
             return parse_profile(self.profile, self.source)
-        return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": config.uniform_method()})
+        try:
+            method = config.uniform_method()
+        except ValueError as error:  # another package's method has invalid defaults
+            raise ConfigurationError(f"{SETTINGS}.{error}") from None
+        return Profile.model_validate({"format": 1, "model": ANY_MODEL, "default": method})
 
     def table_for(self, config: SparsePrefillConfig) -> CrossoverTable:
         """Parse the crossover table."""

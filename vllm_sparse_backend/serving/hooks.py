@@ -11,7 +11,6 @@ This module imports nothing that imports vLLM: plugins are loaded before vLLM kn
 
 import functools
 import inspect
-import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -20,13 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.keys import CARRIED, KEY
 from vllm_sparse_backend.config.metrics import WORKER_METHOD
-from vllm_sparse_backend.identity import BACKEND, LOGGER
+from vllm_sparse_backend.identity import BACKEND
 from vllm_sparse_backend.serving.registration import is_ours, is_selected, log_unread_settings, why_other_selected
 
 if TYPE_CHECKING:
     from vllm_sparse_backend.serving.worker.owner import Worker
-
-logger = logging.getLogger(LOGGER)
 
 Function = Callable[..., Any]
 
@@ -252,9 +249,10 @@ def own(vllm_worker: Any) -> None:
     wrap_method(runner, "execute_model", track_requests, runner, worker)
     if vllm_config.use_v2_model_runner:
         wrap_method(runner, "prepare_attn", name_rows, worker)
-    # On a CPU, vLLM may skip the profile run.
-    measures = (vllm_worker, "determine_available_memory") if current_platform.is_cpu() else (runner, "profile_run")
-    wrap_method(*measures, measure_model, runner, worker)
+    target, name = runner, "profile_run"
+    if current_platform.is_cpu():  # vLLM may skip the profile run here
+        target, name = vllm_worker, "determine_available_memory"
+    wrap_method(target, name, measure_model, runner, worker)
     if is_ours(vllm_config.attention_config.mla_prefill_backend):
         _install(MLA_WORKER)
 

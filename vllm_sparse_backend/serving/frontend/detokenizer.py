@@ -3,7 +3,8 @@
 
 A token's text depends on the tokens before it, for example at the end of a character of several tokens. vLLM therefore
 gives its detokenizer the prompt, which is decoded as a whole with the first token of the answer: on the thread that
-serves all requests, and before the token is sent. The last tokens of the prompt suffice.
+serves all requests, and before the token is sent. The last tokens of the prompt suffice, unless they end a longer run
+of bytes that are no text. There, vLLM repeats the prompt's end in the answer.
 """
 
 from copy import copy
@@ -25,7 +26,8 @@ def with_end_of_prompt(request: Any, tokenizer: Any) -> Any:
     if token_ids is None or len(token_ids) <= END_TOKENS:
         return request
     end = token_ids[-END_TOKENS:]
-    text = tokenizer.decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
+    # The detokenizer has this one, without the lock and the clean-up of its wrappers.
+    text = tokenizer._tokenizer.decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
     if not text or text.endswith(INCOMPLETE):
         return request
     shortened = copy(request)

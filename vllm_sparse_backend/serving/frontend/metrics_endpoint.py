@@ -14,7 +14,6 @@ process shows the same totals, and no counter falls.
 
 import asyncio
 import functools
-import logging
 import math
 import time
 from collections import Counter
@@ -24,9 +23,7 @@ from typing import Any
 import prometheus_client
 
 from vllm_sparse_backend.config.metrics import FRESH_QUERY, METRICS, PREFIX, WORKER_METHOD
-from vllm_sparse_backend.identity import LOGGER
-
-logger = logging.getLogger(LOGGER)
+from vllm_sparse_backend.identity import logger
 
 WAIT_S = 0.02
 """Maximum wait of a scrape for the engines that it polls."""
