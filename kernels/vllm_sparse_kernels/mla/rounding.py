@@ -17,6 +17,7 @@ from vllm_sparse_kernels.methods.top_p.scored import SCORED, num_scored, scored_
 from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, ROW_FIELDS, Part, Tensors
 from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest
+from vllm_sparse_kernels.vectors import vector_offsets
 
 KEPT_D = Constant(128)
 """Channels that estimates multiply."""
@@ -141,7 +142,7 @@ def _round_queries_kernel(tensors, rows, first_head, num_heads, softmax_scale, m
     o_target = i_head * rounded.num_queries + o_q
     tl.store(rounded.query_shifts + o_target, b_shift, mask=is_scored)
     tl.store(rounded.query_scales + o_target, b_scale * softmax_scale, mask=is_scored)
-    target = rounded.queries + o_target[:, None] * KEPT_D + o_c[None, :]
+    target = rounded.queries + vector_offsets(o_target, KEPT_D)
     b_kept *= (1.0 / b_scale)[:, None]
     tl.store(target, in_e4m3(b_kept, rounded.queries.dtype.element_ty), mask=is_scored[:, None])
 
@@ -172,5 +173,5 @@ def _round_keys_kernel(tensors, rows, first_head, num_heads, moments, rounded):
         scale = tl.maximum(tl.max(tl.max(tl.abs(b_k), 1), 0), TINY) / LARGEST
         o_target = i_head * rounded.num_keys + start + o_n
         tl.store(rounded.key_scales + i_head * rounded.num_keys + start + first, scale)
-        target = rounded.keys + o_target[:, None] * KEPT_D + o_c[None, :]
+        target = rounded.keys + vector_offsets(o_target, KEPT_D)
         tl.store(target, in_e4m3(b_k * (1.0 / scale), rounded.keys.dtype.element_ty), mask=in_row)

@@ -11,6 +11,7 @@ import triton.language as tl
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.vectors import load_vectors
 from vllm_sparse_kernels.workspace import Workspace
 
 GROUP_TOKENS = Constant(64)
@@ -111,7 +112,6 @@ def means_kernel(sums, starts, rows, means, BLOCK_D: tl.constexpr, COUNT: tl.con
     b_sum = tl.zeros([32, BLOCK_D], tl.float32)
     for i in range(tl.load(starts + i_row), end, 32):
         o_s = i + tl.arange(0, 32)
-        o_sum = (o_s[:, None] * num_heads + i_head) * BLOCK_D + o_d[None, :]
-        b_sum += tl.load(sums + o_sum, mask=(o_s < end)[:, None], other=0.0)
+        b_sum += load_vectors(sums, o_s * num_heads + i_head, o_s < end, BLOCK_D)
     b_mean = tl.sum(b_sum, 0) / tl.load(rows + i_row * ROW_FIELDS + COUNT).to(tl.float32)
     tl.store(means + (i_row * num_heads + i_head) * BLOCK_D + o_d, b_mean)

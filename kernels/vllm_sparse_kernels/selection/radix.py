@@ -25,6 +25,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.last_queries import Sums
 from vllm_sparse_kernels.selection.last_query_kernels import sums_of
+from vllm_sparse_kernels.vectors import load_vectors, vector_offsets
 
 CHUNK = Constant(4096)
 """Values processed at a time. Arrays of up to 16 times as many values have chunks of this size, and longer
@@ -113,9 +114,8 @@ def _weights_of(digits, i_pass, i_row_job, chunks):
 @triton.jit
 def _load_weights(digits, i_pass, i_row_job, chunks, used):
     """Load weights by chunk and digit [16, 256], with 0 past the ``used`` chunks."""
-    o_c, o_digit = tl.arange(0, MOST_CHUNKS), tl.arange(0, DIGITS)
-    source = _weights_of(digits, i_pass, i_row_job, chunks)
-    return tl.load(source + o_c[:, None] * DIGITS + o_digit[None, :], mask=(o_c < used)[:, None], other=0)
+    o_c = tl.arange(0, MOST_CHUNKS)
+    return load_vectors(_weights_of(digits, i_pass, i_row_job, chunks), o_c, o_c < used, DIGITS)
 
 
 @triton.jit
@@ -225,7 +225,7 @@ def load_count_keys(row, start, end, forced):
 @triton.jit
 def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constexpr):
     """Sum masses row[first : end] by the upper digit of their keys."""
-    o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    o = vector_offsets(tl.arange(0, WARPS), WIDTH)
     b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
     for start in range(first, end, WARPS * WIDTH):
         b_sum = add_by_high_digit(b_sum, tl.load(row + start + o, mask=start + o < end, other=0.0))

@@ -14,6 +14,7 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import KeySource, load_keys, widen
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, store_count, tile_blocks
 from vllm_sparse_kernels.selection.pooled import is_read
+from vllm_sparse_kernels.vectors import load_vectors, vector_offsets
 
 INITIAL = Constant(128)
 """Length of the paper's initial block in keys. Every query attends to it."""
@@ -137,7 +138,7 @@ def anchor_kernel(queries, keys, tiles, heads, thetas, voters, groups, num_tiles
         b_voter = b_q
         if not VOTING.SAMPLE:
             b_voter = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)[None, :]
-        tl.store(voters.queries + o_voter[:, None] * SHAPE.BLOCK_D + o_d[None, :], b_voter, mask=is_voter[:, None])
+        tl.store(voters.queries + vector_offsets(o_voter, SHAPE.BLOCK_D), b_voter, mask=is_voter[:, None])
         source = KeySource(keys, i_row, i_head // SHAPE.GROUP, first + length)
         b_max = _region_max(b_q, first + o_m, source, start, first, SHAPE)
         if VOTING.SAMPLE:
@@ -241,8 +242,7 @@ def _voters(row_voters, first_pair, first, SHAPE, VOTE):
     o_tile = (row_voters.first_head + o_pair % SHAPE.GROUP).to(tl.int64) * row_voters.num_tiles
     o_tile += tl.load(group + FIRST_TILE, mask=in_row, other=0)
     o_voter = o_tile * SHAPE.VOTERS + o_t
-    o_q = o_voter[:, None] * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D)[None, :]
-    b_q = tl.load(row_voters.voters.queries + o_q, mask=votes[:, None], other=0.0)
+    b_q = load_vectors(row_voters.voters.queries, o_voter, votes, SHAPE.BLOCK_D)
     return b_q, tl.load(row_voters.voters.anchors + o_voter, mask=votes, other=float("inf"))
 
 
@@ -289,8 +289,7 @@ def blocks_kernel(groups, index, heads, num_tiles, INDEX_N: tl.constexpr, ANY: t
 @triton.jit
 def _block_words(words, o_b, mask, INDEX_N: tl.constexpr):
     """Load the words of candidate blocks [blocks, words of a block], 0 if masked, and flag whole blocks."""
-    o_word = o_b[:, None] * (INDEX_N // WORD) + tl.arange(0, INDEX_N // WORD)[None, :]
-    b_words = tl.load(words + o_word, mask=mask[:, None], other=0)
+    b_words = load_vectors(words, o_b, mask, INDEX_N // WORD)
     return b_words, tl.min((b_words == ALL_KEPT).to(tl.int32), 1) != 0
 
 

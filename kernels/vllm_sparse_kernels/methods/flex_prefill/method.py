@@ -64,6 +64,7 @@ from vllm_sparse_kernels.selection.radix import (
     mass_keys,
     threshold_of,
 )
+from vllm_sparse_kernels.vectors import load_vectors
 
 BAND = Constant(64)
 """Queries and keys of the blocks whose diagonals are kept or left out."""
@@ -200,8 +201,7 @@ def _keep_lines_kernel(
         return
     threshold, _left, _digit, _weights = threshold_of(digits, i_row_job, chunks, used)
     o_all, o_c = tl.arange(0, MOST_CHUNKS), tl.arange(0, BLOCK_N)
-    o_remaining = (i_row_job.to(tl.int64) * chunks + o_all)[:, None] * BLOCK_N + o_c[None, :]
-    b_remaining = tl.load(remaining + o_remaining, mask=(o_all < used)[:, None], other=0)
+    b_remaining = load_vectors(remaining, i_row_job.to(tl.int64) * chunks + o_all, o_all < used, BLOCK_N)
     b_before = tl.sum(tl.where((o_all < i_chunk)[:, None], b_remaining, 0), 0)
     if i_job < num_selected:
         # The largest count c that fits if blocks with c or more columns are kept whole; with 1, no columns remain.

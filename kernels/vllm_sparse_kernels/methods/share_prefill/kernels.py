@@ -27,6 +27,7 @@ from vllm_sparse_kernels.selection.lists import (
     tile_blocks,
 )
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_high_digit, masses_by_low_digit, next_digit
+from vllm_sparse_kernels.vectors import load_vectors
 
 VERTICAL_SLASH, SHARED, DENSE = Constant(0), Constant(1), Constant(2)
 """The pattern of a head in a row: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
@@ -204,8 +205,7 @@ def _joined(weights, tile_starts, i_row):
     b_sum = tl.zeros([DIGITS], tl.float32)
     for start in range(tl.load(tile_starts + i_row), end, TILES_AT_ONCE):
         o_t = start + tl.arange(0, TILES_AT_ONCE)
-        o_w = o_t[:, None] * DIGITS + tl.arange(0, DIGITS)[None, :]
-        b_sum += tl.sum(tl.load(weights + o_w, mask=(o_t < end)[:, None], other=0.0), 0)
+        b_sum += tl.sum(load_vectors(weights, o_t, o_t < end, DIGITS), 0)
     return b_sum
 
 
