@@ -26,9 +26,6 @@ BLOCK = Constant(64)
 SINK = Constant(128)
 """Keys at the beginning of a request that ``top_p`` always keeps, in whole blocks."""
 
-ROW_FIELDS = Constant(4)
-"""Fields of a row on the device: first query, number of queries, first key, number of keys."""
-
 TILE_FIELDS = Constant(8)
 """Fields of a tile on the device, in the order of ``TileFields``."""
 
@@ -130,7 +127,7 @@ class Part(NamedTuple):
     """Up to ``MOST_ROWS`` rows of a call, on the device."""
 
     tiles: torch.Tensor  # [num_tiles, TILE_FIELDS] int32
-    rows: torch.Tensor  # [num_rows, ROW_FIELDS] int32
+    rows: torch.Tensor  # [num_rows, 4] int32: first query, number of queries, first key, number of keys
     sets: torch.Tensor  # [num_sets, SET_FIELDS] int32, neighbouring tiles of a row whose queries are scored together
     width: int  # blocks in the longest reach
     most_queries: int  # of a row

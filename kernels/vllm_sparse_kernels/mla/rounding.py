@@ -14,9 +14,10 @@ import triton.language as tl
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.top_p.rounding import LARGEST, TINY, in_e4m3
 from vllm_sparse_kernels.methods.top_p.scored import SCORED, num_scored, scored_offsets
-from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, ROW_FIELDS, Part, Tensors
+from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, Part, Tensors
 from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest
+from vllm_sparse_kernels.selection.lists import load_row
 from vllm_sparse_kernels.vectors import vector_offsets
 
 KEPT_D = Constant(128)
@@ -69,13 +70,6 @@ def round_vectors(
 
 
 @triton.jit
-def _load_row(rows, i_row):
-    """Load the fields of a row of ``Part.rows``: its first query, queries, first key and keys."""
-    fields = rows + i_row * ROW_FIELDS
-    return tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-
-
-@triton.jit
 def _moments_kernel(tensors, rows, moments):
     """Compute the mean key of one row and head, and its KEPT_D channels with the largest weights.
 
@@ -85,7 +79,7 @@ def _moments_kernel(tensors, rows, moments):
         rows: [num_rows, 4] int32, ``Part.rows``.
     """
     i_head = tl.program_id(1).to(tl.int64)
-    first_query, num_queries, first_key, num_keys = _load_row(rows, tl.program_id(0))
+    first_query, num_queries, first_key, num_keys = load_row(rows, tl.program_id(0))
     q = tensors.q + first_query.to(tl.int64) * tensors.stride_q_token + i_head * tensors.stride_q_head
     k = tensors.k + first_key.to(tl.int64) * tensors.stride_k_token + i_head * tensors.stride_k_head
     _, b_query_square, _ = _sums(q, tensors.stride_q_token, num_queries)
@@ -125,7 +119,7 @@ def _round_queries_kernel(tensors, rows, first_head, num_heads, softmax_scale, m
     Args:
         rows: [num_rows, 4] int32, ``Part.rows``.
     """
-    start, count, _, _ = _load_row(rows, tl.program_id(1))
+    start, count, _, _ = load_row(rows, tl.program_id(1))
     o_s = tl.program_id(0) * SCORED + tl.arange(0, SCORED)
     is_scored = o_s < num_scored(count)  # tiles are whole, except for the last: rows have the rule of tiles
     i_head = tl.program_id(2).to(tl.int64)
@@ -156,7 +150,7 @@ def _round_keys_kernel(tensors, rows, first_head, num_heads, moments, rounded):
     Args:
         rows: [num_rows, 4] int32, ``Part.rows``.
     """
-    _, _, start, count = _load_row(rows, tl.program_id(1))
+    _, _, start, count = load_row(rows, tl.program_id(1))
     start = start.to(tl.int64)
     first = tl.program_id(0) * BLOCK
     if first < count:

@@ -43,7 +43,7 @@ def load_tile(tiles, i_tile):
 
 @triton.jit
 def load_row(rows, i_row):
-    """Load the fields of a row of ``Rows.row_table``."""
+    """Load the four fields of a row of ``Rows.row_table``, or of ``Part.rows`` of MLA."""
     row = rows + i_row * ROW_FIELDS
     return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
 
