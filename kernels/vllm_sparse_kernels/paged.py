@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.vectors import padded_mask
 
 FP8 = torch.float8_e4m3fn
 
@@ -167,7 +168,17 @@ def load_queries_at(queries, i_head, o_q, mask, HEAD_DIM: tl.constexpr, BLOCK_D:
     o_d = tl.arange(0, BLOCK_D)
     return tl.load(
         queries.q + o_q.to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],
-        mask=mask[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0,
+        mask=padded_mask(mask, HEAD_DIM, BLOCK_D), other=0.0,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_outputs(args, i_head, o_q, mask, b_out, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the outputs [len(o_q), BLOCK_D] of queries of a head, in ``AttendArgs.out``."""
+    o_d = tl.arange(0, BLOCK_D)
+    tl.store(
+        args.out + o_q.to(tl.int64)[:, None] * args.stride_out_token + i_head * args.stride_out_head + o_d[None, :],
+        b_out.to(args.out.dtype.element_ty), mask=padded_mask(mask, HEAD_DIM, BLOCK_D),
     )  # fmt: skip
 
 
@@ -178,4 +189,4 @@ def load_keys(keys, i_row, i_kv, o_n, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.c
     table = keys.block_table + tl.cast(i_row, tl.int64) * keys.stride_table
     o_k = key_offsets(table, o_n, o_n < end, keys.page_size, keys.stride_page, keys.stride_token)
     base = keys.k + i_kv.to(tl.int64) * keys.stride_head
-    return tl.load(base + o_k[:, None] + o_d[None, :], mask=(o_n < end)[:, None] & (o_d < HEAD_DIM)[None, :], other=0.0)
+    return tl.load(base + o_k[:, None] + o_d[None, :], mask=padded_mask(o_n < end, HEAD_DIM, BLOCK_D), other=0.0)

@@ -15,3 +15,9 @@ def vector_offsets(o_x, WIDTH: tl.constexpr):
 def load_vectors(array, o_x, mask, WIDTH: tl.constexpr):
     """Load vectors ``o_x`` of an array [.., WIDTH], zeros where ``mask`` is false: [len(o_x), WIDTH]."""
     return tl.load(array + vector_offsets(o_x, WIDTH), mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def padded_mask(mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the mask [len(mask), BLOCK_D] of the elements of vectors of HEAD_DIM that are padded to BLOCK_D."""
+    return mask[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]

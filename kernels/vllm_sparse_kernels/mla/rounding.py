@@ -18,7 +18,7 @@ from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, Part, Tensors
 from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.lists import load_row
-from vllm_sparse_kernels.vectors import vector_offsets
+from vllm_sparse_kernels.vectors import padded_mask, vector_offsets
 
 KEPT_D = Constant(128)
 """Channels that estimates multiply."""
@@ -104,7 +104,7 @@ def _sums(x, stride_token, num_tokens):
         for j in tl.static_range(4):  # four loads in flight
             o_i = i + 32 * j + o_n
             o_x = (o_i * every).to(tl.int64)[:, None] * stride_token + o_d[None, :]
-            b_x = tl.load(x + o_x, mask=(o_i < count)[:, None] & (o_d < KEY_D)[None, :], other=0.0).to(tl.float32)
+            b_x = tl.load(x + o_x, mask=padded_mask(o_i < count, KEY_D, BLOCK_D), other=0.0).to(tl.float32)
             b_sum += b_x
             b_square += b_x * b_x
     return tl.sum(b_sum, 0), tl.sum(b_square, 0), count
@@ -131,7 +131,7 @@ def _round_queries_kernel(tensors, rows, first_head, num_heads, softmax_scale, m
     b_kept = tl.load(q + b_channels[None, :], mask=is_scored[:, None], other=0.0).to(tl.float32)
     b_scale = tl.maximum(tl.max(tl.abs(b_kept), 1), TINY) / LARGEST
     b_mean = tl.load(moments.means + i_moments * BLOCK_D + o_d)
-    b_q = tl.load(q + o_d[None, :], mask=is_scored[:, None] & (o_d < KEY_D)[None, :], other=0.0)
+    b_q = tl.load(q + o_d[None, :], mask=padded_mask(is_scored, KEY_D, BLOCK_D), other=0.0)
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * softmax_scale
     o_target = i_head * rounded.num_queries + o_q
     tl.store(rounded.query_shifts + o_target, b_shift, mask=is_scored)

@@ -25,6 +25,7 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.online_softmax import add_exponentials, finite_maximum
 from vllm_sparse_kernels.paged import key_offsets, load_queries_at
 from vllm_sparse_kernels.selection.lists import load_row, place_in_slab
+from vllm_sparse_kernels.vectors import padded_mask
 
 KEY_TILE = Constant(64)
 """Keys of a tile of Â, and maximum number of queries for diagonals of single keys."""
@@ -216,7 +217,7 @@ def _load_tile(keys, work, b_page, start, WHOLE: tl.constexpr, SHAPE):
     elif WHOLE:
         return tl.load(k_tile, mask=(o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
     else:
-        return tl.load(k_tile, mask=in_row[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
+        return tl.load(k_tile, mask=padded_mask(in_row, SHAPE.HEAD_DIM, SHAPE.BLOCK_D), other=0.0)
 
 
 @triton.jit

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import load_queries_at
+from vllm_sparse_kernels.paged import load_queries_at, store_outputs
 from vllm_sparse_kernels.selection.lists import list_of, load_tile
+from vllm_sparse_kernels.vectors import padded_mask
 
 SLICE_TOKENS = Constant(32)
 """Queries of a program."""
@@ -90,7 +91,7 @@ def prepare_kernel(
     work = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
     i_sequence, i_slice = tl.program_id(0), tl.program_id(1)  # both in the part
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    in_head = work.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+    in_head = padded_mask(work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_q = load_queries_at(queries, work.i_head, work.o_q, work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     tl.store(sequences.q + work.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :], b_q, mask=in_head)
     tl.store(sequences.ends + i_sequence, work.start)
@@ -150,7 +151,7 @@ def finish_kernel(
     """
     work = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
     o_d = tl.arange(0, SHAPE.BLOCK_D)
-    in_head = work.in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+    in_head = padded_mask(work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     o_sd = work.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
     b_out = tl.load(block_out + o_sd, mask=in_head).to(tl.float32)
     b_lse = tl.load(block_lse + work.o_s, mask=work.in_tile, other=0.0)
@@ -167,6 +168,5 @@ def finish_kernel(
     if queries.sinks is not None:
         b_key_share = tl.sigmoid(b_lse - tl.load(queries.sinks + work.i_head).to(tl.float32))
         b_out *= b_key_share[:, None]
-    b_out = (b_out * value_scale).to(queries.out.dtype.element_ty)
-    o_out = work.o_q[:, None] * queries.stride_out_token + work.i_head * queries.stride_out_head + o_d[None, :]
-    tl.store(queries.out + o_out, b_out, mask=in_head)
+    b_out *= value_scale
+    store_outputs(queries, work.i_head, work.o_q, work.in_tile, b_out, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)

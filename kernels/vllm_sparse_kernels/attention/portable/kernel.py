@@ -10,8 +10,9 @@ from vllm_sparse_kernels.attention.portable.sage import Int8Keys, load_int8_bloc
 from vllm_sparse_kernels.attention.smooth_keys import quantize
 from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
-from vllm_sparse_kernels.paged import key_offsets, load_queries
+from vllm_sparse_kernels.paged import key_offsets, load_queries, store_outputs
 from vllm_sparse_kernels.selection.lists import list_of, load_row, load_tile
+from vllm_sparse_kernels.vectors import padded_mask
 
 UNREACHED = Constant(1e30)
 """Running maximum of rows past the tile's last query, so high that these rows never prevent a skip."""
@@ -179,15 +180,13 @@ def _load_block_list(index, program, SHAPE):
 def _store_output(queries, program, softmax, value_scale, SHAPE):
     """Store the output of the program's queries."""
     o_m = tl.arange(0, SHAPE.BLOCK_M)
-    o_d = tl.arange(0, SHAPE.BLOCK_D)
-    o_q = (program.token + o_m).to(tl.int64)
-    in_tile = o_m < program.length
     b_total = softmax.b_sum
     if queries.sinks is not None:
         b_total += tl.exp2(tl.load(queries.sinks + program.i_head).to(tl.float32) * LOG2_E - softmax.b_max)
-    b_out = (softmax.b_acc / b_total[:, None] * value_scale).to(queries.out.dtype.element_ty)
-    o_out = o_q[:, None] * queries.stride_out_token + program.i_head * queries.stride_out_head + o_d[None, :]
-    tl.store(queries.out + o_out, b_out, mask=in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :])
+    b_out = softmax.b_acc / b_total[:, None] * value_scale
+    store_outputs(
+        queries, program.i_head, program.token + o_m, o_m < program.length, b_out, SHAPE.HEAD_DIM, SHAPE.BLOCK_D
+    )
 
 
 @triton.jit
@@ -246,7 +245,7 @@ def _single_keys(b_q, int8_keys, index, program, source, scale, margin, softmax,
         b_n = tl.load(stripes + o_n, mask=kept, other=0)
         o_key = key_offsets(source.table, b_n, kept, cache.page_size, cache.stride_page, cache.stride_token)
         o_kv = source.i_kv.to(tl.int64) * cache.stride_head + o_key[:, None] + o_d[None, :]
-        in_kv = kept[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :]
+        in_kv = padded_mask(kept, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
         if int8_keys is None:
             b_k, b_dot_scale = tl.load(cache.k + o_kv, mask=in_kv, other=0.0), 1.0
         else:

@@ -14,7 +14,7 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import KeySource, load_keys, widen
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, store_count, tile_blocks
 from vllm_sparse_kernels.selection.pooled import is_read
-from vllm_sparse_kernels.vectors import load_vectors, vector_offsets
+from vllm_sparse_kernels.vectors import load_vectors, padded_mask, vector_offsets
 
 INITIAL = Constant(128)
 """Length of the paper's initial block in keys. Every query attends to it."""
@@ -131,7 +131,7 @@ def anchor_kernel(queries, keys, tiles, heads, thetas, voters, groups, num_tiles
         # converts the first queries for the mean before it loads the last, and a program waits for memory twice.
         q_tile = queries.q + token.to(tl.int64) * queries.stride_token + i_head * queries.stride_head
         o_q = o_m[:, None] * queries.stride_token + o_d[None, :]
-        b_q = tl.load(q_tile + o_q, mask=in_tile[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
+        b_q = tl.load(q_tile + o_q, mask=padded_mask(in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D), other=0.0)
         o_v = tl.arange(0, VOTING.BLOCK_M if VOTING.SAMPLE else 1)
         o_voter = (i_head * num_tiles + i_tile).to(tl.int64) * SHAPE.VOTERS + o_v
         is_voter = o_v < SHAPE.VOTERS

@@ -21,6 +21,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
+from vllm_sparse_kernels.vectors import padded_mask
 
 MEANS_AT_ONCE = Constant(128)
 """Mean keys that are multiplied by a mean query at a time. This number, or twice as many, are buffered."""
@@ -196,7 +197,8 @@ def _mean_keys_kernel(
     o_head, i_out = i_kv * SHAPE.GROUP + o_g, tl.load(block_starts + i_row) + tl.program_id(1)
     o_q = (o_head * num_rows + i_row)[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
     # Queries are loaded before keys, which reuse their shared memory. All loads of keys start before the first wait.
-    b_q = tl.load(mean_queries + o_q, mask=(o_g < SHAPE.GROUP)[:, None] & (o_d < SHAPE.HEAD_DIM)[None, :], other=0.0)
+    in_queries = padded_mask(o_g < SHAPE.GROUP, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
+    b_q = tl.load(mean_queries + o_q, mask=in_queries, other=0.0)
     if (start >= seq_len) | (not is_clustered):
         return
     b_k = load_keys(keys, i_row, i_kv, start + tl.arange(0, SHAPE.BLOCK_N), seq_len, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
