@@ -46,6 +46,23 @@ def block_means(x: torch.Tensor, size: int) -> torch.Tensor:
     return split_blocks(x, size).sum(1) / counts
 
 
+def future_blocks(queries: torch.Tensor, keys: torch.Tensor, query_tokens: int, key_tokens: int) -> torch.Tensor:
+    """Flag the key blocks that begin after the last query of a query block: [query blocks, key blocks].
+
+    ``queries`` are the last of a row with these ``keys``. Their blocks begin with the first query.
+    """
+    ends = torch.arange(query_tokens, len(queries) + query_tokens, query_tokens, device=keys.device)
+    last_queries = len(keys) - len(queries) + ends.clamp(max=len(queries)) - 1
+    return torch.arange(0, len(keys), key_tokens, device=keys.device) > last_queries[:, None]
+
+
+def set_tiles(index: SparseIndex, row: int, head: int, kept: torch.Tensor, tokens: int) -> None:
+    """Write the lists of a row's tiles: the blocks of ``tokens`` keys that are flagged in ``kept`` [tiles, blocks]."""
+    for i_tile, tile_kept in zip(index.rows.tiles_of(row), kept, strict=True):
+        num_causal = index.rows.tile_list[i_tile].last_position // tokens + 1
+        index.set_blocks(head, i_tile, tile_kept[:num_causal], tokens)
+
+
 def set_lines(
     index: SparseIndex, head: int, i_tile: int, columns: torch.Tensor, diagonals: torch.Tensor, band: int,
     whole: torch.Tensor | None = None,

@@ -5,38 +5,31 @@
 """
 
 from collections.abc import Sequence
-from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.anchor_attention.kernels import INITIAL
+from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention, groups_of
 from vllm_sparse_kernels.methods.references import rows_of
 from vllm_sparse_kernels.rows import Tile
-
-if TYPE_CHECKING:
-    from vllm_sparse_kernels.methods.anchor_attention.method import AnchorAttention
 
 
 def select_anchor_attention(call: Call) -> None:
     """Fill the lists of the call's heads in plain torch, as ``AnchorAttention.select`` does with kernels."""
     method, q, index, rows = call.method, call.q, call.index, call.rows
-    initial, span_tokens = INITIAL.value, call.method.span_tokens
-    keys = [keys for _, _, keys in rows_of(call)]
-    # A tile belongs to the group of its first query; groups lie at multiples of the span.
-    row_and_start = [(tile.row, tile.position // span_tokens * span_tokens) for tile in rows.tile_list]
-    for (row, start), members in groupby(enumerate(rows.tile_list), lambda numbered: row_and_start[numbered[0]]):
-        tiles = list(members)
+    initial, keys = INITIAL.value, [keys for _, _, keys in rows_of(call)]
+    for group in groups_of(rows, method.span_tokens):
+        tiles = rows.tile_list[group.first_tile : group.first_tile + group.num_tiles]
         for head, head_method in call.heads.pairs:
-            b_q, b_k = q[:, head].float(), keys[row][:, head // call.group]
-            differences = anchor_differences(method, [tile for _, tile in tiles], b_q, b_k, start, call.scale)
+            b_q, b_k = q[:, head].float(), keys[group.row][:, head // call.group]
+            differences = anchor_differences(method, tiles, b_q, b_k, group.start, call.scale)
             # Equation 2; section 3.4: a key that any tile of the group keeps is kept by all of its tiles.
             kept = initial + (differences <= head_method.theta).any(0).nonzero().flatten()
-            for i_tile, tile in tiles:
+            for i_tile, tile in enumerate(tiles, group.first_tile):
                 blocks = torch.zeros(index.num_causal_blocks(tile), dtype=torch.bool, device=q.device)
                 blocks[: initial // index.block_tokens] = True
-                blocks[start // index.block_tokens :] = True
+                blocks[group.start // index.block_tokens :] = True
                 if method.whole_blocks:
                     blocks[kept // index.block_tokens] = True
                 index.set_blocks(head, i_tile, blocks)
@@ -44,7 +37,7 @@ def select_anchor_attention(call: Call) -> None:
 
 
 def anchor_differences(
-    method: "AnchorAttention", tiles: Sequence[Tile], q: torch.Tensor, k: torch.Tensor, start: int, scale: float
+    method: AnchorAttention, tiles: Sequence[Tile], q: torch.Tensor, k: torch.Tensor, start: int, scale: float
 ) -> torch.Tensor:
     """Compute avgpool(x_a) − avgpool(Q) Kᵀ · scale of equation 2 in the inputs' dtype.
 

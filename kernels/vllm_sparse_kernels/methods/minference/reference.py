@@ -10,8 +10,10 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import (
     block_means,
     diagonal_sums,
+    future_blocks,
     heads_of_rows,
     set_lines,
+    set_tiles,
     softmax_of,
     ten_bits,
 )
@@ -64,18 +66,13 @@ def select_block_sparse(call: Call) -> None:
     """Select by Algorithm 3."""
     for row, head, method, queries, keys in heads_of_rows(call):
         kept = tile_blocks(block_scores(queries, keys, call.scale), method.top_blocks)
-        for i_tile, tile_kept in zip(call.rows.tiles_of(row), kept, strict=True):
-            causal = tile_kept[: call.rows.tile_list[i_tile].last_position // POOL_TOKENS + 1]
-            call.index.set_blocks(head, i_tile, causal, POOL_TOKENS)
+        set_tiles(call.index, row, head, kept, POOL_TOKENS)
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """Compute Q̂ K̂ᵀ / √d + m_causal of Algorithm 3."""
     scores = (block_means(q, POOL_TOKENS) @ block_means(keys, POOL_TOKENS).T) * scale
-    ends = POOL_TOKENS * torch.arange(1, len(scores) + 1, device=q.device)
-    last_queries = len(keys) - len(q) + ends.clamp(max=len(q)) - 1
-    first_keys = POOL_TOKENS * torch.arange(scores.shape[1], device=q.device)
-    return scores.masked_fill_(first_keys > last_queries[:, None], -torch.inf)
+    return scores.masked_fill_(future_blocks(q, keys, POOL_TOKENS, POOL_TOKENS), -torch.inf)
 
 
 def tile_blocks(scores: torch.Tensor, k: int) -> torch.Tensor:

@@ -8,28 +8,22 @@ import torch
 import torch.nn.functional as F
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.methods.references import block_means, heads_of_rows
+from vllm_sparse_kernels.methods.references import block_means, future_blocks, heads_of_rows, set_tiles
 from vllm_sparse_kernels.methods.sparge_attn.method import KEY_BLOCK, SpargeAttn
 from vllm_sparse_kernels.rows import TILE_TOKENS
 
 
 def select_sparge_attn(call: Call) -> None:
     """Fill the lists of the call's heads in plain torch, as ``SpargeAttn.select`` does with kernels."""
-    index, rows = call.index, call.rows
     for row, head, method, queries, keys in heads_of_rows(call):
-        kept = predict(method, queries, keys, call.scale)
-        for i_tile, tile_kept in zip(rows.tiles_of(row), kept, strict=True):
-            num_causal = rows.tile_list[i_tile].last_position // KEY_BLOCK.value + 1
-            index.set_blocks(head, i_tile, tile_kept[:num_causal], KEY_BLOCK.value)
+        set_tiles(call.index, row, head, predict(method, queries, keys, call.scale), KEY_BLOCK.value)
 
 
 def predict(method: SpargeAttn, queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
     """Compute M of one row and head, for its causal blocks."""
     q_mean, q_similarity = compress(queries, TILE_TOKENS)
     k_mean, k_similarity = compress(keys - keys.mean(0), KEY_BLOCK.value)
-    ends = TILE_TOKENS * torch.arange(1, len(q_mean) + 1, device=keys.device)
-    last = len(keys) - len(queries) + ends.clamp(max=len(queries)) - 1
-    future = KEY_BLOCK.value * torch.arange(len(k_mean), device=keys.device) > last[:, None]
+    future = future_blocks(queries, keys, TILE_TOKENS, KEY_BLOCK.value)
     dissimilar = k_similarity < method.min_similarity
     scores = (q_mean @ k_mean.T * scale).masked_fill(dissimilar | future, -torch.inf)
     # A tile without similar blocks has no softmax, and keeps all blocks.
