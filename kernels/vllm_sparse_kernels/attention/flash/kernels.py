@@ -89,7 +89,7 @@ def prepare_kernel(
         stride_stripe_table: Elements between two rows of ``sequences.stripe_table``.
     """
     work = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
-    i_sequence, i_slice = tl.program_id(0), tl.program_id(1)  # both in the part
+    i_sequence = tl.program_id(0)  # in the part
     o_d = tl.arange(0, SHAPE.BLOCK_D)
     in_head = padded_mask(work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_q = load_queries_at(queries, work.i_head, work.o_q, work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
@@ -104,33 +104,33 @@ def prepare_kernel(
     # All blocks are complete except the last, which ends with the tile's last query.
     num_keys = (tl.load(lists.block_counts + i_list) - 1) * SHAPE.BLOCK_TOKENS + work.last % SHAPE.BLOCK_TOKENS + 1
     tl.store(sequences.keys + i_sequence, num_keys)
-    num_units = tl.cdiv(num_keys, SHAPE.UNIT)
     table = sequences.table + i_sequence.to(tl.int64) * stride_table
-    for i in range(i_slice * CHUNK, num_units, tl.num_programs(1) * CHUNK):
-        o_n = i + tl.arange(0, CHUNK)
-        listed = o_n < num_units
-        b_block = tl.load(ids + o_n * SHAPE.UNIT // SHAPE.BLOCK_TOKENS, mask=listed, other=0)
-        b_position = b_block * SHAPE.BLOCK_TOKENS + o_n * SHAPE.UNIT % SHAPE.BLOCK_TOKENS
-        tl.store(table + o_n, _unit_number(strides, pages, work.i_kv, b_position, listed), mask=listed)
+    _write_units(table, ids, num_keys, strides, pages, work.i_kv, SHAPE.BLOCK_TOKENS, SHAPE.UNIT)
 
     if sequences.stripe_table is not None:
         stripes = lists.stripe_positions + tl.load(lists.stripe_offsets + i_list)
         num_stripes = tl.load(lists.stripe_counts + i_list)
         tl.store(sequences.stripe_keys + i_sequence, num_stripes)
         stripe_table = sequences.stripe_table + i_sequence.to(tl.int64) * stride_stripe_table
-        for i in range(i_slice * CHUNK, num_stripes, tl.num_programs(1) * CHUNK):
-            o_n = i + tl.arange(0, CHUNK)
-            listed = o_n < num_stripes
-            b_position = tl.load(stripes + o_n, mask=listed, other=0)
-            tl.store(stripe_table + o_n, _unit_number(strides, pages, work.i_kv, b_position, listed), mask=listed)
+        _write_units(stripe_table, stripes, num_stripes, strides, pages, work.i_kv, 1, 1)
 
 
 @triton.jit
-def _unit_number(strides, pages, i_kv, b_position, mask):
-    """Return the numbers of the units of a kv head that begin at some positions of a row."""
-    b_page = tl.load(pages + b_position // strides.page_size, mask=mask, other=0)
-    b_in_page = b_position % strides.page_size
-    return b_page * strides.page_granules + b_in_page * strides.token_granules + i_kv * strides.head_granules
+def _write_units(table, ids, num_keys, strides, pages, i_kv, BLOCK_TOKENS: tl.constexpr, UNIT: tl.constexpr):
+    """Write a share of the table of a kv head's keys in the blocks ``ids``: numbers of units of UNIT keys.
+
+    Stripes are blocks and units of one key.
+    """
+    num_units = tl.cdiv(num_keys, UNIT)
+    for i in range(tl.program_id(1) * CHUNK, num_units, tl.num_programs(1) * CHUNK):
+        o_n = i + tl.arange(0, CHUNK)
+        listed = o_n < num_units
+        b_block = tl.load(ids + o_n * UNIT // BLOCK_TOKENS, mask=listed, other=0)
+        b_position = b_block * BLOCK_TOKENS + o_n * UNIT % BLOCK_TOKENS
+        b_page = tl.load(pages + b_position // strides.page_size, mask=listed, other=0)
+        b_in_page = b_position % strides.page_size
+        b_unit = b_page * strides.page_granules + b_in_page * strides.token_granules + i_kv * strides.head_granules
+        tl.store(table + o_n, b_unit, mask=listed)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
