@@ -6,15 +6,15 @@ import triton.language as tl
 
 
 @triton.jit
-def vector_offsets(o_x, WIDTH: tl.constexpr):
-    """Return the offsets [len(o_x), WIDTH] of the elements of vectors ``o_x`` of an array [.., WIDTH]."""
-    return o_x[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+def vector_pointers(array, o_x, WIDTH: tl.constexpr):
+    """Return pointers [len(o_x), WIDTH] to the elements of vectors ``o_x`` of an array [.., WIDTH]."""
+    return array + o_x[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
 def load_vectors(array, o_x, mask, WIDTH: tl.constexpr):
     """Load vectors ``o_x`` of an array [.., WIDTH], zeros where ``mask`` is false: [len(o_x), WIDTH]."""
-    return tl.load(array + vector_offsets(o_x, WIDTH), mask=mask[:, None], other=0.0)
+    return tl.load(vector_pointers(array, o_x, WIDTH), mask=mask[:, None], other=0.0)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_di
 from vllm_sparse_kernels.rows import KEY_ALIGN, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_row
-from vllm_sparse_kernels.vectors import vector_offsets
+from vllm_sparse_kernels.vectors import vector_pointers
 from vllm_sparse_kernels.workspace import Workspace
 
 SCALE_TOKENS = KEY_ALIGN
@@ -84,5 +84,5 @@ def _round_keys_kernel(keys, smooth, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
         b_mean = tl.load(smooth.means + (i_row * tl.num_programs(1) + i_kv) * BLOCK_D + o_d)
         b_int, scale = quantize(tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0))
         first = i_kv.to(tl.int64) * smooth.num_keys + key_start
-        tl.store(smooth.integers + vector_offsets(first + o_n, BLOCK_D), b_int)
+        tl.store(vector_pointers(smooth.integers, first + o_n, BLOCK_D), b_int)
         tl.store(smooth.scales + first // SCALE_TOKENS + i_n, scale)

@@ -21,7 +21,7 @@ from vllm_sparse_kernels.mla.attention import has_bulk_copies
 from vllm_sparse_kernels.mla.calls import BLOCK, SET_FIELDS, MlaCall, Part, load_fields
 from vllm_sparse_kernels.mla.rounding import KEPT_D, Rounded
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.vectors import vector_offsets
+from vllm_sparse_kernels.vectors import vector_pointers
 
 STEP = Constant(128)
 """Keys of a matrix product."""
@@ -103,7 +103,7 @@ def _products_kernel(
         is_scored = ((o_r // SCORED < count) & (o_s < num_scored(fields.length)))[:, None]
         b_place = scored_offsets(o_s, fields.length)
         i_query = i_head * rounded.num_queries + fields.query + b_place
-        b_q = tl.load(rounded.queries + vector_offsets(i_query, KEPT_D), mask=is_scored, other=0.0)
+        b_q = tl.load(vector_pointers(rounded.queries, i_query, KEPT_D), mask=is_scored, other=0.0)
         b_last = fields.offset + b_place  # each query's last key, if the keys are new tokens
         first_key = i_head * rounded.num_keys + first_tile.key_start
         target = products + ((i_head * num_tiles + b_tile) * width * SCORED + o_s)[:, None]
@@ -128,7 +128,7 @@ def _multiply(b_q, keys, key_matrix, first_key, i, reach, ARITHMETIC: tl.constex
         b_k = key_matrix.load([(first_key + i).to(tl.int32), 0])
     else:
         o_n = i + tl.arange(0, STEP)
-        b_k = tl.load(keys + vector_offsets(first_key + o_n, KEPT_D), mask=(o_n < reach)[:, None])
+        b_k = tl.load(vector_pointers(keys, first_key + o_n, KEPT_D), mask=(o_n < reach)[:, None])
     if ARITHMETIC == "widened":
         return tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
     else:

@@ -18,7 +18,7 @@ from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, Part, Tensors
 from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.lists import load_row
-from vllm_sparse_kernels.vectors import padded_mask, vector_offsets
+from vllm_sparse_kernels.vectors import padded_mask, vector_pointers
 
 KEPT_D = Constant(128)
 """Channels that estimates multiply."""
@@ -136,7 +136,7 @@ def _round_queries_kernel(tensors, rows, first_head, num_heads, softmax_scale, m
     o_target = i_head * rounded.num_queries + o_q
     tl.store(rounded.query_shifts + o_target, b_shift, mask=is_scored)
     tl.store(rounded.query_scales + o_target, b_scale * softmax_scale, mask=is_scored)
-    target = rounded.queries + vector_offsets(o_target, KEPT_D)
+    target = vector_pointers(rounded.queries, o_target, KEPT_D)
     b_kept *= (1.0 / b_scale)[:, None]
     tl.store(target, in_e4m3(b_kept, rounded.queries.dtype.element_ty), mask=is_scored[:, None])
 
@@ -167,5 +167,5 @@ def _round_keys_kernel(tensors, rows, first_head, num_heads, moments, rounded):
         scale = tl.maximum(tl.max(tl.max(tl.abs(b_k), 1), 0), TINY) / LARGEST
         o_target = i_head * rounded.num_keys + start + o_n
         tl.store(rounded.key_scales + i_head * rounded.num_keys + start + first, scale)
-        target = rounded.keys + vector_offsets(o_target, KEPT_D)
+        target = vector_pointers(rounded.keys, o_target, KEPT_D)
         tl.store(target, in_e4m3(b_k * (1.0 / scale), rounded.keys.dtype.element_ty), mask=in_row)

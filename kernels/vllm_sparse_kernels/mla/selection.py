@@ -41,7 +41,7 @@ from vllm_sparse_kernels.mla.rounding import BLOCK_D, KEPT_D, Moments, Rounded, 
 from vllm_sparse_kernels.online_softmax import finite_maximum
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import above_threshold, append
-from vllm_sparse_kernels.vectors import vector_offsets
+from vllm_sparse_kernels.vectors import vector_pointers
 
 SCRATCH_BYTES = 224 << 20
 """Limit of the scratch memory, which decides how many heads are selected at a time. One head is always possible."""
@@ -160,7 +160,7 @@ def _load_scores(tile, o_b, should_load):
     """
     b_key_scale = tl.load(tile.key_scales + o_b * BLOCK, mask=o_b < tile.num_blocks, other=0.0)
     is_score = should_load[:, None] & tile.b_is_scored[None, :]
-    b_s = tl.load(tile.products + vector_offsets(o_b, SCORED), mask=is_score, other=float("-inf")).to(tl.float32)
+    b_s = tl.load(vector_pointers(tile.products, o_b, SCORED), mask=is_score, other=float("-inf")).to(tl.float32)
     b_u = b_s * (b_key_scale[:, None] * tile.b_query_scale[None, :]) + tile.b_shift[None, :]
     return tl.where(b_s == float("-inf"), b_s, b_u)
 

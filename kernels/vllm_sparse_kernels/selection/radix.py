@@ -25,7 +25,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.last_queries import Sums
 from vllm_sparse_kernels.selection.last_query_kernels import sums_of
-from vllm_sparse_kernels.vectors import load_vectors, vector_offsets
+from vllm_sparse_kernels.vectors import load_vectors
 
 CHUNK = Constant(4096)
 """Values processed at a time. Arrays of up to 16 times as many values have chunks of this size, and longer
@@ -225,7 +225,7 @@ def load_count_keys(row, start, end, forced):
 @triton.jit
 def masses_by_high_digit(row, first, end, WARPS: tl.constexpr, WIDTH: tl.constexpr):
     """Sum masses row[first : end] by the upper digit of their keys."""
-    o = vector_offsets(tl.arange(0, WARPS), WIDTH)
+    o = tl.arange(0, WARPS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     b_sum = tl.zeros([WARPS, 16, 16], tl.float32)
     for start in range(first, end, WARPS * WIDTH):
         b_sum = add_by_high_digit(b_sum, tl.load(row + start + o, mask=start + o < end, other=0.0))

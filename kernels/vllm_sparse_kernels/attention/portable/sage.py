@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.attention.smooth_keys import SCALE_TOKENS
-from vllm_sparse_kernels.vectors import vector_offsets
+from vllm_sparse_kernels.vectors import vector_pointers
 
 
 class Int8Keys(NamedTuple):
@@ -24,7 +24,7 @@ def load_int8_block(int8_keys, i_block, SHAPE):
     """Load the 8-bit keys [BLOCK_N, BLOCK_D] of a block, and the scale of each key's products."""
     o_n = tl.arange(0, SHAPE.BLOCK_N)
     i_key = int8_keys.first_key + i_block * SHAPE.BLOCK_N
-    b_k = tl.load(int8_keys.integers + vector_offsets((i_key + o_n).to(tl.int64), SHAPE.BLOCK_D))
+    b_k = tl.load(vector_pointers(int8_keys.integers, (i_key + o_n).to(tl.int64), SHAPE.BLOCK_D))
     scales = int8_keys.scales + i_key // SCALE_TOKENS
     b_dot_scale = tl.full([SHAPE.BLOCK_N], 0.0, tl.float32) + tl.load(scales) * int8_keys.query_scale
     if SHAPE.BLOCK_N > SCALE_TOKENS:
@@ -37,6 +37,6 @@ def load_int8_block(int8_keys, i_block, SHAPE):
 def load_int8_stripes(int8_keys, b_n, SHAPE):
     """Load the 8-bit keys [STRIPES, BLOCK_D] at positions ``b_n``, and the scale of each key's products."""
     b_key = int8_keys.first_key + b_n
-    b_k = tl.load(int8_keys.integers + vector_offsets(b_key.to(tl.int64), SHAPE.BLOCK_D))
+    b_k = tl.load(vector_pointers(int8_keys.integers, b_key.to(tl.int64), SHAPE.BLOCK_D))
     b_dot_scale = tl.load(int8_keys.scales + b_key // SCALE_TOKENS) * int8_keys.query_scale
     return b_k, b_dot_scale

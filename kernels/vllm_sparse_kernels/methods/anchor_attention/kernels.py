@@ -14,7 +14,7 @@ from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import KeySource, load_keys, widen
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, store_count, tile_blocks
 from vllm_sparse_kernels.selection.pooled import is_read
-from vllm_sparse_kernels.vectors import load_vectors, padded_mask, vector_offsets
+from vllm_sparse_kernels.vectors import load_vectors, padded_mask, vector_pointers
 
 INITIAL = Constant(128)
 """Length of the paper's initial block in keys. Every query attends to it."""
@@ -138,7 +138,7 @@ def anchor_kernel(queries, keys, tiles, heads, thetas, voters, groups, num_tiles
         b_voter = b_q
         if not VOTING.SAMPLE:
             b_voter = (tl.sum(b_q.to(tl.float32), 0) / length).to(voters.queries.dtype.element_ty)[None, :]
-        tl.store(voters.queries + vector_offsets(o_voter, SHAPE.BLOCK_D), b_voter, mask=is_voter[:, None])
+        tl.store(vector_pointers(voters.queries, o_voter, SHAPE.BLOCK_D), b_voter, mask=is_voter[:, None])
         source = KeySource(keys, i_row, i_head // SHAPE.GROUP, first + length)
         b_max = _region_max(b_q, first + o_m, source, start, first, SHAPE)
         if VOTING.SAMPLE:

@@ -19,7 +19,7 @@ from vllm_sparse_kernels.paged import KeySource, key_args, load_keys, load_queri
 from vllm_sparse_kernels.rows import TILE, TILE_TOKENS
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
-from vllm_sparse_kernels.vectors import vector_offsets
+from vllm_sparse_kernels.vectors import vector_pointers
 
 QUERY_BLOCK = Constant(64)  # b_q
 KEY_BLOCK = Constant(32)  # b_k
@@ -145,8 +145,8 @@ def _round_keys_kernel(
         b_inverse = tl.broadcast_to((1.0 / b_scale)[:, None, :, None], [BLOCK_N // 32, 4, 4, 2])
         b_inverse = tl.reshape(b_inverse, [BLOCK_N])
         b_int = tl.floor(b_k * b_inverse[:, None] + 0.5)
-        o_int = vector_offsets(o_kv + tl.arange(0, BLOCK_N), BLOCK_D)
-        tl.store(rounded.integers + o_int, b_int.to(rounded.integers.dtype.element_ty))
+        integers = vector_pointers(rounded.integers, o_kv + tl.arange(0, BLOCK_N), BLOCK_D)
+        tl.store(integers, b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_kv // BLOCK_N, tl.max(tl.sum(b_int * b_int, 1), 0))
 
         b_bias = b_bias * b_inverse[:, None]
@@ -227,7 +227,7 @@ def _round_queries_kernel(
         b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
         b_int = tl.floor(b_q * (1.0 / b_scale)[:, None] + 0.5)
         o_r = i_selected.to(tl.int64) * rounded.num_queries + tl.program_id(0) * QUERY_BLOCK + o_m
-        tl.store(rounded.integers + vector_offsets(o_r, BLOCK_D), b_int.to(rounded.integers.dtype.element_ty))
+        tl.store(vector_pointers(rounded.integers, o_r, BLOCK_D), b_int.to(rounded.integers.dtype.element_ty))
         tl.store(rounded.squares + o_r, tl.sum(b_int * b_int, 1))
         tl.store(rounded.thresholds + o_r, tl.where(in_row, b_threshold / b_scale, float("inf")))
         tl.store(rounded.inverse_scales + o_r, tl.where(in_row, 1.0 / b_scale, 0.0))

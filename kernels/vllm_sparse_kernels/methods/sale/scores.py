@@ -21,7 +21,7 @@ from vllm_sparse_kernels.methods.sale.rounding import QUERY_BLOCK, RoundedKeys, 
 from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.lists import list_place, load_tile, tile_blocks
 from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
-from vllm_sparse_kernels.vectors import load_vectors, vector_offsets
+from vllm_sparse_kernels.vectors import load_vectors, vector_pointers
 
 TILES = Constant(2)
 """Tiles that a program tests together, so keys are read half as often as for a single tile. L2 could not keep up
@@ -222,7 +222,7 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     BLOCKS: tl.constexpr = BLOCK_N // SHAPE.INDEX_N if BLOCK_N > SHAPE.INDEX_N else 1  # index blocks of a step
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
-    o_scale = vector_offsets(tl.arange(0, BLOCK_N // 32), 4)
+    o_scale = tl.arange(0, BLOCK_N // 32)[:, None] * 4 + tl.arange(0, 4)[None, :]
     in_tiles = o_m < work.num_tiles * TILE
     o_q = work.i_selected.to(tl.int64) * queries.num_queries + work.i_tile * TILE + o_m
     b_q = load_vectors(queries.integers, o_q, in_tiles, SHAPE.BLOCK_D)
@@ -233,7 +233,7 @@ def _test_span(queries, keys, work, b_flags, b_end_block, SHAPE):
     scales = keys.scales + first_key // 8
     biases = keys.biases + work.i_selected.to(tl.int64) * keys.num_keys + work.key_start
     for i in tl.range(work.begin // BLOCK_N, tl.cdiv(work.end, BLOCK_N), num_stages=SHAPE.STAGES):
-        b_k = tl.load(integers + vector_offsets(i * BLOCK_N + o_n, SHAPE.BLOCK_D))
+        b_k = tl.load(vector_pointers(integers, i * BLOCK_N + o_n, SHAPE.BLOCK_D))
         b_bias = tl.load(biases + i * BLOCK_N + o_n)
         b_scale = tl.load(scales + i * (BLOCK_N // 8) + o_scale)
         b_s = tl.fma(b_inverse[:, None], b_bias[None, :], tl.dot(b_q, tl.trans(b_k)).to(tl.float32))
