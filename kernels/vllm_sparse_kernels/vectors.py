@@ -6,6 +6,18 @@ import triton.language as tl
 
 
 @triton.jit
+def load_vector(array, i, WIDTH: tl.constexpr):
+    """Load vector ``i`` of an array [.., WIDTH]."""
+    return tl.load(array + i * WIDTH + tl.arange(0, WIDTH))
+
+
+@triton.jit
+def store_vector(array, i, b_x):
+    """Store a vector as number ``i`` of an array of vectors of its size."""
+    tl.store(array + i * b_x.shape[0] + tl.arange(0, b_x.shape[0]), b_x)
+
+
+@triton.jit
 def vector_pointers(array, o_x, WIDTH: tl.constexpr):
     """Return pointers [len(o_x), WIDTH] to the elements of vectors ``o_x`` of an array [.., WIDTH]."""
     return array + o_x[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]

@@ -22,7 +22,7 @@ from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_di
 from vllm_sparse_kernels.rows import KEY_ALIGN, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_row
-from vllm_sparse_kernels.vectors import vector_pointers
+from vllm_sparse_kernels.vectors import load_vector, vector_pointers
 from vllm_sparse_kernels.workspace import Workspace
 
 SCALE_TOKENS = KEY_ALIGN
@@ -79,9 +79,8 @@ def _round_keys_kernel(keys, smooth, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constex
     _, _, seq_len, key_start = load_row(smooth.rows, i_row)
     if i_n * SCALE_TOKENS < seq_len:
         o_n = i_n * SCALE_TOKENS + tl.arange(0, SCALE_TOKENS)
-        o_d = tl.arange(0, BLOCK_D)
         b_k = load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D).to(tl.float32)
-        b_mean = tl.load(smooth.means + (i_row * tl.num_programs(1) + i_kv) * BLOCK_D + o_d)
+        b_mean = load_vector(smooth.means, i_row * tl.num_programs(1) + i_kv, BLOCK_D)
         b_int, scale = quantize(tl.where((o_n < seq_len)[:, None], b_k - b_mean[None, :], 0.0))
         first = i_kv.to(tl.int64) * smooth.num_keys + key_start
         tl.store(vector_pointers(smooth.integers, first + o_n, BLOCK_D), b_int)

@@ -18,7 +18,7 @@ from vllm_sparse_kernels.mla.calls import BLOCK, KEY_D, Part, Tensors
 from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.lists import load_row
-from vllm_sparse_kernels.vectors import padded_mask, vector_pointers
+from vllm_sparse_kernels.vectors import load_vector, padded_mask, store_vector, vector_pointers
 
 KEPT_D = Constant(128)
 """Channels that estimates multiply."""
@@ -88,7 +88,7 @@ def _moments_kernel(tensors, rows, moments):
     b_mean = b_sum / count
     b_weight = tl.maximum(b_square / count - b_mean * b_mean, 0.0) * b_query_square
     i_moments = tl.program_id(0) * tl.num_programs(1) + i_head
-    tl.store(moments.means + i_moments * BLOCK_D + tl.arange(0, BLOCK_D), b_mean)
+    store_vector(moments.means, i_moments, b_mean)
     keep_heaviest(moments.channels + i_moments * KEPT_D, b_weight, KEY_D, KEPT_D)
 
 
@@ -126,12 +126,11 @@ def _round_queries_kernel(tensors, rows, first_head, num_heads, softmax_scale, m
     i_moments = tl.program_id(1) * num_heads + first_head + i_head
     o_q = start.to(tl.int64) + scored_offsets(o_s, count)
     q = tensors.q + o_q[:, None] * tensors.stride_q_token + (first_head + i_head) * tensors.stride_q_head
-    o_c, o_d = tl.arange(0, KEPT_D), tl.arange(0, BLOCK_D)
-    b_channels = tl.load(moments.channels + i_moments * KEPT_D + o_c)
+    b_channels = load_vector(moments.channels, i_moments, KEPT_D)
     b_kept = tl.load(q + b_channels[None, :], mask=is_scored[:, None], other=0.0).to(tl.float32)
     b_scale = tl.maximum(tl.max(tl.abs(b_kept), 1), TINY) / LARGEST
-    b_mean = tl.load(moments.means + i_moments * BLOCK_D + o_d)
-    b_q = tl.load(q + o_d[None, :], mask=padded_mask(is_scored, KEY_D, BLOCK_D), other=0.0)
+    b_mean = load_vector(moments.means, i_moments, BLOCK_D)
+    b_q = tl.load(q + tl.arange(0, BLOCK_D)[None, :], mask=padded_mask(is_scored, KEY_D, BLOCK_D), other=0.0)
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * softmax_scale
     o_target = i_head * rounded.num_queries + o_q
     tl.store(rounded.query_shifts + o_target, b_shift, mask=is_scored)
@@ -154,13 +153,13 @@ def _round_keys_kernel(tensors, rows, first_head, num_heads, moments, rounded):
     start = start.to(tl.int64)
     first = tl.program_id(0) * BLOCK
     if first < count:
-        o_n, o_c = first + tl.arange(0, BLOCK), tl.arange(0, KEPT_D)
+        o_n = first + tl.arange(0, BLOCK)
         in_row = (o_n < count)[:, None]
         i_head = tl.program_id(2).to(tl.int64)
         i_moments = tl.program_id(1) * num_heads + first_head + i_head
         k = tensors.k + (start + o_n)[:, None] * tensors.stride_k_token
         k += (first_head + i_head) * tensors.stride_k_head
-        b_channels = tl.load(moments.channels + i_moments * KEPT_D + o_c)
+        b_channels = load_vector(moments.channels, i_moments, KEPT_D)
         b_mean = tl.load(moments.means + i_moments * BLOCK_D + b_channels)
         b_k = tl.load(k + b_channels[None, :], mask=in_row, other=0.0).to(tl.float32)
         b_k = tl.where(in_row, b_k - b_mean[None, :], 0.0)

@@ -11,7 +11,7 @@ import triton.language as tl
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div, to_device
-from vllm_sparse_kernels.vectors import load_vectors
+from vllm_sparse_kernels.vectors import load_vectors, store_vector
 from vllm_sparse_kernels.workspace import Workspace
 
 GROUP_TOKENS = Constant(64)
@@ -87,10 +87,10 @@ def _key_sums_kernel(
             b_sum += b_k
             if MOMENTS == 2:
                 b_square += b_k * b_k
-        target = sums + (i_split * tl.num_programs(1) + i_kv) * (MOMENTS * BLOCK_D) + tl.arange(0, BLOCK_D)
-        tl.store(target, tl.sum(b_sum, 0))
+        i_sum = (i_split * tl.num_programs(1) + i_kv) * MOMENTS
+        store_vector(sums, i_sum, tl.sum(b_sum, 0))
         if MOMENTS == 2:
-            tl.store(target + BLOCK_D, tl.sum(b_square, 0))
+            store_vector(sums, i_sum + 1, tl.sum(b_square, 0))
 
 
 @triton.jit
@@ -107,11 +107,10 @@ def means_kernel(sums, starts, rows, means, BLOCK_D: tl.constexpr, COUNT: tl.con
     """
     i_row, i_head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
-    o_d = tl.arange(0, BLOCK_D)
     end = tl.load(starts + i_row + 1)
     b_sum = tl.zeros([32, BLOCK_D], tl.float32)
     for i in range(tl.load(starts + i_row), end, 32):
         o_s = i + tl.arange(0, 32)
         b_sum += load_vectors(sums, o_s * num_heads + i_head, o_s < end, BLOCK_D)
     b_mean = tl.sum(b_sum, 0) / tl.load(rows + i_row * ROW_FIELDS + COUNT).to(tl.float32)
-    tl.store(means + (i_row * num_heads + i_head) * BLOCK_D + o_d, b_mean)
+    store_vector(means, i_row * num_heads + i_head, b_mean)

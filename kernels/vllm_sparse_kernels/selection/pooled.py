@@ -21,6 +21,7 @@ from vllm_sparse_kernels.rows import KEY_ALIGN, TILE, TILE_FIELDS, Rows, ceil_di
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_row, load_tile, place_in_slab
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
+from vllm_sparse_kernels.vectors import load_vector
 
 KEY_BLOCK = KEY_ALIGN
 """Number of keys in a pooled key. Each row begins with a block."""
@@ -253,7 +254,7 @@ def _pool_keys_kernel(
         first_block = place_in_slab(rows, i_row, first_row) // KEY_BLOCK
         o_block = i_kv.to(tl.int64) * num_blocks + first_block
         if centers is not None:
-            b_center = tl.load(centers + (i_row * tl.num_programs(0) + i_kv) * BLOCK_D + o_d)
+            b_center = load_vector(centers, i_row * tl.num_programs(0) + i_kv, BLOCK_D)
         end = tl.minimum(begin + SPLIT_BLOCKS * KEY_BLOCK, seq_len)
         for start in tl.range(begin, end, KEY_BLOCK, num_stages=STAGES):
             b_k = load_keys(keys, i_row, i_kv, start + tl.arange(0, KEY_BLOCK), seq_len, HEAD_DIM, BLOCK_D)

@@ -25,7 +25,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.rows import ceil_div
 from vllm_sparse_kernels.selection.last_queries import Sums
 from vllm_sparse_kernels.selection.last_query_kernels import sums_of
-from vllm_sparse_kernels.vectors import load_vectors
+from vllm_sparse_kernels.vectors import load_vectors, store_vector
 
 CHUNK = Constant(4096)
 """Values processed at a time. Arrays of up to 16 times as many values have chunks of this size, and longer
@@ -182,8 +182,7 @@ def _digits_kernel(
         b_weight = masses_by_high_digit(row, first, end, 4, 128)
     else:
         b_weight = masses_by_low_digit(row, first, end, high, CHUNK)
-    target = _weights_of(digits, PASS, i_row_job, chunks) + tl.program_id(0) * DIGITS
-    tl.store(target + tl.arange(0, DIGITS), b_weight)
+    store_vector(_weights_of(digits, PASS, i_row_job, chunks), tl.program_id(0), b_weight)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from vllm_sparse_kernels.compile_time import LOG2_E, Constant
 from vllm_sparse_kernels.online_softmax import Softmax, softmax_step
 from vllm_sparse_kernels.paged import key_offsets, load_queries, store_outputs
 from vllm_sparse_kernels.selection.lists import list_of, load_row, load_tile
-from vllm_sparse_kernels.vectors import padded_mask
+from vllm_sparse_kernels.vectors import load_vector, padded_mask
 
 UNREACHED = Constant(1e30)
 """Running maximum of rows past the tile's last query, so high that these rows never prevent a skip."""
@@ -118,7 +118,7 @@ def attend_kernel(queries, cache, index, scale, value_scale, skip_margins, int8_
 def _walk_int8(b_q, smooth, lists, index, program, source, scale, margin, softmax, SHAPE):
     """Run ``_walk`` with 8-bit scores. The returned maximum includes the shift that smoothing removed from scores."""
     i_mean = program.i_row * (SHAPE.NUM_HEADS // SHAPE.GROUP) + program.i_kv
-    b_mean = tl.load(smooth.means + i_mean * SHAPE.BLOCK_D + tl.arange(0, SHAPE.BLOCK_D))
+    b_mean = load_vector(smooth.means, i_mean, SHAPE.BLOCK_D)
     b_shift = tl.sum(b_q.to(tl.float32) * b_mean[None, :], 1) * scale
     b_int, query_scale = quantize(b_q.to(tl.float32))
     _, _, _, key_start = load_row(smooth.rows, program.i_row)

@@ -64,7 +64,7 @@ from vllm_sparse_kernels.selection.radix import (
     mass_keys,
     threshold_of,
 )
-from vllm_sparse_kernels.vectors import load_vectors
+from vllm_sparse_kernels.vectors import load_vectors, store_vector
 
 BAND = Constant(64)
 """Queries and keys of the blocks whose diagonals are kept or left out."""
@@ -179,7 +179,7 @@ def _count_lines_kernel(
         else:
             b_band = _are_kept(sums.totals + place, start + tl.arange(0, CHUNK), end, threshold)
             b_remaining += tl.sum(b_band.to(tl.int32), 0)
-    tl.store(remaining + (i_row_job * chunks + tl.program_id(0)).to(tl.int64) * BLOCK_N + o_c, b_remaining)
+    store_vector(remaining, (i_row_job * chunks + tl.program_id(0)).to(tl.int64), b_remaining)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

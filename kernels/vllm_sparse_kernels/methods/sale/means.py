@@ -11,6 +11,7 @@ from vllm_sparse_kernels.paged import load_queries, padded_dim, query_args
 from vllm_sparse_kernels.rows import TILE
 from vllm_sparse_kernels.selection.key_sums import mean_keys, means_kernel
 from vllm_sparse_kernels.selection.lists import load_tile
+from vllm_sparse_kernels.vectors import store_vector
 
 
 class Means(NamedTuple):
@@ -49,7 +50,5 @@ def _query_sums_kernel(queries, tiles, sums, HEAD_DIM: tl.constexpr, BLOCK_D: tl
     """
     i_tile, i_head = tl.program_id(0), tl.program_id(1)
     _, token, length, _ = load_tile(tiles, i_tile)
-    o_d = tl.arange(0, BLOCK_D)
     b_q = load_queries(queries, i_head, token, length, TILE, HEAD_DIM, BLOCK_D).to(tl.float32)
-    i_sum = i_tile * tl.num_programs(1) + i_head
-    tl.store(sums + i_sum * BLOCK_D + o_d, tl.sum(b_q, 0))
+    store_vector(sums, i_tile * tl.num_programs(1) + i_head, tl.sum(b_q, 0))

@@ -19,7 +19,7 @@ from vllm_sparse_kernels.paged import KeySource, key_args, load_keys, load_queri
 from vllm_sparse_kernels.rows import TILE, TILE_TOKENS
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
-from vllm_sparse_kernels.vectors import vector_pointers
+from vllm_sparse_kernels.vectors import load_vector, vector_pointers
 
 QUERY_BLOCK = Constant(64)  # b_q
 KEY_BLOCK = Constant(32)  # b_k
@@ -130,10 +130,9 @@ def _round_keys_kernel(
     if (first < tl.cdiv(seq_len, STEP_TOKENS) * STEP_TOKENS) & (tl.sum(b_tested.to(tl.int32), 0) > 0):
         o_n = first + tl.arange(0, BLOCK_N)
         slot = tl.load(key_starts + tl.program_id(2)) + first
-        o_d = tl.arange(0, BLOCK_D)
         b_k = widen(load_keys(keys, i_row, i_kv, o_n, seq_len, HEAD_DIM, BLOCK_D))
         i_mean = i_row * tl.num_programs(1) + i_kv
-        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
+        b_mean = load_vector(means.keys, i_mean, BLOCK_D)
         b_bias = _biases(b_k, b_mean, means.queries, i_mean, GROUP, GROUP_2)
         b_bias = tl.where((o_n < seq_len)[:, None], b_bias, 0.0)
         b_k = tl.where((o_n < seq_len)[:, None], b_k.to(tl.float32) - b_mean[None, :], 0.0)
@@ -208,7 +207,6 @@ def _round_queries_kernel(
         first = tl.program_id(0) % (TILE // QUERY_BLOCK) * QUERY_BLOCK
         num_queries, position = length - first, position + first
         o_m = tl.arange(0, QUERY_BLOCK)
-        o_d = tl.arange(0, BLOCK_D)
         in_row = o_m < num_queries
         b_q = load_queries(queries, i_head, token + first, num_queries, QUERY_BLOCK, HEAD_DIM, BLOCK_D)
         i_kv = i_head // GROUP
@@ -219,10 +217,10 @@ def _round_queries_kernel(
         b_q = b_q.to(tl.float32)
 
         i_mean = i_row * KV_HEADS + i_kv
-        b_mean = tl.load(means.keys + i_mean * BLOCK_D + o_d)
+        b_mean = load_vector(means.keys, i_mean, BLOCK_D)
         b_threshold = (log_tau + b_lse) / scale - tl.sum(b_q * b_mean[None, :], 1)
         i_query_mean = i_row * KV_HEADS * GROUP + i_head
-        b_mean = tl.load(means.queries + i_query_mean * BLOCK_D + o_d)
+        b_mean = load_vector(means.queries, i_query_mean, BLOCK_D)
         b_q = tl.where(in_row[:, None], b_q - b_mean[None, :], 0.0)
         b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LEVELS
         b_int = tl.floor(b_q * (1.0 / b_scale)[:, None] + 0.5)

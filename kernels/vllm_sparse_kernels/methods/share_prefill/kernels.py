@@ -27,7 +27,7 @@ from vllm_sparse_kernels.selection.lists import (
     tile_blocks,
 )
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_high_digit, masses_by_low_digit, next_digit
-from vllm_sparse_kernels.vectors import load_vectors, padded_mask
+from vllm_sparse_kernels.vectors import load_vectors, padded_mask, store_vector
 
 VERTICAL_SLASH, SHARED, DENSE = Constant(0), Constant(1), Constant(2)
 """The pattern of a head in a row: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
@@ -181,7 +181,7 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
 
     tl.debug_barrier()
     b_weight = masses_by_high_digit(row, 0, num_causal, 8, 64)  # by 8 warps
-    tl.store(args.weights + (slot * num_tiles + i_tile) * DIGITS + tl.arange(0, DIGITS), b_weight)
+    store_vector(args.weights, slot * num_tiles + i_tile, b_weight)
 
 
 @triton.jit
@@ -227,7 +227,7 @@ def low_weights_kernel(args, num_rows, index, BLOCK_N: tl.constexpr, HEADS: tl.c
     values = args.maps + list_place(index, slot, i_tile)
     b_weight = masses_by_low_digit(values, 0, num_causal, high, CHUNK_BLOCKS)
     i_out = i.to(tl.int64) * num_tiles + i_tile
-    tl.store(args.low_weights + i_out * DIGITS + tl.arange(0, DIGITS), b_weight)
+    store_vector(args.low_weights, i_out, b_weight)
     tl.store(args.high + i_out, high)
     tl.store(args.left + i_out, left)
 
