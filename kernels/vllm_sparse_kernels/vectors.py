@@ -30,6 +30,21 @@ def load_vectors(array, o_x, mask, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def load_padded(array, o_x, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load vectors ``o_x`` of an array [.., HEAD_DIM], with zeros up to BLOCK_D, and zeros where ``mask`` is false."""
+    o_d = tl.arange(0, BLOCK_D)
+    pointers = array + o_x[:, None] * HEAD_DIM + o_d[None, :]
+    return tl.load(pointers, mask=padded_mask(mask, HEAD_DIM, BLOCK_D), other=0.0)
+
+
+@triton.jit
+def store_padded(array, i, b_x, HEAD_DIM: tl.constexpr):
+    """Store the first HEAD_DIM elements of a vector as number ``i`` of an array [.., HEAD_DIM]."""
+    o_d = tl.arange(0, b_x.shape[0])
+    tl.store(array + i * HEAD_DIM + o_d, b_x, mask=o_d < HEAD_DIM)
+
+
+@triton.jit
 def padded_mask(mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Return the mask [len(mask), BLOCK_D] of the elements of vectors of HEAD_DIM that are padded to BLOCK_D."""
     return mask[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]

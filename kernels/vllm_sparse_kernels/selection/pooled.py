@@ -21,7 +21,7 @@ from vllm_sparse_kernels.rows import KEY_ALIGN, TILE, TILE_FIELDS, Rows, ceil_di
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_row, load_tile, place_in_slab
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
-from vllm_sparse_kernels.vectors import load_vector
+from vllm_sparse_kernels.vectors import load_vector, store_padded
 
 KEY_BLOCK = KEY_ALIGN
 """Number of keys in a pooled key. Each row begins with a block."""
@@ -210,7 +210,6 @@ def _pool_queries_kernel(
     begin = i_pooled % PER_TILE * POOL
     length = tl.minimum(length - begin, POOL)
     if length > 0:
-        o_d = tl.arange(0, BLOCK_D)
         b_sum = tl.zeros([BLOCK_D], tl.float32)
         b_units = tl.zeros([BLOCK_D], tl.float32)
         for start in tl.static_range(0, POOL, POOL_STEP):
@@ -220,7 +219,7 @@ def _pool_queries_kernel(
             if similarity is not None:
                 b_units += _sum_of_unit_vectors(b_q)
         i_out = i_selected.to(tl.int64) * tl.num_programs(1) + i_pooled
-        tl.store(means + i_out * HEAD_DIM + o_d, b_sum / length, mask=o_d < HEAD_DIM)
+        store_padded(means, i_out, b_sum / length, HEAD_DIM)
         if similarity is not None:
             tl.store(similarity + i_out, _mean_cosine(b_units, length.to(tl.float32)))
 
@@ -249,8 +248,6 @@ def _pool_keys_kernel(
     _, _, seq_len, _ = load_row(rows, i_row)
     begin = i_split * SPLIT_BLOCKS * KEY_BLOCK
     if (begin < seq_len) & is_read(i_kv, heads, num_heads, GROUP):
-        o_d = tl.arange(0, BLOCK_D)
-        in_d = o_d < HEAD_DIM
         first_block = place_in_slab(rows, i_row, first_row) // KEY_BLOCK
         o_block = i_kv.to(tl.int64) * num_blocks + first_block
         if centers is not None:
@@ -261,7 +258,7 @@ def _pool_keys_kernel(
             b_k = b_k.to(tl.float32)
             count = tl.minimum(seq_len - start, KEY_BLOCK).to(tl.float32)
             i_out = o_block + start // KEY_BLOCK
-            tl.store(means + i_out * HEAD_DIM + o_d, tl.sum(b_k, 0) / count, mask=in_d)
+            store_padded(means, i_out, tl.sum(b_k, 0) / count, HEAD_DIM)
             if similarity is not None:
                 in_row = start + tl.arange(0, KEY_BLOCK) < seq_len
                 b_k = tl.where(in_row[:, None], b_k - b_center[None, :], 0.0)

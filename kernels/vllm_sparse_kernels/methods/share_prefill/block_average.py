@@ -21,7 +21,7 @@ from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, to_device
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
-from vllm_sparse_kernels.vectors import padded_mask
+from vllm_sparse_kernels.vectors import load_padded, store_padded
 
 MEANS_AT_ONCE = Constant(128)
 """Mean keys that are multiplied by a mean query at a time. This number, or twice as many, are buffered."""
@@ -162,9 +162,7 @@ def _last_queries_kernel(
         return
     diagonal_scores = scores + i_head * num_blocks + tl.load(block_starts + i_row)
     b_mean = average_tile(queries, keys, last_tiles, i_row, i_head, diagonal_scores, SHAPE)
-    o_d = tl.arange(0, SHAPE.BLOCK_D)
-    target = mean_queries + (i_head * tl.num_programs(1) + i_row) * SHAPE.HEAD_DIM
-    tl.store(target + o_d, b_mean, mask=o_d < SHAPE.HEAD_DIM)
+    store_padded(mean_queries, i_head * tl.num_programs(1) + i_row, b_mean, SHAPE.HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_selected", "num_blocks", "num_rows"])
@@ -193,17 +191,15 @@ def _mean_keys_kernel(
     is_clustered = _is_clustered(i_kv, heads, clusters, num_selected, SHAPE.GROUP, SELECTED)
     _, _, length, first = load_tile(last_tiles, i_row)
     start, seq_len = tl.program_id(1) * SHAPE.BLOCK_N, first + length
-    o_d, o_g = tl.arange(0, SHAPE.BLOCK_D), tl.arange(0, MEMBERS)
+    o_g = tl.arange(0, MEMBERS)
     o_head, i_out = i_kv * SHAPE.GROUP + o_g, tl.load(block_starts + i_row) + tl.program_id(1)
-    o_q = (o_head * num_rows + i_row)[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
     # Queries are loaded before keys, which reuse their shared memory. All loads of keys start before the first wait.
-    in_queries = padded_mask(o_g < SHAPE.GROUP, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
-    b_q = tl.load(mean_queries + o_q, mask=in_queries, other=0.0)
+    b_q = load_padded(mean_queries, o_head * num_rows + i_row, o_g < SHAPE.GROUP, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     if (start >= seq_len) | (not is_clustered):
         return
     b_k = load_keys(keys, i_row, i_kv, start + tl.arange(0, SHAPE.BLOCK_N), seq_len, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
     b_mean = _sum_of(b_k) / tl.minimum(seq_len - start, SHAPE.BLOCK_N)
-    tl.store(mean_keys + (i_kv * num_blocks + i_out) * SHAPE.HEAD_DIM + o_d, b_mean, mask=o_d < SHAPE.HEAD_DIM)
+    store_padded(mean_keys, i_kv * num_blocks + i_out, b_mean, SHAPE.HEAD_DIM)
     b_s = tl.sum(b_q * b_mean[None, :], 1)
     num_scored = tl.where(start + SHAPE.BLOCK_N <= first, SHAPE.GROUP, 0)
     tl.store(scores + o_head * num_blocks + i_out, b_s, mask=o_g < num_scored)

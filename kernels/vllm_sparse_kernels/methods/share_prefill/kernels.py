@@ -27,7 +27,7 @@ from vllm_sparse_kernels.selection.lists import (
     tile_blocks,
 )
 from vllm_sparse_kernels.selection.radix import DIGITS, mass_keys, masses_by_high_digit, masses_by_low_digit, next_digit
-from vllm_sparse_kernels.vectors import load_vectors, padded_mask, store_vector
+from vllm_sparse_kernels.vectors import load_padded, load_vectors, store_vector
 
 VERTICAL_SLASH, SHARED, DENSE = Constant(0), Constant(1), Constant(2)
 """The pattern of a head in a row: its own vertical-slash lines, its cluster's pattern, or everything (the pivot)."""
@@ -164,12 +164,10 @@ def _make_map(args, index, queries, keys, slot, i_head, start_block, i_tile, num
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, SHAPE.BLOCK_N)
     b_q = average_tile(queries, keys, index.tiles, i_tile, i_head, row, SHAPE)
     means = args.mean_keys + ((i_head // SHAPE.GROUP) * num_blocks + start_block) * SHAPE.HEAD_DIM
-    o_d = tl.arange(0, SHAPE.BLOCK_D)
     # Tensor cores take at least 8 queries. For a single query, a float32 product needs fewer instructions without them.
     for start in tl.range(0, diagonal, MEANS_AT_ONCE, num_stages=SHAPE.MAP_STAGES):
         o_n = start + tl.arange(0, MEANS_AT_ONCE)
-        in_keys = padded_mask(o_n < diagonal, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
-        b_k = tl.load(means + o_n[:, None] * SHAPE.HEAD_DIM + o_d[None, :], mask=in_keys, other=0.0)
+        b_k = load_padded(means, o_n, o_n < diagonal, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
         tl.store(row + o_n, tl.sum(b_k * b_q[None, :], 1), mask=o_n < diagonal)
 
     tl.debug_barrier()
