@@ -26,7 +26,9 @@ def vector_pointers(array, o_x, WIDTH: tl.constexpr):
 @triton.jit
 def load_vectors(array, o_x, mask, WIDTH: tl.constexpr):
     """Load vectors ``o_x`` of an array [.., WIDTH], zeros where ``mask`` is false: [len(o_x), WIDTH]."""
-    return tl.load(vector_pointers(array, o_x, WIDTH), mask=mask[:, None], other=0.0)
+    # Offsets are added first, which takes fewer registers than ``vector_pointers`` in SharePrefill's lists.
+    offsets = o_x[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return tl.load(array + offsets, mask=mask[:, None], other=0.0)
 
 
 @triton.jit
