@@ -12,7 +12,7 @@ import triton.language as tl
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import load_queries_at, store_outputs
 from vllm_sparse_kernels.selection.lists import list_of, load_tile
-from vllm_sparse_kernels.vectors import padded_mask
+from vllm_sparse_kernels.vectors import load_padded, padded_mask
 
 SLICE_TOKENS = Constant(32)
 """Queries of a program."""
@@ -150,15 +150,12 @@ def finish_kernel(
         block_lse: [1, queries of the part] float32, its log-sum-exp.
     """
     work = _locate(lists, starts, first, first_token, num_tiles, num_tokens, SHAPE)
-    o_d = tl.arange(0, SHAPE.BLOCK_D)
-    in_head = padded_mask(work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D)
-    o_sd = work.o_s[:, None] * SHAPE.HEAD_DIM + o_d[None, :]
-    b_out = tl.load(block_out + o_sd, mask=in_head).to(tl.float32)
+    b_out = load_padded(block_out, work.o_s, work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D).to(tl.float32)
     b_lse = tl.load(block_lse + work.o_s, mask=work.in_tile, other=0.0)
     if stripe_out is not None:
         # Every tile has blocks, so the log-sum-exp of its blocks is finite.
         b_other_lse = tl.load(stripe_lse + work.o_s, mask=work.in_tile, other=float("-inf"))
-        b_other = tl.load(stripe_out + o_sd, mask=in_head).to(tl.float32)
+        b_other = load_padded(stripe_out, work.o_s, work.in_tile, SHAPE.HEAD_DIM, SHAPE.BLOCK_D).to(tl.float32)
         b_max = tl.maximum(b_lse, b_other_lse)
         b_weight, b_other_weight = tl.exp(b_lse - b_max), tl.exp(b_other_lse - b_max)
         b_sum = b_weight + b_other_weight
