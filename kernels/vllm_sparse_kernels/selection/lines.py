@@ -22,6 +22,7 @@ from vllm_sparse_kernels.selection.lists import (
     load_tile,
     place_in_slab,
     store_count,
+    tile_and_head,
     tile_blocks,
 )
 from vllm_sparse_kernels.selection.slabs import SLAB_BYTES, most_at_once, rows_within
@@ -89,8 +90,7 @@ def _write_lines_kernel(
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
     """
-    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_selected).to(tl.int64)
+    i_tile, i_selected, i_head = tile_and_head(first_tile, heads)
     i_row, _, length, first = load_tile(index.tiles, i_tile)
     pattern = 0 if sums.patterns is None else tl.load(sums.patterns + i_selected * num_rows + i_row)
     if pattern != 0:

@@ -64,6 +64,13 @@ def tile_blocks(tiles, i_tile, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def tile_and_head(first_tile, heads):
+    """Return this program's tile, the place of its head in ``heads``, and the head. Grid: (tiles, n)."""
+    i_selected = tl.program_id(1).to(tl.int64)
+    return first_tile + tl.program_id(0), i_selected, tl.load(heads + i_selected).to(tl.int64)
+
+
+@triton.jit
 def list_place(index, i_list, i_tile):
     """Return the place of a tile's blocks in an array that is laid out like ``block_ids``."""
     return i_list * index.stride_blocks + tl.load(index.block_offsets + i_tile)
@@ -103,10 +110,9 @@ def _compact_blocks_kernel(kept, heads, index, BLOCK_N: tl.constexpr):
         kept: [n, block_capacity] uint8, flags of blocks, laid out as ``block_ids``.
         heads: [n] int32 on the device, numbers of the selected query heads.
     """
-    i_tile, i_selected = tl.program_id(0), tl.program_id(1)
-    i_head = tl.load(heads + i_selected).to(tl.int64)
+    i_tile, i_selected, i_head = tile_and_head(0, heads)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
-    place = list_place(index, i_selected.to(tl.int64), i_tile)
+    place = list_place(index, i_selected, i_tile)
     target = list_of(index, i_head, i_tile)
     count = 0
     for first in range(0, num_causal, CHUNK_BLOCKS):

@@ -12,7 +12,15 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import KeySource, load_keys, widen
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, store_count, tile_blocks
+from vllm_sparse_kernels.selection.lists import (
+    CHUNK_BLOCKS,
+    append,
+    list_of,
+    load_tile,
+    store_count,
+    tile_and_head,
+    tile_blocks,
+)
 from vllm_sparse_kernels.selection.pooled import is_read
 from vllm_sparse_kernels.vectors import load_vectors, padded_mask, vector_pointers
 
@@ -267,8 +275,7 @@ def blocks_kernel(groups, index, heads, num_tiles, INDEX_N: tl.constexpr, ANY: t
     Args:
         heads: [n] int32 on the device, numbers of the selected query heads.
     """
-    i_tile = tl.program_id(0)
-    i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
+    i_tile, _, i_head = tile_and_head(0, heads)
     window = groups.tile_windows + i_tile * TILE_FIELDS
     words = groups.words + i_head * groups.num_words + tl.load(window + TILE_LIST_OFFSET) // WORD
     start = tl.load(window) // INDEX_N

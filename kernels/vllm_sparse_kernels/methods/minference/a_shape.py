@@ -13,7 +13,14 @@ import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, list_of, load_tile, store_count, tile_blocks
+from vllm_sparse_kernels.selection.lists import (
+    CHUNK_BLOCKS,
+    list_of,
+    load_tile,
+    store_count,
+    tile_and_head,
+    tile_blocks,
+)
 from vllm_sparse_kernels.selection.parameters import require
 
 
@@ -50,10 +57,9 @@ def _a_shape_kernel(heads, index, num_tiles, numbers, BLOCK_N: tl.constexpr):
         heads: [n] int32 on the device, numbers of the selected query heads.
         numbers: [2, n] float32: global tokens and local window of each head.
     """
-    i_tile = tl.program_id(0)
-    i_head = tl.load(heads + tl.program_id(1)).to(tl.int64)
-    sink_tokens = tl.load(numbers + tl.program_id(1)).to(tl.int32)
-    local_tokens = tl.load(numbers + tl.num_programs(1) + tl.program_id(1)).to(tl.int32)
+    i_tile, i_selected, i_head = tile_and_head(0, heads)
+    sink_tokens = tl.load(numbers + i_selected).to(tl.int32)
+    local_tokens = tl.load(numbers + tl.num_programs(1) + i_selected).to(tl.int32)
     _, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)
     _, _, _, position = load_tile(index.tiles, i_tile)
     num_sink = tl.minimum(tl.cdiv(sink_tokens, BLOCK_N), num_causal)

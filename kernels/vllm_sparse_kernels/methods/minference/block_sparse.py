@@ -23,7 +23,15 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, append, list_of, load_tile, store_count, tile_blocks
+from vllm_sparse_kernels.selection.lists import (
+    CHUNK_BLOCKS,
+    append,
+    list_of,
+    load_tile,
+    store_count,
+    tile_and_head,
+    tile_blocks,
+)
 from vllm_sparse_kernels.selection.parameters import require
 from vllm_sparse_kernels.selection.pooled import ALIGNED, KEY_BLOCK, pooled_products
 
@@ -72,8 +80,7 @@ def _top_blocks_kernel(scores, width, counts, heads, first_tile, index, num_tile
         counts: [n] float32, k_b.
         heads: [n] int32 on the device, numbers of the selected query heads.
     """
-    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_selected).to(tl.int64)
+    i_tile, i_selected, i_head = tile_and_head(first_tile, heads)
     top_blocks = tl.load(counts + i_selected).to(tl.int32)
     _, _, length, first = load_tile(index.tiles, i_tile)
     diagonal, num_causal = tile_blocks(index.tiles, i_tile, BLOCK_N)

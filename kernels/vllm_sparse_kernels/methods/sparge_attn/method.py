@@ -74,6 +74,7 @@ from vllm_sparse_kernels.selection.lists import (
     compact_blocks,
     list_of,
     store_count,
+    tile_and_head,
     tile_blocks,
 )
 from vllm_sparse_kernels.selection.parameters import require
@@ -169,8 +170,7 @@ def _keep_top_blocks_kernel(
         heads: [n] int32 on the device, numbers of the selected query heads.
         limits: [2, n] float32: τ and θ of each head.
     """
-    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_selected).to(tl.int64)
+    i_tile, i_selected, i_head = tile_and_head(first_tile, heads)
     row = scores + (i_selected * tl.num_programs(0) + tl.program_id(0)) * (width * ALIGNED)
     _, num_blocks = tile_blocks(index.tiles, i_tile, KEY_BLOCK)
     kept_mass = tl.load(limits + i_selected)
