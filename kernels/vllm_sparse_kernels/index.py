@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, Tile, ceil_div, host_to_device, split_blocks, to_device
+from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, Tile, ceil_div, host_to_device, split_blocks
 from vllm_sparse_kernels.workspace import Workspace
 
 
@@ -91,7 +91,7 @@ class IndexLayout:
             block_capacity=ceil_div(num_blocks, 16) * 16,  # for which kernels are specialised
             stripe_capacity=stripe_capacity,
             longest_stripes=max(layout.longest for layout in stripes),
-            block_offsets=to_device(block_offsets, torch.int64, rows.device),
+            block_offsets=rows.to_device(block_offsets, torch.int64),
             stripe_offsets=host_to_device(stripe_offsets, rows.device),
             zero_counts=zero_counts,
         )

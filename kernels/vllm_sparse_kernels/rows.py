@@ -114,6 +114,12 @@ class Rows:
     def device(self) -> torch.device:
         return self.block_table.device
 
+    def to_device(
+        self, values: Sequence[int] | Sequence[tuple[int, ...]], dtype: torch.dtype = torch.int32
+    ) -> torch.Tensor:
+        """Copy numbers, or rows of numbers, to the rows' device, without synchronising with it."""
+        return to_device(values, dtype, self.device)
+
     @cached_property
     def end_token(self) -> int:
         """Index in q after the last query of all rows."""
@@ -166,7 +172,7 @@ class Rows:
     @cached_property
     def device_tile_starts(self) -> torch.Tensor:
         """[num_rows + 1] int32 on the device: ``tile_starts``."""
-        return to_device(self.tile_starts, torch.int32, self.device)
+        return self.to_device(self.tile_starts)
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
         """Return ``make(rows, *arguments)``, which the first call computes for all layers of the pass."""
@@ -179,7 +185,7 @@ class Rows:
     def tiles(self) -> torch.Tensor:
         """[num_tiles, 4] int32 on the device: row, first token in q, number of queries, position of the first query."""
         fields = [(tile.row, tile.token, tile.length_tokens, tile.position) for tile in self.tile_list]
-        return to_device(fields, torch.int32, self.device)
+        return self.to_device(fields)
 
     @cached_property
     def tile_lengths(self) -> torch.Tensor:
@@ -189,7 +195,7 @@ class Rows:
     @cached_property
     def device_seq_lens(self) -> torch.Tensor:
         """[num_rows] int32 on the device: ``seq_lens``."""
-        return to_device(self.seq_lens, torch.int32, self.device)
+        return self.to_device(self.seq_lens)
 
     @cached_property
     def tile_order(self) -> tuple[int, ...]:
@@ -199,7 +205,7 @@ class Rows:
     @cached_property
     def device_tile_order(self) -> torch.Tensor:
         """[num_tiles] int32 on the device: ``tile_order``."""
-        return to_device(self.tile_order, torch.int32, self.device)
+        return self.to_device(self.tile_order)
 
     @cached_property
     def key_starts(self) -> tuple[int, ...]:
@@ -216,4 +222,4 @@ class Rows:
         The last row is 0 in all columns but the last.
         """
         fields = zip((*self.query_starts, 0), (*self.query_lens, 0), (*self.seq_lens, 0), self.key_starts, strict=True)
-        return to_device([*fields], torch.int32, self.device)
+        return self.to_device([*fields])

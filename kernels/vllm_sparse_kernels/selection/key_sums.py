@@ -10,7 +10,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
-from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.vectors import load_vectors, store_vector
 from vllm_sparse_kernels.workspace import Workspace
 
@@ -57,7 +57,7 @@ def mean_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> torch.Tens
 def _splits(rows: Rows, split_tokens: int) -> Splits:
     counts = [ceil_div(seq_len, split_tokens) for seq_len in rows.seq_lens]
     starts = [*accumulate(counts, initial=0)]
-    return Splits(starts, to_device(starts, torch.int32, rows.device), max(counts))
+    return Splits(starts, rows.to_device(starts), max(counts))
 
 
 @triton.jit

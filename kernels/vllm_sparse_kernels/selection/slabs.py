@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.rows import Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import Rows, ceil_div
 
 STEP_TOKENS = Constant(128)
 """Keys of a row are rounded in whole steps."""
@@ -128,11 +128,7 @@ def _tile_sets(
         end = min(end_tile, rows.tile_starts[row + 1])
         for tile in range(max(first_tile, rows.tile_starts[row]), end, set_tiles):
             sets.append((tile, min(set_tiles, end - tile), start))
-    return to_device(sets, torch.int32, rows.device)
-
-
-def _device_starts(rows: Rows, starts: tuple[int, ...]) -> torch.Tensor:
-    return to_device(starts, torch.int32, rows.device)
+    return rows.to_device(sets)
 
 
 def _slab(
@@ -149,7 +145,7 @@ def _slab(
     num_tiles, longest = rows.tile_starts[end_row] - rows.tile_starts[first_row], max(seq_lens)
     return KeySlab(
         first_row,
-        rows.once(_device_starts, starts),
+        rows.once(Rows.to_device, starts),
         most_at_once([*map(padded, rows.seq_lens)], SLAB_TOKENS),
         longest,
         most_at_once([tile_bytes(num_selected, longest)] * num_tiles, RUN_BYTES),

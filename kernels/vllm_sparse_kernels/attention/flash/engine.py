@@ -45,7 +45,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import FP8, PagedCache, padded_dim
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 
 PART_BYTES = 512 << 20
 """Workspace limit of the sequences that run at a time. Larger steps run in parts. 8,192 queries of 32 heads of 128
@@ -258,7 +258,7 @@ def _starts(rows: Rows) -> tuple[list[int], torch.Tensor]:
     """Count the queries of the tiles before each tile of ``rows.tile_order``, on the host and on the device."""
     lengths = (rows.tile_list[i_tile].length_tokens for i_tile in rows.tile_order)
     starts = [*accumulate(lengths, initial=0)][:-1]
-    return starts, to_device(starts, torch.int32, rows.device)
+    return starts, rows.to_device(starts)
 
 
 def _granule_strides(cache: PagedCache) -> GranuleStrides:

@@ -98,7 +98,7 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
 )
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import key_args, padded_dim, query_args, wide_dtype
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.selection.parameters import require
 
 VOTE_COLUMNS = 128
@@ -162,9 +162,9 @@ class Groups(NamedTuple):
             sum(sizes),
             max(sizes),
             max(in_row.values()),
-            to_device(table, torch.int32, rows.device),
-            to_device(row_starts, torch.int32, rows.device),
-            to_device(tile_windows, torch.int32, rows.device),
+            rows.to_device(table),
+            rows.to_device(row_starts),
+            rows.to_device(tile_windows),
         )
 
 

@@ -19,7 +19,7 @@ from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, widen
-from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div, to_device
+from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 from vllm_sparse_kernels.vectors import load_padded, store_padded
 
@@ -48,8 +48,8 @@ class Spans(NamedTuple):
         return Spans(
             block_starts[-1],
             max(blocks),
-            to_device(lasts, torch.int32, rows.device),
-            to_device(block_starts, torch.int64, rows.device),
+            rows.to_device(lasts),
+            rows.to_device(block_starts, torch.int64),
         )
 
 
