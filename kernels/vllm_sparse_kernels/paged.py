@@ -164,7 +164,7 @@ def load_queries(queries, i_head, token, length, BLOCK_M: tl.constexpr, HEAD_DIM
 
 @triton.jit
 def load_queries_at(queries, i_head, o_q, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load queries [len(o_q), BLOCK_D] of a head, or each of its own head in ``i_head`` [len(o_q), 1]."""
+    """Load queries [len(o_q), BLOCK_D] of a head. If queries have different heads, ``i_head`` is [len(o_q), 1]."""
     o_d = tl.arange(0, BLOCK_D)
     return tl.load(
         queries.q + o_q.to(tl.int64)[:, None] * queries.stride_token + i_head * queries.stride_head + o_d[None, :],

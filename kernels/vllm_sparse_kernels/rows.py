@@ -175,7 +175,10 @@ class Rows:
         return self.to_device(self.tile_starts)
 
     def once(self, make: Callable[..., T], *arguments: Hashable) -> T:
-        """Return ``make(rows, *arguments)``, which the first call computes for all layers of the pass."""
+        """Return ``make(rows, *arguments)``, which the first call computes for all layers of the pass.
+
+        ``make`` must be a function of a module or class: a new lambda would be computed at every call.
+        """
         key = (make, *arguments)
         if key not in self._computed:
             self._computed[key] = make(self, *arguments)

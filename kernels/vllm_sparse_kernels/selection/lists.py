@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sorted lists on the device: converts the flags of a selection method to the lists of a SparseIndex."""
+"""A program's row, tile, head and list in a SparseIndex, and the conversion of a method's flags to sorted lists."""
 
 import torch
 import triton

@@ -131,7 +131,7 @@ class Consumer:
         first_blocks, num_steps = config.first_blocks(num_blocks), config.block_steps(num_blocks)
         last_block = (position + item.length - 1) // config.BLOCK_N
         num_diagonal = last_block - position // config.BLOCK_N + 1
-        num_masked = 1 + (gl.maximum(num_diagonal - first_blocks, 0) + config.BLOCKS - 1) // config.BLOCKS
+        num_masked = 1 + gl.cdiv(gl.maximum(num_diagonal - first_blocks, 0), config.BLOCKS)
         end = step.count + num_steps
         num_stripes = gl.to_tensor(0)
         if config.STRIPES:

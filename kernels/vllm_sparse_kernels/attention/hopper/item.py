@@ -81,7 +81,7 @@ class Config:
     @gluon.jit
     def stripe_steps(self, num_stripes):
         """Return the number of steps over an item's stripes."""
-        return (num_stripes + self.STEP - 1) // self.STEP
+        return gl.cdiv(num_stripes, self.STEP)
 
 
 @aggregate

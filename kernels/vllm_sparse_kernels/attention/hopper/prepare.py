@@ -30,7 +30,7 @@ def prepare_kernel(
     Args:
         work: ``WorkArgs``; written. The counter becomes 0.
     """
-    num_rankers = (num_tiles * NUM_HEADS + RANKED - 1) // RANKED
+    num_rankers = tl.cdiv(num_tiles * NUM_HEADS, RANKED)
     i_item = tl.program_id(0) - num_rankers
     if i_item < 0:
         begin = tl.program_id(0) * RANKED

@@ -94,7 +94,7 @@ def _choose_kernel(
     i_head = tl.load(heads + i_selected).to(tl.int64)
     tile_masses = masses + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     # Candidates are the blocks between the sink and the local region. All others are always kept.
-    begin = (sink + KEY_BLOCK - 1) // KEY_BLOCK
+    begin = tl.cdiv(sink, KEY_BLOCK)
     _, _, _, position = load_tile(index.tiles, i_tile)
     end = tl.maximum(position - local, 0) // KEY_BLOCK
     _, num_blocks = tile_blocks(index.tiles, i_tile, KEY_BLOCK)

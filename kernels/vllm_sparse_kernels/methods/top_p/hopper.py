@@ -51,9 +51,11 @@ from vllm_sparse_kernels.gluon_compat import (
 from vllm_sparse_kernels.methods.top_p.choice import KEY_BLOCK, mass_bytes
 from vllm_sparse_kernels.methods.top_p.rounding import Rounded
 from vllm_sparse_kernels.methods.top_p.scored import GROUP_TILES, SCORED, SET_TILES, scored_offsets
+from vllm_sparse_kernels.online_softmax import finite_maximum
 from vllm_sparse_kernels.rows import TILE, ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
+from vllm_sparse_kernels.vectors import vector_pointers
 
 STAGES = Constant(4)
 """Steps of keys in shared memory."""
@@ -156,9 +158,8 @@ def _diagonal_kernel(
         _, _, length, position = load_tile(tiles, i_tile)
         o_m = tl.program_id(1) % TILE_PROGRAMS * DIAGONAL_QUERIES + tl.arange(0, DIAGONAL_QUERIES)
         o_query = position + scored_offsets(o_m, length)
-        o_d = tl.arange(0, KEPT_D)
         o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
-        b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
+        b_q = tl.load(vector_pointers(rounded.queries, o_q, KEPT_D))
         b_query_scale = tl.load(rounded.query_scales + o_q)
         first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(tile_set + 2)
         first_own_step = position // STEP
@@ -172,7 +173,7 @@ def _diagonal_kernel(
             first = i_step * STEP
             b_u = _step_maxima(rounded, first_key + first, b_q, b_query_scale, o_query - first, KEPT_D)
             b_new = tl.maximum(b_top, tl.max(b_u, 1))
-            b_finite = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_finite = finite_maximum(b_new)
             b_sum = b_sum * tl.exp2(b_top - b_finite)
             if i >= 2:
                 b_sum += tl.sum(tl.exp2(b_u - b_finite[:, None]), 1)
@@ -189,8 +190,7 @@ def _step_maxima(rounded, first, b_q, b_query_scale, b_last, KEPT_D: tl.constexp
     ``b_last``: each query's last key, counted from ``first``.
     """
     o_n = tl.arange(0, STEP)
-    o_d = tl.arange(0, KEPT_D)
-    b_k = tl.load(rounded.keys + (first + o_n)[:, None] * KEPT_D + o_d[None, :])
+    b_k = tl.load(vector_pointers(rounded.keys, first + o_n, KEPT_D))
     b_key_scale = tl.load(rounded.key_scales + first // KEY_BLOCK + tl.arange(0, STEP_BLOCKS))
     b_s = tl.dot(b_q, tl.trans(b_k))
     o_key = o_n // 2 % STEP_BLOCKS * KEY_BLOCK + o_n // 8 * 2 + o_n % 2  # the key in each slot of the permuted step
@@ -447,7 +447,7 @@ def _masses_kernel(
     scored = (length + 1) // 2
     num_blocks = position // STEP * STEP_BLOCKS  # before the tile's own keys
     begin = gl.program_id(0) * MASS_ROUNDS
-    end = gl.minimum(begin + MASS_ROUNDS, (num_blocks + 15) // 16)
+    end = gl.minimum(begin + MASS_ROUNDS, gl.cdiv(num_blocks, 16))
     if (begin == 0) | (begin < end):
         WARPS: gl.constexpr = gl.num_warps()
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
@@ -457,7 +457,7 @@ def _masses_kernel(
         line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         o_m = gl.arange(0, SCORED, line)
         b_diagonal = gl.load(scratch.diagonal + i_head_tile * SCORED + o_m)
-        spans = (position // STEP * STEP + SPAN - 1) // SPAN
+        spans = gl.cdiv(position // STEP * STEP, SPAN)
         b_weight = _weights(scratch, num_spans, i_head_tile, b_diagonal, spans, scored, o_m)
         tile_masses = target + i_selected.to(gl.int64) * stride_head + i_run_tile * stride_tile
         if begin == 0:  # this program also stores the mass of the tile's own keys

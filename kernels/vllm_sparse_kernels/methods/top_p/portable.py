@@ -23,6 +23,7 @@ from vllm_sparse_kernels.online_softmax import add_exponentials, finite_maximum
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
+from vllm_sparse_kernels.vectors import vector_pointers
 
 PERMUTED = False
 """Whether keys are stored permuted within steps."""
@@ -113,11 +114,11 @@ def _scores_kernel(
     begin = i_span * SPAN
     end = tl.minimum(begin + SPAN, position + length)
     if (length > 0) & (begin < end):
-        o_m, o_n, o_d = tl.arange(0, SCORED), tl.arange(0, STEP), tl.arange(0, KEPT_D)
+        o_m, o_n = tl.arange(0, SCORED), tl.arange(0, STEP)
         o_query = position + scored_offsets(o_m, length)
         o_block = tl.arange(0, STEP_BLOCKS)
         o_q = i_selected.to(tl.int64) * rounded.num_queries + i_tile * SCORED + o_m
-        b_q = tl.load(rounded.queries + o_q[:, None] * KEPT_D + o_d[None, :])
+        b_q = tl.load(vector_pointers(rounded.queries, o_q, KEPT_D))
         b_query_scale = tl.load(rounded.query_scales + o_q)
         first_key = (tl.load(heads + i_selected) // GROUP).to(tl.int64) * rounded.num_keys + tl.load(tile_set + 2)
         i_head_tile = (i_selected * num_tiles + i_tile - first_tile).to(tl.int64)
@@ -125,7 +126,7 @@ def _scores_kernel(
         b_top = tl.full([SCORED], float("-inf"), tl.float32)
         b_sum = tl.zeros([SCORED], tl.float32)
         for i in range(begin, end, STEP):
-            b_k = tl.load(rounded.keys + (first_key + i + o_n)[:, None] * KEPT_D + o_d[None, :])
+            b_k = tl.load(vector_pointers(rounded.keys, first_key + i + o_n, KEPT_D))
             b_key_scale = tl.load(rounded.key_scales + (first_key + i) // KEY_BLOCK + o_block)
             if WIDEN:
                 b_s = tl.dot(b_q.to(tl.float32), tl.trans(b_k.to(tl.float32)), input_precision="ieee")
@@ -179,7 +180,7 @@ def _masses_kernel(
         scored = num_scored(length)
         in_row = o_m < scored
         b_weight = tl.where(in_row, 1 / (b_sum * scored), 0.0)
-        scores = scratch.scores + (i_head_tile * num_blocks + o_b)[:, None] * SCORED + o_m[None, :]
+        scores = vector_pointers(scratch.scores, i_head_tile * num_blocks + o_b, SCORED)
         is_score = (o_b < num_causal)[:, None] & in_row[None, :]
         b_u = tl.load(scores, mask=is_score, other=float("-inf")).to(tl.float32)
         b_share = tl.exp2(b_u - tl.where(in_row, b_top, 0.0)[None, :]) * b_weight[None, :]

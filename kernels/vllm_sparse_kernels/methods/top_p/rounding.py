@@ -37,6 +37,7 @@ from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.key_sums import GROUP_TOKENS, key_sums
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
+from vllm_sparse_kernels.vectors import store_vector, vector_pointers
 
 LARGEST = Constant(15.0)
 MAGIC = Constant(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
@@ -170,8 +171,7 @@ def _query_squares_kernel(queries, tiles, squares, HEAD_DIM: tl.constexpr, BLOCK
     _, token, length, _ = load_tile(tiles, i_tile)
     length = tl.minimum(length, SAMPLED_QUERIES)
     b_q = load_queries(queries, i_head, token, length, SAMPLED_QUERIES, HEAD_DIM, BLOCK_D).to(tl.float32)
-    target = squares + (i_tile * tl.num_programs(1) + i_head) * BLOCK_D + tl.arange(0, BLOCK_D)
-    tl.store(target, tl.sum(b_q * b_q, 0) / length)
+    store_vector(squares, i_tile * tl.num_programs(1) + i_head, tl.sum(b_q * b_q, 0) / length)
 
 
 @triton.jit
@@ -208,7 +208,7 @@ def _moments_kernel(
     whole = seq_len // (GROUP_TOKENS * GROUP_PERIOD) * GROUP_TOKENS
     count = (whole + tl.minimum(seq_len % (GROUP_TOKENS * GROUP_PERIOD), GROUP_TOKENS)).to(tl.float32)
     b_mean = tl.sum(b_sum, 0) / count
-    tl.store(means + i_kv * BLOCK_D + o_d, b_mean)
+    store_vector(means, i_kv, b_mean)
     if KEPT_D < BLOCK_D:
         b_weight = tl.maximum(tl.fma(-b_mean, b_mean, tl.sum(b_square, 0) / count), 0.0)  # variance of the keys
         b_weight *= _mean_square(
@@ -220,12 +220,12 @@ def _moments_kernel(
 @triton.jit
 def _mean_square(squares, tile_starts, first_head, num_heads, GROUP: tl.constexpr, BLOCK_D: tl.constexpr):
     """Compute the mean square of the row's queries in GROUP heads, up to a factor: [BLOCK_D]."""
-    o_d, o_s = tl.arange(0, BLOCK_D), tl.arange(0, 32)
+    o_s = tl.arange(0, 32)
     begin, end = tl.load(tile_starts) * GROUP, tl.load(tile_starts + 1) * GROUP
     b_square = tl.zeros([32, BLOCK_D], tl.float32)
     for i in range(begin, end, 32):
         o_i = i + o_s  # tile by tile, and by head within a tile
-        at = squares + (o_i // GROUP * num_heads + first_head + o_i % GROUP)[:, None] * BLOCK_D + o_d[None, :]
+        at = vector_pointers(squares, o_i // GROUP * num_heads + first_head + o_i % GROUP, BLOCK_D)
         b_square += tl.load(at, mask=(o_i < end)[:, None], other=0.0)
     return tl.sum(b_square, 0)
 
@@ -283,7 +283,7 @@ def _round_queries_kernel(
     i_selected = tl.program_id(1)
     i_head = tl.load(heads + i_selected)
     i_row, token, length, _ = load_tile(tiles, tl.program_id(0) // (SCORED // ROUNDED))
-    o_m, o_c = tl.arange(0, ROUNDED), tl.arange(0, KEPT_D)
+    o_m = tl.arange(0, ROUNDED)
     o_s = tl.program_id(0) % (SCORED // ROUNDED) * ROUNDED + o_m
     in_row = o_s < num_scored(length)
     b_q = widen(load_queries_at(queries, i_head, token + scored_offsets(o_s, length), in_row, HEAD_DIM, BLOCK_D))
@@ -292,7 +292,7 @@ def _round_queries_kernel(
     b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_selected.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
     b_q = b_q * (1.0 / b_scale)[:, None]
-    tl.store(values + o_r[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_q, values.dtype.element_ty))
+    tl.store(vector_pointers(values, o_r, KEPT_D), in_e4m3(b_q, values.dtype.element_ty))
     tl.store(scales + o_r, tl.where(in_row, b_scale * softmax_scale, 0.0))
 
 
@@ -318,7 +318,6 @@ def _round_keys_kernel(
     seq_len = tl.load(seq_lens + i_row)
     i_step = i_part // (128 // ROUNDED)
     if i_step * 128 < seq_len:
-        o_c = tl.arange(0, KEPT_D)
         o_n = i_part % (128 // ROUNDED) * ROUNDED + tl.arange(0, ROUNDED)  # within the step
         o_key = i_step * 128 + o_n
         b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
@@ -337,4 +336,4 @@ def _round_keys_kernel(
         o_slot = o_n
         if PERMUTED:
             o_slot = o_n % 32 // 2 * 8 + o_n // 32 * 2 + o_n % 2
-        tl.store(values + (first + o_slot)[:, None] * KEPT_D + o_c[None, :], in_e4m3(b_k, values.dtype.element_ty))
+        tl.store(vector_pointers(values, first + o_slot, KEPT_D), in_e4m3(b_k, values.dtype.element_ty))
