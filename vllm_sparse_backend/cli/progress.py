@@ -4,8 +4,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rich import progress as rich_bar
 from rich.console import Console
-from rich.progress import Progress as RichProgress
+from rich.markup import escape
 
 from vllm_sparse_backend.progress import Progress
 
@@ -16,7 +17,7 @@ LOG_INTERVAL_S = 30.0
 class Bar(Progress):
     """A bar for one stage at a time."""
 
-    def __init__(self, progress: RichProgress) -> None:
+    def __init__(self, progress: rich_bar.Progress) -> None:
         self._progress = progress
         self._logged_s = 0.0
 
@@ -38,14 +39,22 @@ class Bar(Progress):
 
     def print(self, line: str) -> None:
         """Print a line above the bar, or to stderr if there is no bar."""
-        self._progress.console.out(line, highlight=False)
+        self._progress.console.print(escape(line), highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def bar(what: str) -> Iterator[Bar]:
     console = Console(stderr=True)
-    with RichProgress(
-        console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False
+    columns = (
+        rich_bar.TextColumn("{task.description}", markup=False),
+        rich_bar.BarColumn(),
+        rich_bar.MofNCompleteColumn(),
+        rich_bar.TimeElapsedColumn(),
+        rich_bar.TextColumn("left"),
+        rich_bar.TimeRemainingColumn(),
+    )
+    with rich_bar.Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False
     ) as progress:
         progress.add_task(what, total=None)
         yield Bar(progress)
