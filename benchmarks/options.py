@@ -13,6 +13,7 @@ import typer
 from benchmarks.figures import FigureReport
 from vllm_sparse_backend.calibration.cuda_device import Card
 from vllm_sparse_backend.cli.commands import Command, add_command
+from vllm_sparse_backend.cli.common import say
 from vllm_sparse_backend.evaluation.report import line_of, table_of
 
 Json = Annotated[Path | None, typer.Option("--json", help="JSON file for all results.")]
@@ -56,5 +57,5 @@ def show(title: str, cases: Iterable[dict[str, Any]], columns: Mapping[str, str]
         shown.append(case)
         print(line_of(columns, case), file=sys.stderr)
     if columns and shown:
-        typer.echo(table_of(title, columns, shown))
+        say(table_of(title, columns, shown))
     return shown

@@ -45,14 +45,14 @@ class Serve(common.ServerOptions):
             servers = self.contestants(workload.longest)
             report = self.report("serve")
             serve_bench.compare_servers(servers, workload, report, progress)
-        typer.echo(serve_bench.tables(report.cases))
+        common.say(serve_bench.tables(report.cases))
         for case in report.cases:
             for said in case["said"]:
-                typer.echo(f"failed: {case['label']}, {case['case']}: {said}")
+                common.say(f"failed: {case['label']}, {case['case']}: {said}")
         if any(case["failures"] for case in report.cases):
             raise typer.Exit(1)
         if self.model is not None and not has_cuda():
-            typer.echo(NOT_FASTER_ON_CPU)
+            common.say(NOT_FASTER_ON_CPU)
 
 
 add_command(bench, Serve, "Example: sparse-prefill bench serve MODEL --settings mine.yaml --lengths 8192,200+32768")
@@ -95,7 +95,7 @@ def crossover(
             cases = [cell.case(lengths) for cell in cells]
             for case in cases:
                 report.add_case(case)
-            typer.echo(table_of(f"{measured.settings}, {report.device}", crossover_bench.COLUMNS, cases))
-            typer.echo(
+            common.say(table_of(f"{measured.settings}, {report.device}", crossover_bench.COLUMNS, cases))
+            common.say(
                 table_of(f"in {out}; empty: never faster", crossover_bench.LENGTHS_COLUMNS, [entry.model_dump()])
             )

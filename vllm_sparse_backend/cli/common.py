@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of
 from vllm_sparse_backend.evaluation.output_files import require_output_file
@@ -134,8 +136,12 @@ def failures(go_on: str = "") -> Iterator[None]:
 
 def failure(error: object, code: int | None = None) -> typer.Exit:
     """Print the error in red, and return the exit to raise."""
-    typer.secho(error, fg="red", err=True)
+    Console(stderr=True).print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
     return typer.Exit(code or (2 if USAGE.match(str(error)) else 1))
+
+
+def say(text: str) -> None:
+    Console().print(escape(text), highlight=False, soft_wrap=True)
 
 
 def split(text: str) -> list[str]:

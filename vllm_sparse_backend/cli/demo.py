@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill demo`: show sparse prefill on a long text."""
 
-import typer
-
-from vllm_sparse_backend.cli.common import failures
+from vllm_sparse_backend.cli.common import failures, say
 
 
 def demo() -> None:
@@ -14,4 +12,4 @@ def demo() -> None:
     from vllm_sparse_backend.demo import run
 
     with failures():
-        run.run_demo(typer.echo)
+        run.run_demo(say)

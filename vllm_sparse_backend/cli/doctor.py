@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from vllm_sparse_backend.cli import attention_share
-from vllm_sparse_backend.cli.common import MaybeModel
+from vllm_sparse_backend.cli.common import MaybeModel, say
 from vllm_sparse_backend.config import model_check
 from vllm_sparse_backend.config.errors import ConfigurationError
 from vllm_sparse_backend.config.fallback import Fallback
@@ -80,18 +82,19 @@ def doctor(model: MaybeModel = None) -> None:
     Exit code 1 if sparse prefill cannot work here.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    console = Console(highlight=False, soft_wrap=True)
     wrong: list[Finding] = []
 
     def show(findings: Iterable[Finding]) -> None:
         for finding in findings:
             if finding.status == "bad":
                 wrong.append(finding)
-            mark = typer.style(f"{finding.status:>4}", STYLES[finding.status])
-            typer.echo(f"{mark}  {finding.subject}: {finding.text}")
+            mark = f"[{STYLES[finding.status]}]{finding.status:>4}[/]"
+            console.print(f"{mark}  {finding.subject}: {escape(finding.text)}")
 
     # Checks that need neither torch nor vLLM come first: importing these takes most of the time.
     show(packages())
-    typer.echo("Importing transformers, torch and vLLM: up to half a minute ...", err=True)
+    Console(stderr=True).print("Importing transformers, torch and vLLM: up to half a minute ...", highlight=False)
     checked_model = None
     if model is not None:
         try:
@@ -104,11 +107,11 @@ def doctor(model: MaybeModel = None) -> None:
         show(registration())
         show(engines(checked_model))
     if wrong:
-        typer.echo(f"{typer.style('Cannot work here.', 'red')} {wrong[0].subject}: {wrong[0].text}")
+        console.print(f"[red]Cannot work here.[/] {wrong[0].subject}: {escape(wrong[0].text)}")
         raise typer.Exit(1)
     flag = MLA_FLAG if checked_model is not None and checked_model.has_mla else FLAG
     folder = "MODEL" if model is None else shlex.quote(str(model.parent if model.is_file() else model))
-    typer.echo(f"Works here: vllm serve {folder} {flag}")
+    say(f"Works here: vllm serve {folder} {flag}")
 
 
 def packages() -> Iterator[Finding]:

@@ -58,9 +58,9 @@ class Answers(common.ServerOptions):
             prompts = answer_run.ask_all(servers, workload, report, progress)
             rows = answer_tables.summaries(prompts, [server.label for server in servers])
             report.write(summary=rows)
-        typer.echo(answer_tables.tables(rows))
+        common.say(answer_tables.tables(rows))
         for line in answer_tables.failure_lines(prompts):
-            typer.echo(line)
+            common.say(line)
         if any(prompt.error for prompt in prompts):
             raise typer.Exit(1)
 
@@ -116,7 +116,7 @@ class Report:
             servers = servers_to_start(self.model, settings, max(speed.longest, questions.longest), args)
             with bar("report") as progress:
                 page = model_report.make_report(self.folder, device_name(), servers, args, speed, questions, progress)
-            typer.echo(page)
+            common.say(page)
 
 
 add_command(evaluate, Report, "Example: sparse-prefill eval report meta-llama/Llama-3.1-8B-Instruct")

@@ -19,6 +19,7 @@ from vllm_sparse_backend.cli.common import (
     failures,
     group,
     require_known,
+    say,
 )
 from vllm_sparse_backend.cli.progress import bar
 from vllm_sparse_backend.config.errors import ConfigurationError, not_one_of, refusal
@@ -50,7 +51,7 @@ def list_profiles() -> None:
     for name in bundled_profiles():
         model = load_profile(name).model
         rows.append({"profile": name, "model": "any" if model is None else ", ".join(model.names)})
-    typer.echo(table_of("", {"profile": "profile", "model": "model"}, rows))
+    say(table_of("", {"profile": "profile", "model": "model"}, rows))
 
 
 @profile_app.command(epilog="Example: sparse-prefill profile check mine.yaml MODEL")
@@ -81,7 +82,7 @@ def import_file(
         imported = import_profile(file, model)
         write_text(out, imported.to_yaml())
         _describe(str(out.resolve()), model)  # no bundled profile of the same name
-    typer.echo(f"{imported.provenance['source']}\nWritten to {out}")
+    say(f"{imported.provenance['source']}\nWritten to {out}")
 
 
 def _describe(name: str, model: Path | None) -> None:
@@ -96,12 +97,12 @@ def _describe(name: str, model: Path | None) -> None:
     plans = Plan.by_level(SparsePrefillConfig(profile=name), shape) if shape else {}
     min_tokens = "the server's" if profile.min_tokens is None else profile.min_tokens
     min_query = "the server's" if profile.min_query_tokens is None else profile.min_query_tokens
-    typer.echo(f"for {profile.model or 'any model'}; min_tokens {min_tokens}, min_query_tokens {min_query}")
+    say(f"for {profile.model or 'any model'}; min_tokens {min_tokens}, min_query_tokens {min_query}")
     if shape is None:
-        typer.echo(f"every head: {describe(profile.default)}")
+        say(f"every head: {describe(profile.default)}")
     for plan in plans.values():
         for line in plan.describe_layers():
-            typer.echo(f"level {plan.level}, {line}" if profile.levels else line)
+            say(f"level {plan.level}, {line}" if profile.levels else line)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,11 +285,11 @@ def _report(profile: "Profile", out: Path) -> None:
     for name in profile.level_names[1:]:
         provenance = profile.at_level(name).provenance
         bounds = ", ".join(f"{quantity} {value:g}" for quantity, value in provenance["bounds"].items())
-        typer.echo(f"{name}: {bounds}; density {provenance['density']:.3f} over all heads")
+        say(f"{name}: {bounds}; density {provenance['density']:.3f} over all heads")
         figures = provenance["held_out"].items()
         held_out = ", ".join(f"{quantity.replace('_', ' ')} {value:.4g}" for quantity, value in figures)
-        typer.echo(f"  on held-out prompts: {held_out}")
-    typer.echo(f"Written to {out}")
+        say(f"  on held-out prompts: {held_out}")
+    say(f"Written to {out}")
 
 
 def _parse_bounds(levels: list[str] | None) -> Mapping[str, "Bound"]:

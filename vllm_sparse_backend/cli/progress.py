@@ -53,8 +53,6 @@ def bar(what: str) -> Iterator[Bar]:
         rich_bar.TextColumn("left"),
         rich_bar.TimeRemainingColumn(),
     )
-    with rich_bar.Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=False
-    ) as progress:
+    with rich_bar.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=None)
         yield Bar(progress)
