@@ -221,10 +221,10 @@ def test_sale_is_calibrated_as_by_its_authors(slope, least_error):
         return HeadResult(seen=errors, unseen=errors, density=0.5)
 
     bound = Bound(absolute=0.4)
-    (method,) = choose_in_order(FakeJudge(curve), bound, any_method, spaces=sale.SPACES)
+    (method,) = sale.choose_threshold(FakeJudge(curve), bound, any_method)
     wanted = released_calibration(absolute, bound.absolute)
     assert method == (Sale(tau=wanted) if wanted else Dense())
-    (again,) = choose_in_order(FakeJudge(curve), bound, lambda head, other: other != method, spaces=sale.SPACES)
+    (again,) = sale.choose_threshold(FakeJudge(curve), bound, lambda head, other: other != method)
     assert again == (Sale(tau=wanted / 2) if wanted > 0.0002 else Dense())
 
 

@@ -167,7 +167,7 @@ def search_of_method(job: Job, name: str) -> Choose:
             spaces = list(minference.search_spaces(job.read_layer(job.captures.prompts, job.layers[0]), costs))
             return partial(choose_in_order, spaces=spaces)
         case "sale":
-            return partial(choose_in_order, spaces=sale.SPACES)
+            return sale.choose_threshold
         case "sparge_attn" | "sparge_attn+skip":
             return partial(sparge_attn.choose_thresholds, skipping=name.endswith("+skip"))
     settings = default_ladder(name)
