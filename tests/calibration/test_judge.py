@@ -100,6 +100,10 @@ def test_each_head_has_its_own_method_and_dense_loses_nothing(layer, monkeypatch
     assert judged.judge([tight] * HEADS) == alike
 
 
+def test_a_bound_limits_errors_in_their_order() -> None:
+    assert Bound._fields == HeadErrors._fields
+
+
 SEEN = HeadErrors(error=0.01, p99=0.5, of_default=1.2, absolute=0.3)
 
 

@@ -29,7 +29,7 @@ UNGATED_MODELS = {"gpt2", "gpt_neox", "gptj", "opt", "bloom", "mpt", "falcon", "
 """Models whose feed-forward layers have two matrices. Other models have a third, the gate."""
 
 
-Width = Callable[[str], int]
+ReadWidth = Callable[[str], int]
 """Returns a width or count of experts of a config by its name."""
 
 
@@ -84,7 +84,7 @@ def _width(config: Mapping[str, Any], source: str, name: str) -> int:
     return round(fmean(numbers))
 
 
-def _recurrence_weights(width: Width, hidden: int) -> int:
+def _recurrence_weights(width: ReadWidth, hidden: int) -> int:
     """Return the weights of the projections of a gated delta rule or Mamba 2 layer; 0 if the config describes none."""
     keys = width("linear_num_key_heads") * width("linear_key_head_dim")
     values = width("linear_num_value_heads") * width("linear_value_head_dim")
@@ -95,13 +95,13 @@ def _recurrence_weights(width: Width, hidden: int) -> int:
     return hidden * (3 * inner + states + width("mamba_num_heads")) if inner else 0
 
 
-def _state_elements(width: Width) -> int:
+def _state_elements(width: ReadWidth) -> int:
     """Return the elements of the state of a gated delta rule or Mamba 2 layer; 0 if the config describes none."""
     gated = width("linear_num_value_heads") * width("linear_key_head_dim") * width("linear_value_head_dim")
     return gated or width("mamba_num_heads") * width("mamba_head_dim") * width("ssm_state_size")
 
 
-def _inner_width(width: Width, hidden: int, has_experts: bool) -> int:
+def _inner_width(width: ReadWidth, hidden: int, has_experts: bool) -> int:
     """Return the inner width of a feed-forward layer; with experts, the sum of the widths of a token's experts."""
     inner = width("intermediate_size") or width("n_inner") or 4 * hidden
     experts = width("num_experts_per_tok")

@@ -82,7 +82,7 @@ def command_line() -> str:
 
 def write_json(path: Path, data: object) -> None:
     """Write ``data`` as JSON atomically. Raises ConfigurationError if it cannot be written."""
-    write_text(path, json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
 def table_of(

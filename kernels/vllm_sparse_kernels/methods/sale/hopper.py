@@ -218,7 +218,7 @@ def half_kernel(
     stop_a = _first_local(tile, sink_tokens, local_tokens) // INDEX_N
     stop_b = _first_local(last_tile, sink_tokens, local_tokens) // INDEX_N
     first = gl.program_id(1) * SPAN
-    begin = gl.maximum((sink_tokens + INDEX_N - 1) // INDEX_N * INDEX_N, first)
+    begin = gl.maximum(gl.cdiv(sink_tokens, INDEX_N) * INDEX_N, first)
     end = gl.minimum(stop_b * INDEX_N, first + SPAN)
     tests = (begin < end) & (gl.load(log_taus + i_selected) > float("-inf"))
     is_untested = False
@@ -252,7 +252,7 @@ def _test_span(queries, keys, bulk_queries, bulk_keys, work, flags_a, flags_b, I
     ready = buffers.ready
     query_row = (work.i_selected * queries.num_queries + work.i_tile * N).to(gl.int32)
     first_step = work.begin // N
-    num_steps = (work.end + N - 1) // N - first_step
+    num_steps = gl.cdiv(work.end, N) - first_step
     key_row = (work.i_kv * keys.num_keys + work.key_start + first_step * N).to(gl.int32)
     _load_first(bulk_queries, bulk_keys, query_row, key_row, num_steps, buffers)
 

@@ -16,7 +16,15 @@ import triton.language as tl
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.rows import ceil_div
-from vllm_sparse_kernels.selection.lists import above_threshold, append, list_of, load_tile, tile_blocks
+from vllm_sparse_kernels.selection.lists import (
+    above_threshold,
+    append,
+    list_of,
+    load_tile,
+    store_count,
+    tile_and_head,
+    tile_blocks,
+)
 
 KEY_BLOCK = Constant(32)
 
@@ -90,8 +98,7 @@ def _choose_kernel(
         stride_tile: Elements between two tiles of ``masses``.
         heads: [n] int32 on the device, numbers of the selected query heads.
     """
-    i_tile, i_selected = first_tile + tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_head = tl.load(heads + i_selected).to(tl.int64)
+    i_tile, i_selected, i_head = tile_and_head(first_tile, heads)
     tile_masses = masses + i_selected * stride_head + tl.program_id(0).to(tl.int64) * stride_tile
     # Candidates are the blocks between the sink and the local region. All others are always kept.
     begin = tl.cdiv(sink, KEY_BLOCK)
@@ -120,7 +127,7 @@ def _choose_kernel(
         b_chosen, num_seen = above_threshold(tl.abs(b_masses), bits, num_equal, num_seen)
         b_kept = (b_chosen | (b_masses < 0) | (o_n < begin) | (o_n >= end)).to(tl.int32)
         count = _append_blocks(ids, count, b_kept, first, diagonal, num_causal, FINE_BLOCKS)
-    tl.store(index.block_counts + i_head * num_tiles + i_tile, count)
+    store_count(index.block_counts, i_head, i_tile, num_tiles, count)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from vllm_sparse_kernels.online_softmax import add_exponentials, finite_maximum
 from vllm_sparse_kernels.rows import TILE_FIELDS, ceil_div
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import SET_FIELDS, Run
-from vllm_sparse_kernels.vectors import vector_pointers
+from vllm_sparse_kernels.vectors import load_vector, store_vector, vector_pointers
 
 PERMUTED = False
 """Whether keys are stored permuted within steps."""
@@ -139,9 +139,9 @@ def _scores_kernel(
             b_u = tl.where(b_s == float("-inf"), b_s, tl.minimum(tl.maximum(b_u, -MAX_SCORE), MAX_SCORE)).to(tl.float16)
             tl.store(tile_scores + (o_block + i // KEY_BLOCK)[None, :] * SCORED, b_u)
             b_top, b_sum = add_exponentials(b_top, b_sum, b_u.to(tl.float32))
-        parts = scratch.parts + (i_head_tile * num_spans + i_span) * (2 * SCORED) + o_m
-        tl.store(parts, b_top)
-        tl.store(parts + SCORED, b_sum)
+        i_part = (i_head_tile * num_spans + i_span) * 2
+        store_vector(scratch.parts, i_part, b_top)
+        store_vector(scratch.parts, i_part + 1, b_sum)
 
 
 @triton.jit(do_not_specialize=["first_tile", "num_spans", "num_blocks", "stride_head", "stride_tile"])
@@ -166,15 +166,15 @@ def _masses_kernel(
     if tl.program_id(0) * MASS_BLOCKS < num_causal:
         o_m = tl.arange(0, SCORED)
         i_head_tile = i_selected * tl.num_programs(1) + i_tile
-        parts = scratch.parts + i_head_tile * num_spans * (2 * SCORED) + o_m
         # Join the maxima and sums of the spans.
         b_top = tl.full([SCORED], float("-inf"), tl.float32)
         b_sum = tl.zeros([SCORED], tl.float32)
         for i in range(tl.cdiv(reach, SPAN)):
-            b_part_top = tl.load(parts + i * (2 * SCORED))
+            i_part = (i_head_tile * num_spans + i) * 2
+            b_part_top = load_vector(scratch.parts, i_part, SCORED)
             b_new = tl.maximum(b_top, b_part_top)
             b_finite = finite_maximum(b_new)
-            b_part_sum = tl.load(parts + i * (2 * SCORED) + SCORED) * tl.exp2(b_part_top - b_finite)
+            b_part_sum = load_vector(scratch.parts, i_part + 1, SCORED) * tl.exp2(b_part_top - b_finite)
             b_sum = b_sum * tl.exp2(b_top - b_finite) + b_part_sum
             b_top = b_new
         scored = num_scored(length)

@@ -37,7 +37,7 @@ from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.key_sums import GROUP_TOKENS, key_sums
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import KeySlab
-from vllm_sparse_kernels.vectors import store_vector, vector_pointers
+from vllm_sparse_kernels.vectors import load_vector, store_vector, vector_pointers
 
 LARGEST = Constant(15.0)
 MAGIC = Constant(12582912.0)  # 1.5 · 2^23: a float32 of that size has no fraction
@@ -231,23 +231,26 @@ def _mean_square(squares, tile_starts, first_head, num_heads, GROUP: tl.constexp
 
 
 @triton.jit
-def kept_of(b_x, channels, KEPT_D: tl.constexpr):
+def kept_of(b_x, channels, i_moments, KEPT_D: tl.constexpr):
     """Return the kept channels of some vectors."""
     BLOCK_D: tl.constexpr = b_x.shape[1]
     if KEPT_D == BLOCK_D:
         return b_x.to(tl.float32)
     else:
-        b_columns = tl.load(channels + tl.arange(0, KEPT_D))
+        b_columns = load_vector(channels, i_moments, KEPT_D)
         # A product with a 0/1 matrix that has a single 1 in each column moves elements without changing them.
         b_ones = (tl.arange(0, BLOCK_D)[:, None] == b_columns[None, :]).to(b_x.dtype)
         return tl.dot(b_x, b_ones, input_precision="ieee")
 
 
 @triton.jit
-def load_kept(x, channels, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
-    """Load the kept channels of a vector."""
-    o_c = tl.arange(0, KEPT_D)
-    return tl.load(x + (tl.load(channels + o_c) if KEPT_D < BLOCK_D else o_c))
+def load_kept_mean(row_moments, i_moments, BLOCK_D: tl.constexpr, KEPT_D: tl.constexpr):
+    """Load the kept channels of a mean key."""
+    if KEPT_D == BLOCK_D:
+        return load_vector(row_moments.means, i_moments, KEPT_D)
+    else:
+        b_columns = load_vector(row_moments.channels, i_moments, KEPT_D)
+        return tl.load(row_moments.means + i_moments * BLOCK_D + b_columns)
 
 
 @triton.jit
@@ -288,7 +291,7 @@ def _round_queries_kernel(
     in_row = o_s < num_scored(length)
     b_q = widen(load_queries_at(queries, i_head, token + scored_offsets(o_s, length), in_row, HEAD_DIM, BLOCK_D))
     i_moments = i_row * KV_HEADS + i_head // GROUP
-    b_q = kept_of(b_q, row_moments.channels + i_moments * KEPT_D, KEPT_D)
+    b_q = kept_of(b_q, row_moments.channels, i_moments, KEPT_D)
     b_scale = tl.maximum(tl.max(tl.abs(b_q), 1), TINY) / LARGEST
     o_r = i_selected.to(tl.int64) * num_queries + tl.program_id(0) * ROUNDED + o_m
     b_q = b_q * (1.0 / b_scale)[:, None]
@@ -322,9 +325,8 @@ def _round_keys_kernel(
         o_key = i_step * 128 + o_n
         b_k = widen(load_keys(keys, i_row, i_kv, o_key, seq_len, HEAD_DIM, BLOCK_D))
         i_moments = i_row * tl.num_programs(1) + i_kv
-        channels = row_moments.channels + i_moments * KEPT_D
-        b_mean = load_kept(row_moments.means + i_moments * BLOCK_D, channels, BLOCK_D, KEPT_D)
-        b_k = kept_of(b_k, channels, KEPT_D)
+        b_mean = load_kept_mean(row_moments, i_moments, BLOCK_D, KEPT_D)
+        b_k = kept_of(b_k, row_moments.channels, i_moments, KEPT_D)
         b_k = tl.where((o_key < seq_len)[:, None], b_k - b_mean[None, :], 0.0)
         b_scale = tl.max(tl.reshape(tl.max(tl.abs(b_k), 1), [ROUNDED // 32, 32]), 1)
         b_scale = tl.maximum(b_scale, TINY) / LARGEST
