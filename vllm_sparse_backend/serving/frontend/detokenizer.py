@@ -3,9 +3,10 @@
 
 A token's text depends on the tokens before it, for example at the end of a character of several tokens. vLLM therefore
 gives its detokenizer the prompt, which is decoded as a whole with the first token of the answer: on the thread that
-serves all requests, and before the token is sent. The last tokens of the prompt suffice. One kind of prompts gets another text:
-those that end with more than 64 tokens of bytes that are no text. With the whole prompt, vLLM repeats its end in the
-answer.
+serves all requests, and before the token is sent. The last tokens of the prompt suffice.
+
+Only prompts that end with more than 64 tokens of bytes that are no text get another answer's text: with the whole
+prompt, vLLM repeats the prompt's end in the answer.
 """
 
 from copy import copy
