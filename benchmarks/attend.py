@@ -153,7 +153,7 @@ class Attend(ChunkOptions):
         with failures():
             card = Card()
             report = self.report("attend", card)
-            # One context at a time, because the inputs of two might not fit.
+            # One context at a time: the inputs of two might not fit into memory.
             rows = chain.from_iterable(
                 run_attend(card, context_len, self.chunk, cases, report) for context_len in numbers(self.contexts)
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This backend's names and logger, the vLLM releases that it supports, versions of packages, and digests of texts."""
+"""This backend's names, logger and supported releases of vLLM; versions of packages; hashes of texts."""
 
 import hashlib
 import logging

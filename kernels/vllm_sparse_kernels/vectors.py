@@ -16,7 +16,7 @@ def load_vector(array, i, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_vector(array, i, b_x):
-    """Store a vector as number ``i`` of an array of vectors of its size."""
+    """Store a vector at place ``i`` of an array of vectors of its size."""
     tl.store(array + i * b_x.shape[0] + tl.arange(0, b_x.shape[0]), b_x)
 
 
@@ -44,7 +44,7 @@ def load_padded(array, o_x, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr)
 
 @triton.jit
 def store_padded(array, i, b_x, HEAD_DIM: tl.constexpr):
-    """Store the first HEAD_DIM elements of a vector as number ``i`` of an array [.., HEAD_DIM]."""
+    """Store the first HEAD_DIM elements of a vector at place ``i`` of an array [.., HEAD_DIM]."""
     o_d = tl.arange(0, b_x.shape[0])
     tl.store(array + i * HEAD_DIM + o_d, b_x, mask=o_d < HEAD_DIM)
 

@@ -226,6 +226,33 @@ def test_capacity() -> None:
     assert re.search(says.format(*capacities), (ROOT / PERFORMANCE).read_text(), re.DOTALL)
 
 
+@pytest.mark.parametrize(
+    ("says", "names"),
+    [
+        (
+            "TTFT with default settings is {:.2f} times better than stock's at\n  32,768 tokens and {:.2f} times",
+            [f"widened 8B, {tokens} tokens: {STOCK_TO_OURS}" for tokens in ("32,768", "131,000")],
+        ),
+        (
+            "{:.2f} at a share of 0.08, and {:.2f} at 0.03",
+            [
+                f"attend in pages of 16, chunk after 122,880, blocks of 32, density {density}: efficiency"
+                for density in ("0.08", "0.03")
+            ],
+        ),
+        (
+            "another run of 15 requests gave {:.2f} ± 0.05 with the 8B and {:.2f} ± 0.06 with experts",
+            [
+                f"{model}, 2,000 tokens after 60,000, another run: {STOCK_TO_OURS}"
+                for model in ("code-lm widened to an 8B's shape", EXPERTS)
+            ],
+        ),
+    ],
+)
+def test_sentences_have_the_figures(says: str, names: list[str]) -> None:
+    assert says.format(*(VALUES[name] for name in names)) in (ROOT / PERFORMANCE).read_text()
+
+
 def test_settings_in_turns() -> None:
     _, *rows = table(PERFORMANCE, "setting", "conversations", "answers ÷ stock's", "lowest turn")
     assert len(rows) == 5

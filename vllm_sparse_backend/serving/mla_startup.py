@@ -30,7 +30,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def _problems(vllm_config: VllmConfig) -> Iterator[str]:
-    """Yield the reasons why this model, these settings or options of vLLM do not support sparse MLA prefill."""
+    """Yield why MLA cannot prefill sparsely with this model, these settings and these options of vLLM."""
     if not vllm_config.model_config.use_mla:
         yield (
             "the model does not use multi-head latent attention, so vLLM would ignore the flag; serve it with "

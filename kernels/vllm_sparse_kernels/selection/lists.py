@@ -50,7 +50,7 @@ def load_row(rows, i_row):
 
 @triton.jit
 def place_in_slab(rows, i_row, first_row):
-    """Return where a row's keys begin in the arrays of a slab that begins with ``first_row``."""
+    """Return the place of a row's first key in the arrays of a slab, whose first row is ``first_row``."""
     _, _, _, start = load_row(rows, i_row)
     _, _, _, first = load_row(rows, first_row)
     return start - first
@@ -72,7 +72,7 @@ def tile_and_head(first_tile, heads):
 
 @triton.jit
 def list_place(index, i_list, i_tile):
-    """Return the place of a tile's blocks in an array that is laid out like ``block_ids``."""
+    """Return the place of a tile's first block in ``block_ids``, and in flags of the same order."""
     return i_list * index.stride_blocks + tl.load(index.block_offsets + i_tile)
 
 
@@ -91,8 +91,8 @@ def store_count(counts, i_head, i_tile, num_tiles, count):
 def compact_blocks(kept: torch.Tensor | None, call: Call) -> None:
     """Write the block lists of the call's heads from flags; None keeps all blocks.
 
-    ``kept`` has the flags of each of the call's heads, laid out like ``block_ids``. Diagonal blocks are kept regardless
-    of their flags.
+    ``kept`` has a flag for each block of the call's heads, in the order of ``block_ids``. Diagonal blocks are always
+    kept.
     """
     index = call.index
     _compact_blocks_kernel[(index.rows.num_tiles, len(call.heads))](

@@ -188,7 +188,7 @@ def plant(batch: Batch, scores: dict[tuple[int, int, int], float]) -> None:
 def test_stripes_around_whole_blocks_stay_in_order(monkeypatch):
     """Lists of stripes and of blocks span several stretches; a key in a block leaves no gap among the stripes.
 
-    Blocks lack their first key, a key inside, or their last key.
+    In some blocks, the first, the last or another key is not kept.
     """
     monkeypatch.setattr(kernels, "CHUNK_BLOCKS", Constant(32))
     last = 2 * kernels.LIST_SPLIT.value

@@ -5,15 +5,15 @@ A token's text depends on the tokens before it, for example at the end of a char
 gives its detokenizer the prompt, which is decoded as a whole with the first token of the answer: on the thread that
 serves all requests, and before the token is sent. The last tokens of the prompt suffice.
 
-Only prompts that end with more than 64 tokens of bytes that are no text get another answer's text: with the whole
-prompt, vLLM repeats the prompt's end in the answer.
+An answer's text differs only after a prompt that ends with more than 64 tokens of bytes that are no text: vLLM repeats
+the end of the prompt in the answer.
 """
 
 from copy import copy
 from typing import Any
 
 END_TOKENS = 64
-"""Last tokens of a prompt that are decoded. The tokens of a character are fewer."""
+"""Last tokens of a prompt that are decoded. A character has far fewer."""
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What the bytes of an incomplete character decode to."""
@@ -28,7 +28,7 @@ def with_end_of_prompt(request: Any, tokenizer: Any) -> Any:
     if token_ids is None or len(token_ids) <= END_TOKENS:
         return request
     end = token_ids[-END_TOKENS:]
-    # The detokenizer has this one, without the lock and the clean-up of its wrappers.
+    # The tokenizer that will decode the answer. Its wrappers lock, and may clean up the text.
     text = tokenizer._tokenizer.decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
     if not text or text.endswith(INCOMPLETE):
         return request

@@ -133,7 +133,7 @@ def _select(call: Call, in_half: bool) -> None:
         return
     workspace, dtype = call.index.workspace, integer_dtype(call.q.device)
     with workspace.frame():
-        # Flags of all blocks, laid out like ``block_ids``.
+        # Flags of all blocks, in the order of ``block_ids``.
         kept = workspace.empty(len(call.heads), call.index.block_ids.shape[1], dtype=torch.uint8)
         first_flags(call, kept)
         means = row_means(call)
