@@ -43,7 +43,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "sale": [{}, {"int8_scores": True}],
     "share_prefill": [{"cluster": 0}],
     "sparge_attn": [{}, {"skip_margin": -5.0, "int8_scores": True}, {"skip_margin": -5.0}],
-    "top_p": [{}],
+    "top_p": [{"ramp_tokens": 1}],
 }
 """Settings of a method that use other kernels, or another amount of memory, than its defaults."""
 
@@ -61,8 +61,8 @@ SMALL: dict[str, list[dict[str, Any]]] = {
         {"kept_mass": 0.6, "min_similarity": 0.1},
     ],
     "top_p": [
-        {"kept_mass": 0.9, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64},
-        {"kept_mass": 0.5, "sink_tokens": 0, "local_tokens": 128},
+        {"kept_mass": 0.9, "ramp_tokens": 1, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64},
+        {"kept_mass": 0.5, "ramp_tokens": 512, "sink_tokens": 0, "local_tokens": 128},
     ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
 }

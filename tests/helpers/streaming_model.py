@@ -12,7 +12,7 @@ from vllm_sparse_backend.streaming_heads import SINK_TOKENS, WINDOWS_TOKENS
 PROMPT = list(range(SINK_TOKENS + WINDOWS_TOKENS[-1] + 1500))
 SETTINGS = {
     "method": "top_p",
-    "params": {"kept_mass": 0.5, "most_tokens": None},
+    "params": {"kept_mass": 0.5, "ramp_tokens": 1, "most_tokens": None},
     "streaming_heads": True,
     "min_tokens": 100,
     "min_query_tokens": 1,

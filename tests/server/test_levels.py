@@ -141,7 +141,7 @@ class TestConfiguredByNestedYaml:
         profile = {"format": 1, "model": "any", "min_tokens": server_levels.MIN_TOKENS, "min_query_tokens": 1}
         profile |= {
             "level": "mass",
-            "default": {"method": "top_p", "kept_mass": 0.6, "peak_share": 0.2},
+            "default": {"method": "top_p", "kept_mass": 0.6, "ramp_tokens": 1, "peak_share": 0.2},
             "levels": levels,
         }
         (folder / "profile.yaml").write_text(yaml.safe_dump(profile))

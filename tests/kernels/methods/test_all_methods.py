@@ -116,7 +116,7 @@ OUT_OF_RANGE: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "top_p": {
         "kept_mass": (0.0, 1.01, NAN), "sink_tokens": (16, -32, 32.0), "local_tokens": (96, 130),
-        "most_tokens": (0, -32, 33), "peak_share": (0.0, 1.01, NAN),
+        "most_tokens": (0, -32, 33), "peak_share": (0.0, 1.01, NAN), "ramp_tokens": (0, -1),
     },
     "vertical_slash": {
         "vertical_tokens": (-1,), "slash_tokens": (-1,), "forced_verticals": (-1,), "forced_slashes": (-1,),

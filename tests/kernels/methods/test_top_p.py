@@ -28,7 +28,7 @@ from vllm_sparse_kernels.selection.channels import keep_heaviest
 from vllm_sparse_kernels.selection.engine import SelectSpec, choose_select_engine
 from vllm_sparse_kernels.selection.slabs import slabs_of
 
-METHOD = TopP(kept_mass=0.7, sink_tokens=32, local_tokens=128, most_tokens=None, peak_share=1.0)
+METHOD = TopP(kept_mass=0.7, ramp_tokens=1, sink_tokens=32, local_tokens=128, most_tokens=None, peak_share=1.0)
 MASS_ERROR = 5e-3
 """Total error of a tile's masses: half precision rounds scores up to 32 by up to 2^-7; exponentials err by as much."""
 

@@ -19,12 +19,12 @@ UNIT = 2.0**-14
 """Masses are multiples of this unit with sums below 1, so float32 adds them without rounding, in any order."""
 
 
-def check_choice(method: TopP, sizes: list[int], reach: int) -> None:
-    """Check the choice for a tile whose causal blocks have these masses, in units; a negative size marks a peak.
+def check_choice(method: TopP, sizes: list[int], reach: int) -> int:
+    """Check which blocks are kept for a tile whose causal blocks have these masses, and return their number.
 
     Args:
         method: The method of the tile's head.
-        sizes: Masses of the blocks in order, repeated up to ``reach``.
+        sizes: Masses of the blocks in order, in units, repeated up to ``reach``. A negative size marks a peak.
         reach: Number of keys in the tile's causal reach; its only query is at the last key.
     """
     rows = Rows((0,), (1,), (reach - 1,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))
@@ -38,6 +38,7 @@ def check_choice(method: TopP, sizes: list[int], reach: int) -> None:
     choice.write_block_lists(call, masses, 0)
     expected = fewest(method, masses[0, 0, :num_blocks].abs().double(), reach - 1) | (masses[0, 0, :num_blocks] < 0)
     assert kept_blocks(index, 0, 0).tolist() == expected.tolist(), (repeated, method)
+    return int(expected.sum())
 
 
 @settings(max_examples=250)
@@ -56,6 +57,12 @@ def test_random_masses(
     """Masses with ties, zeros and peaks. With few masses in registers, those of long rows take several chunks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "HELD_BLOCKS", held)
-        check_choice(
-            TopP(kept_mass=kept_mass, most_tokens=most_tokens, sink_tokens=sink, local_tokens=local), sizes, reach
-        )
+        method = TopP(kept_mass, ramp_tokens=1, most_tokens=most_tokens, sink_tokens=sink, local_tokens=local)
+        check_choice(method, sizes, reach)
+
+
+def test_less_is_dropped_in_short_contexts() -> None:
+    """The share falls to p until the position reaches ``ramp_tokens``."""
+    ramps = [TopP(0.25, ramp_tokens=ramp, most_tokens=None) for ramp in (1, 512, 1024, 2048, 4096, 49152)]
+    same, _, at_ramp, *numbers = [check_choice(method, [3, 1, 7, 2], 1025) for method in ramps]
+    assert same == at_ramp < numbers[0] < numbers[1] < numbers[2] <= 33

@@ -24,7 +24,7 @@ from vllm_sparse_kernels.methods.sparge_attn.method import SpargeAttn
 from vllm_sparse_kernels.methods.top_p.method import TopP
 from vllm_sparse_kernels.selection import lines, pooled, slabs
 
-TOP_P = TopP(0.2, sink_tokens=32, local_tokens=128, most_tokens=None, peak_share=0.2)
+TOP_P = TopP(0.2, ramp_tokens=1, sink_tokens=32, local_tokens=128, most_tokens=None, peak_share=0.2)
 LINES = VerticalSlash(30, 10, 64, 5, 5)
 HEADS_OF_SALE = [Sale(0.3), Sale(0.2)]
 

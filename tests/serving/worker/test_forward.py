@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sale": {"tau": 0.2, "int8_scores": True},
     "share_prefill": {"gamma": 0.5, "cluster": 0, "max_sparsity": 2.0, "max_distance": 2.0},
     "sparge_attn": {"kept_mass": 0.4, "min_similarity": -1.0, "skip_margin": -0.5, "int8_scores": True},
-    "top_p": {"kept_mass": 0.3, "sink_tokens": 0, "local_tokens": 128, "peak_share": 0.2},
+    "top_p": {"kept_mass": 0.3, "ramp_tokens": 1, "sink_tokens": 0, "local_tokens": 128, "peak_share": 0.2},
     "vertical_slash": {"vertical_tokens": 40, "slash_tokens": 104},
 }
 BY_HEAD = (

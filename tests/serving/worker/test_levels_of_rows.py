@@ -170,6 +170,7 @@ class TestRows:
             by_mass = {
                 "method": "top_p",
                 "kept_mass": share,
+                "ramp_tokens": 1,
                 "most_tokens": None,
                 "sink_tokens": 0,
                 "local_tokens": 128,

@@ -17,7 +17,7 @@ SPECS = (
         TopP,
         select_top_p,
         full=TopP(kept_mass=1.0),
-        demo={"kept_mass": 0.5},
+        demo={"kept_mass": 0.5, "ramp_tokens": 1},
         ladder=tuple({"kept_mass": p, "most_tokens": most} for p, most in LADDER),
     ),
 )

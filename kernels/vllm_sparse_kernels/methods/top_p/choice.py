@@ -72,23 +72,23 @@ def write_block_lists(call: Call, masses: torch.Tensor, first_tile: int) -> None
     limits = Limits(call.parameters("kept_mass"), call.parameters("most_blocks"))
     _choose_kernel[(num_tiles, num_selected)](
         masses, masses.stride(0), masses.stride(1), call.head_ids, index.args, index.rows.num_tiles, first_tile,
-        limits, method.sink_tokens, method.local_tokens,
+        limits, method.sink_tokens, method.local_tokens, method.ramp_tokens,
         FINE_BLOCKS=index.block_tokens // KEY_BLOCK.value, HELD=HELD_BLOCKS,
         num_warps=NUM_WARPS, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local"])
+@triton.jit(do_not_specialize=["stride_head", "stride_tile", "num_tiles", "first_tile", "sink", "local", "ramp"])
 def _choose_kernel(
-    masses, stride_head, stride_tile, heads, index, num_tiles, first_tile, limits, sink, local,
+    masses, stride_head, stride_tile, heads, index, num_tiles, first_tile, limits, sink, local, ramp,
     FINE_BLOCKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold ``kept_mass``.
+    """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold the tile's p.
 
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
-    count towards the share, and at most ``most_blocks`` blocks are kept for it. ``sink`` and ``local`` are
-    numbers of tokens. FINE_BLOCKS neighbouring blocks form a block of the index, which is kept if one of them is.
+    count towards the share, and at most ``most_blocks`` blocks are kept for it. ``sink``, ``local`` and
+    ``ramp`` are numbers of tokens. FINE_BLOCKS neighbouring blocks form a block of the index, which is kept if one of them is.
 
     Grid: (tiles of the run, n). Bound by latency: up to 30 bisection steps on masses in registers, which
     end once a single mass decides.
@@ -109,6 +109,7 @@ def _choose_kernel(
     keeps_all = kept_mass >= 1
     if keeps_all:
         begin = num_blocks  # no candidates
+    kept_mass = 1 - (1 - kept_mass) * tl.minimum(position / ramp, 1.0)
     max_blocks = tl.load(limits.most_blocks + i_selected).to(tl.int32)
     if end <= HELD // 4:
         bits, num_equal = _find_threshold(tile_masses, begin, end, num_blocks, kept_mass, max_blocks, HELD // 4)

@@ -3,7 +3,7 @@
 
 Blocks have 32 keys, and tiles 128 queries.
 
-p has the same meaning for every head, layer and length; 1 is dense. For queries q and keys k of a row, with the softmax
+p has the same meaning for every head and layer; 1 is dense. For queries q and keys k of a row, with the softmax
 scale s:
 
 1. Round to 8 bits. k̂ is k minus the row's mean key, which shifts all scores of a query equally; q̂ is q. Each query and
@@ -14,7 +14,9 @@ scale s:
    sum is over all blocks. If it were estimated from sampled keys, a query with heavy keys outside the sample would
    outweigh its tile; this lost answers.
 3. Average over the tile's scored queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other
-   blocks with which the kept blocks hold p of Σ_b A[b]. Ties go to the first blocks. At most ``most_tokens``
+   blocks with which the kept blocks hold the share 1 − (1 − p) min(t / ``ramp_tokens``, 1) of Σ_b A[b], where t is
+   the position of the tile's first query. In shorter contexts less is dropped: there a lost share costs more answers,
+   and fewer pairs of queries and keys have to be paid for it. Ties go to the first blocks. At most ``most_tokens``
    keys are kept for their mass, heaviest blocks first: if attention is that flat, part of the keys represents all of
    them. The number does not grow with the context, because such tiles do not need more keys in longer contexts.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
@@ -83,6 +85,9 @@ class TopP(Method):
     kept_mass: float = 0.9
     """p, in (0, 1]: share of each tile's estimated attention that its kept blocks hold. 1 keeps every block."""
 
+    ramp_tokens: int = 49152
+    """Position from which the share is p. Up to there it falls linearly, from 1. With 1, it is p everywhere."""
+
     sink_tokens: int = 128
     """Keys at the beginning of the sequence that are always kept, in whole blocks."""
 
@@ -98,6 +103,7 @@ class TopP(Method):
 
     def __post_init__(self) -> None:
         require(0 < self.kept_mass <= 1, "kept_mass", self.kept_mass, "a number in (0, 1]")
+        require(self.ramp_tokens > 0, "ramp_tokens", self.ramp_tokens, "a number > 0")
         require_blocks("sink_tokens", self.sink_tokens, KEY_BLOCK.value, least=0)
         require_blocks("local_tokens", self.local_tokens, KEY_BLOCK.value, least=128)
         has_most = self.most_tokens is None or (self.most_tokens > 0 and self.most_tokens % KEY_BLOCK.value == 0)

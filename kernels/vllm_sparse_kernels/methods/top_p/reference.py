@@ -32,7 +32,7 @@ def select_top_p(call: Call) -> None:
 
 
 def fewest(method: TopP, masses: torch.Tensor, position: int) -> torch.Tensor:
-    """Flag sink, local region and diagonal, and the fewest blocks between them that hold the share p of all mass."""
+    """Flag sink, local region and diagonal, and the fewest blocks between them that hold the tile's share of all mass."""
     if method.kept_mass == 1:
         return torch.ones_like(masses, dtype=torch.bool)
     first = min(ceil_div(method.sink_tokens, KEY_BLOCK), len(masses))
@@ -40,7 +40,8 @@ def fewest(method: TopP, masses: torch.Tensor, position: int) -> torch.Tensor:
     always = masses[:first].sum() + masses[end:].sum()
     sizes, order = masses[first:end].sort(descending=True, stable=True)
     before = always + pad(sizes.cumsum(0), (1, 0))[:-1]
-    added = before < method.kept_mass * masses.sum()
+    share = 1 - (1 - method.kept_mass) * min(position / method.ramp_tokens, 1)
+    added = before < share * masses.sum()
     added[method.most_blocks :] = False
     kept = torch.ones_like(masses, dtype=torch.bool)
     kept[first + order] = added
