@@ -257,8 +257,7 @@ def test_settings_in_turns() -> None:
     _, *rows = table(PERFORMANCE, "setting", "conversations", "answers ÷ stock's", "lowest turn")
     assert len(rows) == 5
     for setting, conversations, *cells in rows:
-        name = f"SmolLM2, {conversations} conversations of 12 turns"
-        name += "" if setting.startswith("the default") else f", {setting}"
+        name = f"SmolLM2, {conversations} conversations of 12 turns, {setting}"
         figures = "answers", "lowest turn's answers", "KL to stock", "density of sparse rows"
         for cell, figure in zip(cells, figures, strict=True):
             assert_shows(cell, f"{name}: {figure}")
