@@ -8,21 +8,24 @@ import triton.language as tl
 
 Group = TypeVar("Group", bound=NamedTuple)
 
+EQUAL = tl.constexpr(False)
+
+
 class Constant(tl.constexpr):
     """A constant at module level that kernels read.
 
     At every launch, Triton compares a copy of each such constant of the kernel with its present value. The comparison
-    of two ``tl.constexpr`` takes the host 1 µs, and the launches of a layer compare 73. A constant of this class is not
-    copied, and its comparison with itself returns a plain bool immediately.
+    of two ``tl.constexpr`` takes the host 1 µs, and the launches of a layer compare 44. A constant of this class is not
+    copied, and its comparison with itself returns immediately.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Constant":
         """Return the constant itself, which never changes."""
         return self
 
-    def __ne__(self, other: object) -> Any:
+    def __ne__(self, other: object) -> tl.constexpr:
         """Compare the constant with another."""
-        return other is not self and super().__ne__(other)
+        return EQUAL if other is self else super().__ne__(other)
 
     def __rmod__(self, other: int) -> int:
         """Divide a plain number, as which the interpreter passes ``tl.constexpr`` arguments."""

@@ -47,17 +47,15 @@ def aggregate(cls: type[T]) -> type[T]:
         public: type[T] = gluon.aggregate(cls)
         return public
     if "__init__" not in vars(cls):
-        cls.__init__ = _constructor(cls.__name__, tuple(cls.__annotations__))  # type: ignore[method-assign]
+        cls.__init__ = _constructor(tuple(cls.__annotations__))  # type: ignore[method-assign]
     private: type[T] = core._aggregate(cls)
     return private
 
 
-def _constructor(type_name: str, fields: tuple[str, ...]) -> Any:
+def _constructor(fields: tuple[str, ...]) -> Any:
     """Return ``__init__`` of an aggregate: it assigns the fields and wraps Python values as constants."""
 
     def init(self: Any, *values: Any) -> None:
-        if len(values) != len(fields):
-            raise TypeError(f"{type_name} takes {len(fields)} values ({', '.join(fields)}), not {len(values)}")
         for name, value in zip(fields, values, strict=True):
             setattr(self, name, value if isinstance(value, core.base_value) else gl.constexpr(value))
 

@@ -8,7 +8,6 @@ launched. What the host allocates depends on the rows only, not on what kernels 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from triton.runtime.jit import KernelInterface
@@ -29,12 +28,8 @@ def without_launches() -> Iterator[None]:
     # All launches ``kernel[grid](…)``, of jitted, interpreted and Gluon kernels, go through this method. Triton has no
     # other switch: with an empty grid it still compiles, and it refuses tensors on the meta device. Memory is counted
     # at start-up, when no other thread launches kernels.
-
-    def no_launch(kernel: Any, grid: Any) -> Any:
-        return lambda *args, **options: None
-
     launch = KernelInterface.__getitem__
-    KernelInterface.__getitem__ = no_launch
+    KernelInterface.__getitem__ = lambda kernel, grid: lambda *args, **options: None
     try:
         yield
     finally:
@@ -69,13 +64,10 @@ def count_bytes(layer: Layer, rows: Rows, num_kv_heads: int, head_dim: int, dtyp
                 if select_engine.refusal(spec) is None:
                     with workspace.frame():
                         select_engine.select(replace(call, heads=group))
-        for engine in engines(FlashAttention.of_version(3, _no_attention)).values():
+        # FlashAttention's own function allocates its log-sum-exps outside the workspace.
+        no_attention = FlashAttention.of_version(3, lambda **arguments: (None, None))
+        for engine in engines(no_attention).values():
             if engine.refusal(AttendSpec.of(cache, call.index, layer.options)) is None:
                 with workspace.frame():
                     engine.attend(call, torch.empty_like(q), options=layer.options)
     return workspace.peak_bytes
-
-
-def _no_attention(**arguments: Any) -> tuple[None, None]:
-    """Take the place of FlashAttention's function, which allocates its log-sum-exps outside the workspace."""
-    return None, None

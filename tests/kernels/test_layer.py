@@ -99,7 +99,9 @@ def test_tensors_without_the_rows_tokens() -> None:
             run(layer, layer.new_call(q, sample.cache, sample.rows, sample.scale), result)
 
 
-@pytest.mark.parametrize("method", [make_method("default", {"ramp_tokens": 1}), make_method("sale", {"tau": 0.03})], ids=str)
+@pytest.mark.parametrize(
+    "method", [make_method("default", {"ramp_tokens": 1}), make_method("sale", {"tau": 0.03})], ids=str
+)
 @pytest.mark.parametrize(
     ("lengths", "head_dim"),
     [

@@ -45,17 +45,6 @@ def causal_pairs(num_tokens: int) -> int:
     return num_tokens * (num_tokens + 1) // 2
 
 
-def pairs_in_windows(num_tokens: int, window: int) -> int:
-    within = min(window, num_tokens)
-    return causal_pairs(within) + (num_tokens - within) * within
-
-
-def pairs_in_chunks(num_tokens: int, chunk: int) -> int:
-    """Count the pairs if each query attends to the tokens of its own chunk of positions."""
-    num_chunks, remainder = divmod(num_tokens, chunk)
-    return num_chunks * causal_pairs(chunk) + causal_pairs(remainder)
-
-
 @dataclass(frozen=True)
 class PrefillShare:
     """Seconds on an H100 that a prompt spends in parts of a model."""
@@ -89,9 +78,12 @@ def prefill_share(config: Mapping[str, Any], num_tokens: int, source: str = "con
     shape = ModelShape.from_config(config, source)
     near_pairs = all_pairs = causal_pairs(num_tokens)
     if window := config.get("sliding_window"):
-        near_pairs = pairs_in_windows(num_tokens, window)
+        within = min(window, num_tokens)
+        near_pairs = causal_pairs(within) + (num_tokens - within) * within
     elif chunk := config.get("attention_chunk_size"):
-        near_pairs = pairs_in_chunks(num_tokens, chunk)
+        # Each query attends to the tokens of its own chunk of positions.
+        num_chunks, remainder = divmod(num_tokens, chunk)
+        near_pairs = num_chunks * causal_pairs(chunk) + causal_pairs(remainder)
     rate_head_dim = min((head_dim for head_dim in ATTENTION_FLOPS if head_dim >= shape.head_dim), default=256)
     pair_s = 4 * shape.head_dim * shape.num_heads / ATTENTION_FLOPS[rate_head_dim]
     seconds = {"sparse": 0.0, "dense": 0.0}

@@ -88,7 +88,8 @@ def _choose_kernel(
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)
     count towards the share, and at most ``most_blocks`` blocks are kept for it. ``sink``, ``local`` and
-    ``ramp`` are numbers of tokens. FINE_BLOCKS neighbouring blocks form a block of the index, which is kept if one of them is.
+    ``ramp`` are numbers of tokens. FINE_BLOCKS neighbouring blocks form a block of the index, which is kept if one of
+    them is.
 
     Grid: (tiles of the run, n). Bound by latency: up to 30 bisection steps on masses in registers, which
     end once a single mass decides.
@@ -106,8 +107,7 @@ def _choose_kernel(
     end = tl.maximum(position - local, 0) // KEY_BLOCK
     _, num_blocks = tile_blocks(index.tiles, i_tile, KEY_BLOCK)
     kept_mass = tl.load(limits.kept_mass + i_selected)
-    keeps_all = kept_mass >= 1
-    if keeps_all:
+    if kept_mass >= 1:
         begin = num_blocks  # no candidates
     kept_mass = 1 - (1 - kept_mass) * tl.minimum(position / ramp, 1.0)
     max_blocks = tl.load(limits.most_blocks + i_selected).to(tl.int32)

@@ -32,7 +32,7 @@ def select_top_p(call: Call) -> None:
 
 
 def fewest(method: TopP, masses: torch.Tensor, position: int) -> torch.Tensor:
-    """Flag sink, local region and diagonal, and the fewest blocks between them that hold the tile's share of all mass."""
+    """Flag sink, local region and diagonal, and the fewest blocks between them that hold the tile's share of mass."""
     if method.kept_mass == 1:
         return torch.ones_like(masses, dtype=torch.bool)
     first = min(ceil_div(method.sink_tokens, KEY_BLOCK), len(masses))
