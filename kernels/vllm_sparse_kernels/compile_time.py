@@ -15,7 +15,7 @@ class Constant(tl.constexpr):
     """A constant at module level that kernels read.
 
     At every launch, Triton compares a copy of each such constant of the kernel with its present value. The comparison
-    of two ``tl.constexpr`` takes the host 1 µs, and the launches of a layer compare 44. A constant of this class is not
+    of two ``tl.constexpr`` takes the host 1 µs, and the launches of a layer compare 73. A constant of this class is not
     copied, and its comparison with itself returns immediately.
     """
 
