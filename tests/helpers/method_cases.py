@@ -62,7 +62,7 @@ SMALL: dict[str, list[dict[str, Any]]] = {
     ],
     "top_p": [
         {"kept_mass": 0.9, "ramp_tokens": 1, "sink_tokens": 32, "local_tokens": 128, "most_tokens": 64},
-        {"kept_mass": 0.5, "ramp_tokens": 512, "sink_tokens": 0, "local_tokens": 128},
+        {"kept_mass": 0.5, "ramp_tokens": 2048, "sink_tokens": 0, "local_tokens": 128, "peak_share": 1.0},
     ],
     "vertical_slash": [{"vertical_tokens": 30, "slash_tokens": 10, "forced_verticals": 5, "forced_slashes": 5}],
 }

@@ -63,7 +63,7 @@ OPTIONS = {
     "blocks outermost": Option(env=((LAYOUT, "BLHNC"),)),
 }
 """vLLM's options, by name. A token of the bundled model takes 2.5 KiB of the cache."""
-OF_FACTS = {"min_tokens": 512, "min_query_tokens": 1}
+OF_FACTS = {"min_tokens": 512, "min_query_tokens": 1, "params": {"ramp_tokens": 1}}
 
 
 @pytest.mark.parametrize("runner", ["0", "1"], ids=["the older runner", "Model Runner V2"])

@@ -85,6 +85,11 @@ class Method(ABC):
         """p, the share of attention mass that is kept, in (0, 1]; None if the method does not let requests set it."""
         return None
 
+    @property
+    def in_short_contexts(self) -> "Method":
+        """The method as it is in long contexts, but also in short ones: a trial of an engine has few keys."""
+        return self
+
     def with_kept_mass(self, share: float) -> "Method":
         """Return the method with the share p in (0, 1] of kept attention mass. Only ``differing`` fields may change."""
         return self

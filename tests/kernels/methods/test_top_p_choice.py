@@ -48,21 +48,25 @@ def check_choice(method: TopP, sizes: list[int], reach: int) -> int:
     most_tokens=st.sampled_from([None, 512, 128, 32]),
     sink=st.sampled_from([0, 32, 128, 992, 4096]),
     local=st.sampled_from([128, 256]),
+    ramp=st.sampled_from([0, 1, 2, 4]),
     reach=st.one_of(st.integers(1, 1100), st.integers(900, 1100)),
     held=st.sampled_from([16, 4096]),
 )
 def test_random_masses(
-    sizes: list[int], kept_mass: float, most_tokens: int | None, sink: int, local: int, reach: int, held: int
+    sizes: list[int], kept_mass: float, most_tokens: int | None, sink: int, local: int, ramp: int, reach: int, held: int
 ) -> None:
     """Masses with ties, zeros and peaks. With few masses in registers, those of long rows take several chunks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "HELD_BLOCKS", held)
-        method = TopP(kept_mass, ramp_tokens=1, most_tokens=most_tokens, sink_tokens=sink, local_tokens=local)
+        ramp_tokens = max(1, ramp * (reach - 1))  # of the position, so that float32 has the share without rounding
+        method = TopP(kept_mass, ramp_tokens, sink_tokens=sink, local_tokens=local, most_tokens=most_tokens)
         check_choice(method, sizes, reach)
 
 
 def test_less_is_dropped_in_short_contexts() -> None:
     """The share falls to p until the position reaches ``ramp_tokens``."""
-    ramps = [TopP(0.25, ramp_tokens=ramp, most_tokens=None) for ramp in (1, 512, 1024, 2048, 4096, 49152)]
-    same, _, at_ramp, *numbers = [check_choice(method, [3, 1, 7, 2], 1025) for method in ramps]
-    assert same == at_ramp < numbers[0] < numbers[1] < numbers[2] <= 33
+    kept = {
+        ramp: check_choice(TopP(0.25, ramp, most_tokens=None), [3, 1, 7, 2], 1025)
+        for ramp in (1, 512, 1024, 2048, 4096, 49152)
+    }
+    assert kept[1] == kept[512] == kept[1024] < kept[2048] < kept[4096] < kept[49152]

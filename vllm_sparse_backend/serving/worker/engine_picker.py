@@ -72,7 +72,10 @@ class EnginePicker:
         # Methods with the same key run the same kernels, so a single trial is enough.
         spec = SelectSpec(group.method.group_key, batch.q.device, batch.cache.head_dim)
         work = f"selection by {name_of(group.method)} with heads of {spec.head_dim}"
-        return self._pick(spec, candidates, lambda engine: selection_failure(engine, batch, layer, group), work)
+        return self._pick(
+            spec, candidates,
+            lambda engine: selection_failure(engine, batch, layer, group.derived("in_short_contexts")), work,
+        )  # fmt: skip
 
     def _pick(
         self, spec: Spec, candidates: Iterable[EngineT], trial: Callable[[EngineT], str | None], work: str

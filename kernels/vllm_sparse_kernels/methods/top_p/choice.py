@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of the fewest blocks of a tile that hold p of its mass.
+"""Lists of the fewest blocks of a tile that hold a share of its mass.
 
 A program handles one tile and head, on an array that fits into registers.
 
@@ -64,7 +64,7 @@ def mass_bytes(num_selected: int, reach: int) -> int:
 
 
 def write_block_lists(call: Call, masses: torch.Tensor, first_tile: int) -> None:
-    """Write the lists of the tiles from ``first_tile`` on: the fewest blocks that hold the share ``kept_mass``.
+    """Write the lists of the tiles from ``first_tile`` on: the fewest blocks that hold the tile's share.
 
     Heads whose ``kept_mass`` is at least 1 keep everything, and their masses are not read.
     """
@@ -83,7 +83,7 @@ def _choose_kernel(
     masses, stride_head, stride_tile, heads, index, num_tiles, first_tile, limits, sink, local, ramp,
     FINE_BLOCKS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold the tile's p.
+    """Write one (tile, head)'s list: the fewest blocks between sink and local region that hold the tile's share.
 
     masses [heads, tiles, width] float32 holds A[b] of ``method.py`` for blocks of KEY_BLOCK keys. It is negative if
     some query has its peak there, which keeps the block. Blocks that are always kept (sink, local region, diagonal)

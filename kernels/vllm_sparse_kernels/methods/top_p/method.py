@@ -15,8 +15,8 @@ scale s:
    outweigh its tile; this lost answers.
 3. Average over the tile's scored queries: A[b]. Keep sink blocks, local region and diagonal, and the fewest other
    blocks with which the kept blocks hold the share 1 − (1 − p) min(t / ``ramp_tokens``, 1) of Σ_b A[b], where t is
-   the position of the tile's first query. In shorter contexts less is dropped: there a lost share costs more answers,
-   and fewer pairs of queries and keys have to be paid for it. Ties go to the first blocks. At most ``most_tokens``
+   the position of the tile's first query. In shorter contexts less is dropped, because there are fewer keys to pay
+   for. Ties go to the first blocks. At most ``most_tokens``
    keys are kept for their mass, heaviest blocks first: if attention is that flat, part of the keys represents all of
    them. The number does not grow with the context, because such tiles do not need more keys in longer contexts.
 4. Also keep every block in which some query has a[q, b] >= ``peak_share``. The target of a single query has at most
@@ -86,7 +86,7 @@ class TopP(Method):
     """p, in (0, 1]: share of each tile's estimated attention that its kept blocks hold. 1 keeps every block."""
 
     ramp_tokens: int = 49152
-    """Position from which the share is p. Up to there it falls linearly, from 1. With 1, it is p everywhere."""
+    """The kept share falls linearly from 1 at position 0 to p at this position. With 1, it is p everywhere."""
 
     sink_tokens: int = 128
     """Keys at the beginning of the sequence that are always kept, in whole blocks."""
@@ -119,6 +119,11 @@ class TopP(Method):
     def most_blocks(self) -> int:
         """Maximum number of a tile's blocks of 32 keys that are kept for their mass."""
         return MOST if self.most_tokens is None else self.most_tokens // KEY_BLOCK.value
+
+    @property
+    def in_short_contexts(self) -> "TopP":
+        """The method with p at every position."""
+        return replace(self, ramp_tokens=1)
 
     def with_kept_mass(self, share: float) -> "TopP":
         """Return the method with p = ``share`` and without ``most_tokens``."""
