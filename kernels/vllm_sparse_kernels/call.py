@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import PagedCache
+from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import Rows, to_device
+from vllm_sparse_kernels.workspace import Workspace
 
 MOST = 1 << 24
 """Maximum of whole numbers among parameters on the device. They are float32, which represents all integers up to it."""
@@ -68,8 +69,7 @@ class HeadGroup(Generic[MethodT]):
         """Return what ``make`` has returned for this key. Each tensor is copied to the device once."""
         if key not in self._results:
             self._results[key] = make()
-        result: T = self._results[key]
-        return result
+        return self._results[key]
 
 
 NO_HEADS: HeadGroup[Any] = HeadGroup((), ())
@@ -96,6 +96,20 @@ class Call:
     @property
     def rows(self) -> Rows:
         return self.index.rows
+
+    @property
+    def workspace(self) -> Workspace:
+        return self.index.workspace
+
+    @property
+    def key_args(self) -> KeyArgs:
+        """Keys as arguments of kernels."""
+        return key_args(self.cache, self.rows.block_table)
+
+    @property
+    def num_selected(self) -> int:
+        """Number of ``heads``, n in shapes of kernels."""
+        return len(self.heads)
 
     @property
     def method(self) -> Any:

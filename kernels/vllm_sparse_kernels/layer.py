@@ -165,7 +165,7 @@ class Layer:
         """
         call.rows.check_tokens("output", out)
         attend = self.engine.attend if self.by_kernels else reference_attend
-        with call.index.workspace.frame():
+        with call.workspace.frame():
             attend(call, out, options=self.options, sinks=sinks)
 
 

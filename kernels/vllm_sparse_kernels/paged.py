@@ -70,6 +70,11 @@ class PagedCache:
         """Elements of a head's key or value."""
         return self.keys.shape[3]
 
+    @property
+    def padded_head_dim(self) -> int:
+        """``head_dim`` rounded up to a power of two."""
+        return padded_dim(self.head_dim)
+
     @cached_property
     def strides(self) -> tuple[int, int, int]:
         """(page, token, head) strides in elements, the same for keys and values.

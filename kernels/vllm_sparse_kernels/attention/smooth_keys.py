@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
 from vllm_sparse_kernels.rows import KEY_ALIGN, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_row
@@ -44,8 +44,7 @@ class SmoothKeys(NamedTuple):
 
 def smooth_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> SmoothKeys:
     """Quantise the keys of all rows to 8 bits."""
-    num_kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
-    block_d = padded_dim(head_dim)
+    num_kv_heads, block_d = cache.num_kv_heads, cache.padded_head_dim
     num_keys = rows.key_starts[-1] + SCALE_TOKENS.value  # a block of 128 keys may reach past the last row's keys
     smooth = SmoothKeys(
         num_keys,
@@ -56,7 +55,7 @@ def smooth_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> SmoothKe
     )
     smooth.scales[:, -1].zero_()  # of the 64 undefined keys
     _round_keys_kernel[(ceil_div(max(rows.seq_lens), SCALE_TOKENS.value), num_kv_heads, rows.num_rows)](
-        key_args(cache, rows.block_table), smooth, HEAD_DIM=head_dim, BLOCK_D=block_d
+        key_args(cache, rows.block_table), smooth, HEAD_DIM=cache.head_dim, BLOCK_D=block_d
     )
     return smooth
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys, padded_dim
+from vllm_sparse_kernels.paged import PagedCache, key_args, load_keys
 from vllm_sparse_kernels.rows import ROW_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.vectors import load_vectors, store_vector
 from vllm_sparse_kernels.workspace import Workspace
@@ -33,7 +33,7 @@ def key_sums(
 
     A split has ``groups`` such groups. The sums are [splits of all rows, num_kv_heads, moments, BLOCK_D] float32.
     """
-    block_d, split_tokens = padded_dim(cache.head_dim), GROUP_TOKENS.value * period * groups
+    block_d, split_tokens = cache.padded_head_dim, GROUP_TOKENS.value * period * groups
     splits = rows.once(_splits, split_tokens)
     sums = workspace.empty(splits.starts[-1], cache.num_kv_heads, moments, block_d)
     _key_sums_kernel[(splits.most, cache.num_kv_heads, rows.num_rows)](
@@ -45,7 +45,7 @@ def key_sums(
 
 def mean_keys(cache: PagedCache, rows: Rows, workspace: Workspace) -> torch.Tensor:
     """Average the keys of each row: [num_rows, num_kv_heads, BLOCK_D] float32."""
-    means = workspace.empty(rows.num_rows, cache.num_kv_heads, padded_dim(cache.head_dim))
+    means = workspace.empty(rows.num_rows, cache.num_kv_heads, cache.padded_head_dim)
     with workspace.frame():
         sums, splits = key_sums(cache, rows, workspace, moments=1, period=1, groups=8, num_warps=4)
         means_kernel[(rows.num_rows, cache.num_kv_heads)](

@@ -17,7 +17,7 @@ import triton
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
-from vllm_sparse_kernels.paged import key_args, padded_dim, query_args
+from vllm_sparse_kernels.paged import padded_dim, query_args
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection.last_query_kernels import (
     KEY_TILE,
@@ -91,8 +91,8 @@ def last_query_sums(
     call: Call, row_range: tuple[int, int], estimate: Estimate, patterns: torch.Tensor | None = None
 ) -> Sums:
     """Sum Â of some rows over columns and diagonals: one pass for the log-sum-exps, and one for the sums."""
-    rows, empty, (first_row, end_row) = call.rows, call.index.workspace.empty, row_range
-    num_rows, num_selected, band = end_row - first_row, len(call.heads), estimate.band
+    rows, empty, (first_row, end_row) = call.rows, call.workspace.empty, row_range
+    num_rows, num_selected, band = end_row - first_row, call.num_selected, estimate.band
     stacks = _Stacks.of(call, row_range, estimate)
     capacity = rows.key_starts[end_row] - rows.key_starts[first_row]
     values = empty(num_selected * (capacity + capacity // band))
@@ -100,7 +100,7 @@ def last_query_sums(
     sums = Sums(values, patterns, capacity, num_selected, band, first_row, end_row)
     partial = empty(num_rows, num_selected, stacks.most_splits, stacks.num_queries)
     args = LastArgs(
-        query_args(call.q), key_args(call.cache, rows.block_table), call.head_ids, estimate.last_queries, partial,
+        query_args(call.q), call.key_args, call.head_ids, estimate.last_queries, partial,
         by_block, stacks.most_splits, stacks.least_tiles, call.scale * LOG2_E.value,
     )  # fmt: skip
     shape = compile_time(
@@ -111,7 +111,7 @@ def last_query_sums(
             SPREAD=estimate.spread,
             BAND=band,
             HEAD_DIM=call.cache.head_dim,
-            BLOCK_D=padded_dim(call.cache.head_dim),
+            BLOCK_D=call.cache.padded_head_dim,
             PAGE=call.cache.page_size,
             SELECTED=triton.next_power_of_2(num_selected),
         )
@@ -155,7 +155,7 @@ class _Stacks(NamedTuple):
     def of(call: Call, row_range: tuple[int, int], estimate: Estimate) -> "_Stacks":
         """Divide the passes over the keys of some rows."""
         num_kv_heads = call.cache.num_kv_heads
-        vector_bytes = padded_dim(call.cache.head_dim) * call.q.element_size()
+        vector_bytes = call.cache.padded_head_dim * call.q.element_size()
         num_queries = max(KEY_TILE.value, triton.next_power_of_2(estimate.last_queries))
         head_bytes = num_queries * vector_bytes
         members = min(

@@ -48,10 +48,10 @@ def select_lines(
     call: Call, estimate: Estimate, keep: Callable[[Call, Sums], Lines], patterns: torch.Tensor | None = None
 ) -> None:
     """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of the call's heads."""
-    sizes = [ceil_div(n, 4096) * 4096 * len(call.heads) * KEY_BYTES for n in call.rows.seq_lens]
-    call.index.workspace.expect(most_at_once(sizes, SLAB_BYTES))
+    sizes = [ceil_div(n, 4096) * 4096 * call.num_selected * KEY_BYTES for n in call.rows.seq_lens]
+    call.workspace.expect(most_at_once(sizes, SLAB_BYTES))
     for row_range in rows_within(sizes, SLAB_BYTES):
-        with call.index.workspace.frame():
+        with call.workspace.frame():
             sums = last_query_sums(call, row_range, estimate, patterns)
             write_lines(call, sums, keep(call, sums))
 
@@ -60,7 +60,7 @@ def write_lines(call: Call, sums: Sums, lines: Lines) -> None:
     """Write the lists of the call's heads for all tiles of the rows whose sums these are."""
     index, rows = call.index, call.rows
     first_tile, end_tile = rows.tile_starts[sums.first_row], rows.tile_starts[sums.end_row]
-    _write_lines_kernel[(end_tile - first_tile, len(call.heads))](
+    _write_lines_kernel[(end_tile - first_tile, call.num_selected)](
         *sums.args(rows), call.head_ids, lines, lines.columns.shape[2], first_tile, index.args, rows.num_tiles,
         BAND=sums.band, BLOCK_N=index.block_tokens,
     )  # fmt: skip

@@ -95,7 +95,7 @@ def compact_blocks(kept: torch.Tensor | None, call: Call) -> None:
     kept.
     """
     index = call.index
-    _compact_blocks_kernel[(index.rows.num_tiles, len(call.heads))](
+    _compact_blocks_kernel[(index.rows.num_tiles, call.num_selected)](
         kept, call.head_ids, index.args, BLOCK_N=index.block_tokens
     )
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, query_args
+from vllm_sparse_kernels.paged import load_keys, load_queries, padded_dim, query_args
 from vllm_sparse_kernels.rows import KEY_ALIGN, TILE, TILE_FIELDS, Rows, ceil_div
 from vllm_sparse_kernels.selection.key_sums import mean_keys
 from vllm_sparse_kernels.selection.lists import load_row, load_tile, place_in_slab
@@ -90,7 +90,7 @@ def _num_warps(head_dim: int) -> int:
 
 def pool_queries(call: Call, per_tile: int, with_similarity: bool) -> Pooled:
     """Average the queries of tiles or of parts of tiles."""
-    rows, num_selected, empty = call.rows, len(call.heads), call.index.workspace.empty
+    rows, num_selected, empty = call.rows, call.num_selected, call.workspace.empty
     num_pooled, head_dim = rows.num_tiles * per_tile, call.q.shape[2]
     means = empty(num_selected, num_pooled, head_dim)
     similarity = empty(num_selected, num_pooled) if with_similarity else None
@@ -103,14 +103,14 @@ def pool_queries(call: Call, per_tile: int, with_similarity: bool) -> Pooled:
 
 def pool_keys(call: Call, slab: PooledSlab, centers: torch.Tensor | None) -> Pooled:
     """Average the keys of the slab's blocks."""
-    cache, empty = call.cache, call.index.workspace.empty
-    num_kv_heads, head_dim, num_selected = cache.num_kv_heads, cache.head_dim, len(call.heads)
+    cache, empty = call.cache, call.workspace.empty
+    num_kv_heads, head_dim, num_selected = cache.num_kv_heads, cache.head_dim, call.num_selected
     pooled = Pooled(
         empty(num_kv_heads, slab.num_blocks, head_dim),
         None if centers is None else empty(num_kv_heads, slab.num_blocks),
     )
     _pool_keys_kernel[(num_kv_heads, ceil_div(slab.max_blocks, SPLIT_BLOCKS.value), slab.end_row - slab.first_row)](
-        key_args(cache, call.rows.block_table), call.rows.row_table, slab.first_row, slab.num_blocks,
+        call.key_args, call.rows.row_table, slab.first_row, slab.num_blocks,
         call.head_ids if num_selected < call.q.shape[1] else None, num_selected, *pooled, centers,
         HEAD_DIM=head_dim, BLOCK_D=padded_dim(head_dim), GROUP=call.group,
         num_warps=_num_warps(head_dim),
@@ -122,8 +122,8 @@ def pooled_products(
     call: Call, per_tile: int, min_similarity: torch.Tensor | None = None
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
     """Multiply mean queries with mean keys, a run of tiles at a time."""
-    cache, rows, workspace = call.cache, call.rows, call.index.workspace
-    num_selected, with_similarity = len(call.heads), min_similarity is not None
+    cache, rows, workspace = call.cache, call.rows, call.workspace
+    num_selected, with_similarity = call.num_selected, min_similarity is not None
     queries = pool_queries(call, per_tile, with_similarity)
     centers = mean_keys(cache, rows, workspace) if with_similarity else None
     for slab in rows.once(pooled_slabs, num_selected, cache.num_kv_heads, cache.head_dim, per_tile):

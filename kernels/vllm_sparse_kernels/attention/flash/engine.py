@@ -44,7 +44,7 @@ from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import FP8, PagedCache, padded_dim
+from vllm_sparse_kernels.paged import FP8, PagedCache
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 
 PART_BYTES = 512 << 20
@@ -98,7 +98,7 @@ def attend(
     assert flash is not None
     queries = AttendArgs.of(call.q, out, sinks)
     for part in _parts(call.index, call.cache):
-        with call.index.workspace.frame():
+        with call.workspace.frame():
             _attend_part(flash, call, queries, part)
 
 
@@ -167,8 +167,7 @@ def _attend_part(flash: FlashAttention, call: Call, queries: AttendArgs, part: P
     sequences = _allocate_sequences(index, cache, part)
     lists = index.args, rows.once(_starts)[1]
     varying = (part.first, part.first_token, rows.num_tiles, sum(rows.query_lens))
-    block_d = padded_dim(cache.head_dim)
-    shape = compile_time(SliceShape(cache.head_dim, block_d, group, index.block_tokens, unit))
+    shape = compile_time(SliceShape(cache.head_dim, cache.padded_head_dim, group, index.block_tokens, unit))
     grid = (part.num_sequences, TILE_TOKENS // SLICE_TOKENS.value)
     stripe_table = sequences.stripe_table
     prepare_kernel[grid](

@@ -97,7 +97,7 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
     vote_kernel,
 )
 from vllm_sparse_kernels.methods.base import Method
-from vllm_sparse_kernels.paged import key_args, padded_dim, query_args, wide_dtype
+from vllm_sparse_kernels.paged import padded_dim, query_args, wide_dtype
 from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
 from vllm_sparse_kernels.selection.parameters import require
 
@@ -224,10 +224,11 @@ class AnchorAttention(Method):
         return 512 * block_d if block_d > 256 else 0
 
     def select(self, call: Call) -> None:
-        index, rows, empty = call.index, call.rows, call.index.workspace.empty
+        index, rows, empty = call.index, call.rows, call.workspace.empty
         groups = rows.once(Groups.of, self.span_tokens)
-        shape, block_d = (index.num_heads, rows.num_tiles, self.tile_voters), padded_dim(call.cache.head_dim)
-        voters = VoterArgs(empty(*shape, block_d, dtype=wide_dtype(call.q.dtype)), empty(*shape))
+        shape = index.num_heads, rows.num_tiles, self.tile_voters
+        vectors = empty(*shape, call.cache.padded_head_dim, dtype=wide_dtype(call.q.dtype))
+        voters = VoterArgs(vectors, empty(*shape))
         num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
         words = empty(index.num_heads, num_words, dtype=torch.int32)
         args = GroupArgs(groups.table, groups.row_starts, groups.tile_windows, words, num_words)
@@ -237,10 +238,10 @@ class AnchorAttention(Method):
     def _vote(self, call: Call, voters: VoterArgs, groups: Groups, args: GroupArgs) -> None:
         """Compute the keys that each group keeps (equations 1 and 2), as the words of ``args``."""
         q, cache, rows, group, heads = call.q, call.cache, call.rows, call.group, call.head_ids
-        block_d = padded_dim(cache.head_dim)
+        block_d = cache.padded_head_dim
         narrow = block_d * wide_dtype(q.dtype).itemsize > 256  # bytes of a key, to fit shared memory
         block_n, columns = (64, VOTE_COLUMNS // 2) if narrow else (128, VOTE_COLUMNS)
-        keys = key_args(cache, rows.block_table)
+        keys = call.key_args
         shape = compile_time(
             VoteShape(
                 HEAD_DIM=cache.head_dim,

@@ -118,7 +118,7 @@ class FlexVerticalSlash(Method):
 
     def keep_lines(self, call: Call, sums: Sums) -> Lines:
         """Keep the fewest columns and the fewest diagonals with γ of the mass, of each head and row."""
-        index, rows, empty = call.index, call.rows, call.index.workspace.empty
+        index, rows, empty = call.index, call.rows, call.workspace.empty
         num_rows, num_selected = sums.end_row - sums.first_row, sums.num_selected
         most = max(min(self.stripes_of_row(rows, i), rows.seq_lens[i]) for i in range(sums.first_row, sums.end_row))
         lines = Lines(

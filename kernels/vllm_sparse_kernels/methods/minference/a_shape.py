@@ -41,7 +41,7 @@ class AShape(Method):
 
     def select(self, call: Call) -> None:
         index = call.index
-        _a_shape_kernel[(index.rows.num_tiles, len(call.heads))](
+        _a_shape_kernel[(index.rows.num_tiles, call.num_selected)](
             call.head_ids, index.args, index.rows.num_tiles, call.parameters("sink_tokens", "local_tokens"),
             BLOCK_N=index.block_tokens,
         )  # fmt: skip

@@ -80,7 +80,7 @@ class VerticalSlash(Method):
 
 def keep_largest(call: Call, sums: Sums) -> Lines:
     """Keep the k_v largest column sums and the k_s largest diagonal sums of each head and row."""
-    index, empty = call.index, call.index.workspace.empty
+    index, empty = call.index, call.workspace.empty
     counts = call.parameters("vertical_tokens", "slash_tokens")
     first = call.parameters("forced_verticals", "forced_slashes")
     rows, num_rows = index.rows, sums.end_row - sums.first_row

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.paged import load_queries, padded_dim, query_args
+from vllm_sparse_kernels.paged import load_queries, query_args
 from vllm_sparse_kernels.rows import TILE
 from vllm_sparse_kernels.selection.key_sums import mean_keys, means_kernel
 from vllm_sparse_kernels.selection.lists import load_tile
@@ -23,14 +23,13 @@ class Means(NamedTuple):
 
 def row_means(call: Call) -> Means:
     """Average the keys and the queries of each row."""
-    q, cache, rows, workspace = call.q, call.cache, call.rows, call.index.workspace
-    num_heads, head_dim = q.shape[1], cache.head_dim
-    block_d = padded_dim(head_dim)
+    q, cache, rows, workspace = call.q, call.cache, call.rows, call.workspace
+    num_heads, block_d = q.shape[1], cache.padded_head_dim
     means = Means(mean_keys(cache, rows, workspace), workspace.empty(rows.num_rows, num_heads, block_d))
     with workspace.frame():
         sums = workspace.empty(rows.num_tiles, num_heads, block_d)
         _query_sums_kernel[(rows.num_tiles, num_heads)](
-            query_args(q), rows.tiles, sums, HEAD_DIM=head_dim, BLOCK_D=block_d
+            query_args(q), rows.tiles, sums, HEAD_DIM=cache.head_dim, BLOCK_D=block_d
         )
         means_kernel[(rows.num_rows, num_heads)](
             sums, rows.device_tile_starts, rows.row_table, means.queries, BLOCK_D=block_d, COUNT=1

@@ -131,14 +131,14 @@ def _select(call: Call, in_half: bool) -> None:
     if not any(method.tau for method in call.heads.methods):
         compact_blocks(None, call)
         return
-    workspace, dtype = call.index.workspace, integer_dtype(call.q.device)
+    workspace, dtype = call.workspace, integer_dtype(call.q.device)
     with workspace.frame():
         # Flags of all blocks, in the order of ``block_ids``.
-        kept = workspace.empty(len(call.heads), call.index.block_ids.shape[1], dtype=torch.uint8)
+        kept = workspace.empty(call.num_selected, call.index.block_ids.shape[1], dtype=torch.uint8)
         first_flags(call, kept)
         means = row_means(call)
         queries = round_queries(call, means, dtype)
-        for slab in call.rows.once(slabs_of, len(call.heads), marks_bytes):
+        for slab in call.rows.once(slabs_of, call.num_selected, marks_bytes):
             with workspace.frame():
                 keys = round_keys(call, means, slab, dtype)
                 for run in slab.runs:

@@ -15,7 +15,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.compile_time import LN_2, LOG2_E, Constant
 from vllm_sparse_kernels.methods.sale.means import Means
 from vllm_sparse_kernels.online_softmax import add_exponentials
-from vllm_sparse_kernels.paged import KeySource, key_args, load_keys, load_queries, query_args, widen
+from vllm_sparse_kernels.paged import KeySource, load_keys, load_queries, query_args, widen
 from vllm_sparse_kernels.rows import TILE, TILE_TOKENS
 from vllm_sparse_kernels.selection.lists import load_tile
 from vllm_sparse_kernels.selection.slabs import STEP_TOKENS, KeySlab, padded
@@ -59,8 +59,8 @@ class RoundedKeys(NamedTuple):
 
 def round_keys(call: Call, means: Means, slab: KeySlab, dtype: torch.dtype) -> RoundedKeys:
     """Round the keys of a slab's rows to 4 bits, in whole steps; keys past a row's end count as zeros."""
-    cache, rows, group, empty = call.cache, call.rows, call.group, call.index.workspace.empty
-    num_selected, num_keys, block_d = len(call.heads), slab.num_keys, means.keys.shape[2]
+    cache, rows, empty = call.cache, call.rows, call.workspace.empty
+    num_selected, num_keys, block_d = call.num_selected, slab.num_keys, means.keys.shape[2]
     rounded = RoundedKeys(
         integers=empty(cache.num_kv_heads, num_keys, block_d, dtype=dtype),
         scales=empty(cache.num_kv_heads, num_keys // 8),
@@ -72,9 +72,9 @@ def round_keys(call: Call, means: Means, slab: KeySlab, dtype: torch.dtype) -> R
     )
     num_programs = padded(slab.longest) // BLOCK_N.value
     _round_keys_kernel[(num_programs, cache.num_kv_heads, len(slab.key_starts))](
-        key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"), num_selected,
+        call.key_args, rounded, means, call.head_ids, call.parameters("log_tau"), num_selected,
         rows.device_seq_lens, slab.first_row, slab.key_starts,
-        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, GROUP=group, GROUP_2=triton.next_power_of_2(group),
+        HEAD_DIM=cache.head_dim, BLOCK_D=block_d, GROUP=call.group, GROUP_2=triton.next_power_of_2(call.group),
         HEADS=triton.next_power_of_2(num_selected), num_warps=4,
     )  # fmt: skip
     return rounded
@@ -82,8 +82,8 @@ def round_keys(call: Call, means: Means, slab: KeySlab, dtype: torch.dtype) -> R
 
 def round_queries(call: Call, means: Means, dtype: torch.dtype) -> RoundedQueries:
     """Round the queries of all rows to 4 bits, and compute every query's threshold."""
-    q, cache, rows, empty = call.q, call.cache, call.rows, call.index.workspace.empty
-    count, num_queries, block_d = len(call.heads), rows.num_tiles * TILE_TOKENS, means.keys.shape[2]
+    q, cache, rows, empty = call.q, call.cache, call.rows, call.workspace.empty
+    count, num_queries, block_d = call.num_selected, rows.num_tiles * TILE_TOKENS, means.keys.shape[2]
     rounded = RoundedQueries(
         integers=empty(count, num_queries, block_d, dtype=dtype),
         thresholds=empty(count, num_queries),
@@ -93,7 +93,7 @@ def round_queries(call: Call, means: Means, dtype: torch.dtype) -> RoundedQuerie
     )
     # Four stages: two for the keys, and two more for the pages that locate them.
     _round_queries_kernel[(num_queries // QUERY_BLOCK.value, count)](
-        query_args(q), key_args(cache, rows.block_table), rounded, means, call.head_ids, call.parameters("log_tau"),
+        query_args(q), call.key_args, rounded, means, call.head_ids, call.parameters("log_tau"),
         rows.tiles, call.method.sink_tokens, call.method.local_tokens, call.scale,
         HEAD_DIM=cache.head_dim, BLOCK_D=block_d, GROUP=call.group, KV_HEADS=cache.num_kv_heads,
         num_warps=4, num_stages=4,

@@ -91,7 +91,7 @@ def _test_stages(block_d: int, limit_bytes: int) -> int:
 def first_flags(call: Call, kept: torch.Tensor) -> None:
     """Set flags to 1 for sink, local region and all blocks of heads that keep everything, and to 0 for the others."""
     index, method = call.index, call.method
-    _first_flags_kernel[(index.rows.num_tiles, len(call.heads))](
+    _first_flags_kernel[(index.rows.num_tiles, call.num_selected)](
         kept, index.args, call.parameters("log_tau"), method.sink_tokens, method.local_tokens,
         INDEX_N=index.block_tokens,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def flag_blocks(
 ) -> None:
     """Set the flags of the blocks in which an element passes, for a run of a slab's tiles."""
     index, method = call.index, call.method
-    num_sets, num_spans, num_heads = len(run.tile_sets), ceil_div(run.reach, SPAN_TOKENS), len(call.heads)
+    num_sets, num_spans, num_heads = len(run.tile_sets), ceil_div(run.reach, SPAN_TOKENS), call.num_selected
     args = (
         call.head_ids, call.parameters("log_tau"), kept, index.args, run.tile_sets, method.sink_tokens,
         method.local_tokens,

@@ -18,7 +18,7 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
 from vllm_sparse_kernels.compile_time import Constant, compile_time
 from vllm_sparse_kernels.index import SparseIndex
-from vllm_sparse_kernels.paged import key_args, load_keys, load_queries, padded_dim, widen
+from vllm_sparse_kernels.paged import load_keys, load_queries, padded_dim, widen
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 from vllm_sparse_kernels.selection.lists import CHUNK_BLOCKS, load_tile, tile_blocks
 from vllm_sparse_kernels.vectors import load_padded, store_padded
@@ -96,15 +96,14 @@ class BlockAverages:
     def __init__(self, call: Call, spans: Spans, clusters: torch.Tensor) -> None:
         q, cache, index, heads = call.q, call.cache, call.index, call.head_ids
         self.queries = ScaledQueries(q, q.stride(0), q.stride(1), call.scale)
-        self.keys = key_args(cache, index.rows.block_table)
+        self.keys = call.key_args
         num_kv_heads, num_heads, head_dim = cache.num_kv_heads, index.num_heads, cache.head_dim
-        group = call.group
         self.shape = compile_time(
             TileShape(
                 HEAD_DIM=head_dim,
-                BLOCK_D=padded_dim(head_dim),
+                BLOCK_D=cache.padded_head_dim,
                 BLOCK_N=index.block_tokens,
-                GROUP=group,
+                GROUP=call.group,
                 BLOCK_M=TILE_TOKENS,
                 CHUNK_KEYS=16 if q.dtype == torch.float32 else index.block_tokens,
                 MAP_STAGES=_map_stages(head_dim, shared_bytes(q.device)),
@@ -122,11 +121,11 @@ class BlockAverages:
         _mean_keys_kernel[(num_kv_heads, spans.max_blocks, num_rows)](
             self.keys, heads, clusters, len(heads), spans.last_tiles, spans.block_starts, spans.num_blocks,
             mean_queries, num_rows, self.mean_keys, self.scores, self.shape, **selected,
-            MEMBERS=triton.next_power_of_2(group),
+            MEMBERS=triton.next_power_of_2(call.group),
         )  # fmt: skip
-        self.estimates = empty(len(call.heads), spans.num_blocks)
-        self.sparsity = empty(len(call.heads), num_rows)
-        _estimates_kernel[(len(call.heads), num_rows)](
+        self.estimates = empty(call.num_selected, spans.num_blocks)
+        self.sparsity = empty(call.num_selected, num_rows)
+        _estimates_kernel[(call.num_selected, num_rows)](
             heads, clusters, self.scores, spans.block_starts, spans.num_blocks, self.estimates, self.sparsity
         )
 

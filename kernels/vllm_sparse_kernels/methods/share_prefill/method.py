@@ -229,7 +229,7 @@ def _share(
     patterns: torch.Tensor,
 ) -> None:  # fmt: skip
     """Run Algorithm 3, which fills patterns [heads, num_rows] int32 and makes new pivots, and Algorithm 2."""
-    index, rows, empty = call.index, call.rows, call.index.workspace.empty
+    index, rows, empty = call.index, call.rows, call.workspace.empty
     num_heads, num_rows = averages.sparsity.shape
     shares = call.heads.derived("fallback").parameters(("kernel_share",), rows.device)
     args = ShareArgs(
