@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlexPrefill's vertical-slash in plain torch: Algorithm 5 of arXiv:2505.19578; see methods/flex_prefill/method.py."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 from vllm_sparse_kernels.methods.references import diagonal_sums, heads_of_rows, set_lines, softmax_of, ten_bits
 from vllm_sparse_kernels.rows import split_blocks
-
-if TYPE_CHECKING:  # the methods' package imports this module
-    from vllm_sparse_kernels.methods.flex_prefill.method import FlexVerticalSlash
 
 BAND_TOKENS = 64
 
@@ -29,7 +25,7 @@ def select_flex_vertical_slash(call: Call) -> None:
             set_lines(index, head, i_tile, columns, diagonals, BAND_TOKENS, whole)
 
 
-def estimating_queries(method: "FlexVerticalSlash", query_len: int) -> torch.Tensor:
+def estimating_queries(method: FlexVerticalSlash, query_len: int) -> torch.Tensor:
     """Return the places of the chunk's last queries, or of as many evenly spaced queries up to the last."""
     count = min(method.last_queries, query_len)
     if method.estimating == "spread":

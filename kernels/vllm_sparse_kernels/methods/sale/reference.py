@@ -6,16 +6,13 @@ the mean query with the smoothed keys is added in full precision.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.methods.references import rows_of
+from vllm_sparse_kernels.methods.sale.method import Sale
 from vllm_sparse_kernels.rows import Tile, split_blocks
-
-if TYPE_CHECKING:
-    from vllm_sparse_kernels.methods.sale.method import Sale
 
 QUERY_BLOCK = 64  # b_q
 KEY_BLOCK = 32  # b_k
@@ -55,7 +52,7 @@ def paper_blocks(call: Call) -> Iterator[tuple[int, int, torch.Tensor]]:
                 yield head, i_tile, keep(method, scores >= threshold[:, None], starts, tile)
 
 
-def keep(method: "Sale", passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:
+def keep(method: Sale, passed: torch.Tensor, starts: list[int], tile: Tile) -> torch.Tensor:
     """Flag sink, local blocks and blocks between them in which an element passed: Algorithm 1, lines 9 and 12."""
     num_blocks = tile.last_position // KEY_BLOCK + 1
     kept = torch.zeros(len(starts), num_blocks, dtype=torch.bool, device=passed.device)
@@ -76,7 +73,7 @@ def last_positions(tile: Tile) -> list[int]:
     ]
 
 
-def local_start(method: "Sale", last_position: int) -> int:
+def local_start(method: Sale, last_position: int) -> int:
     """Return the start of the local region of a 64-query block.
 
     Between sink and local region lie whole segments of four 32-key blocks. The remaining blocks at the row's end join
@@ -88,7 +85,7 @@ def local_start(method: "Sale", last_position: int) -> int:
 
 
 def exact_threshold(
-    method: "Sale", b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, starts: list[int], scale: float
+    method: Sale, b_q: torch.Tensor, keys: torch.Tensor, tile: Tile, starts: list[int], scale: float
 ) -> torch.Tensor:
     """Compute (ln τ + ln l̃ + m̃) / scale, with m̃ and l̃ over sink and local region (equations 3 and 4, corrected)."""
     b_start = torch.tensor(starts, device=b_q.device).repeat_interleave(QUERY_BLOCK)[: len(b_q)]

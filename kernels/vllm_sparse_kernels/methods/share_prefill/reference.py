@@ -5,7 +5,7 @@
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,12 +13,8 @@ from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.methods.flex_prefill.reference import fewest_with_mass, select_flex_vertical_slash
 from vllm_sparse_kernels.methods.references import heads_of_rows
+from vllm_sparse_kernels.methods.share_prefill.method import NOISE, SharePrefill
 from vllm_sparse_kernels.rows import TILE_TOKENS, split_blocks
-
-if TYPE_CHECKING:  # the methods' package imports this module
-    from vllm_sparse_kernels.methods.share_prefill.method import SharePrefill
-
-NOISE = -1
 
 
 class Pivot(NamedTuple):
@@ -55,7 +51,7 @@ def set_pattern(kept: list[torch.Tensor], index: SparseIndex, row: int, head: in
         index.stripe_counts[head, i_tile] = 0
 
 
-def determine(method: "SharePrefill", last_row: torch.Tensor, pivot: Pivot | None) -> str:
+def determine(method: SharePrefill, last_row: torch.Tensor, pivot: Pivot | None) -> str:
     """Decide the pattern of a head: Algorithm 3, and the first lines of Algorithm 4."""
     uniform = torch.full_like(last_row, 1 / len(last_row))
     if method.cluster == NOISE or js_distance(last_row, uniform) >= method.max_sparsity:
