@@ -63,10 +63,10 @@ them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Self, TypeVar
+from typing import Self
 
 import torch
 import triton
@@ -90,8 +90,6 @@ from vllm_sparse_kernels.selection.radix import DIGITS
 
 NOISE = -1
 """Cluster id of heads that resemble no other head."""
-
-State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -162,13 +160,6 @@ class SharePrefill(Method):
         """Return whether any of these heads could reuse a pattern; otherwise no pivot is worth its dense attention."""
         return self.max_sparsity > 0 and self.max_distance > 0 and any(head.cluster != NOISE for head in heads)
 
-    def state_of_step(self, rows: Rows, kind: str, make: Callable[[], State]) -> State:
-        """Return the state of this kind and threshold that layers keep for later layers; the first layer makes it."""
-        key = (kind, self.group_key)
-        if key not in rows.state:
-            rows.state[key] = make()
-        return rows.state[key]
-
     def least_shared_bytes(self, head_dim: int) -> int:
         return least_shared_bytes(self.last_queries, head_dim)
 
@@ -178,7 +169,10 @@ class SharePrefill(Method):
         if not self.shares(methods):
             self.fallback.select(lines)
             return
-        pivots = self.state_of_step(index.rows, "pivots", lambda: Pivots(index))
+        key, state = ("pivots", self.group_key), index.rows.state
+        if key not in state:
+            state[key] = Pivots(index)  # for all layers with these thresholds
+        pivots: Pivots = state[key]
         clusters = [method.cluster for method in methods]
         in_layer = sorted(set(clusters) - {NOISE})
         device = index.rows.device

@@ -30,7 +30,7 @@ def select_share_prefill(call: Call) -> None:
     index, method = call.index, call.method
     if not method.shares(call.heads.methods):
         return
-    pivots = method.state_of_step(index.rows, "reference", dict[tuple[int, int], Pivot])
+    pivots: dict[tuple[int, int], Pivot] = index.rows.state.setdefault(("reference", method.group_key), {})
     for row, head, head_method, queries, keys in heads_of_rows(call):
         scaled_keys = keys * call.scale
         last_row = block_average(queries[-TILE_TOKENS:], scaled_keys, index.block_tokens).softmax(-1)
