@@ -56,7 +56,7 @@ def sent(default_model: Any, table: str, on: Callable[[str], None]) -> Any:
 def test_auto_is_what_it_was_where_the_server_started(sent: Any, table: str, on: Callable[[str], None]) -> None:
     """Otherwise its rows would run sparse from other lengths than those of the other workers."""
     on_worker = Resolved.from_additional_config(
-        {"sparse_prefill": {"method": "a_shape", "crossover": table}}, compat.model_shape(sent), None, WORKER
+        {"sparse_prefill": {"method": "a_shape", "crossover": table}}, resolve(sent).plan.shape, None, WORKER
     )
     assert on_worker.lengths("on", ["hopper"]).min_tokens == 4096
     resolved = resolve(sent)

@@ -57,7 +57,7 @@ def test_settings_refer_to_the_text_part_of_a_nested_config(changes: dict[str, A
     """Numbers come from the text part of a nested config (vllm-project/recipes#621)."""
     settings = {"method": "a_shape", "dense_layers": [0, 5]}
     nested = transformers.LlavaConfig(architectures=["LlavaForConditionalGeneration"], text_config=llama(), **changes)
-    plans = [compat.model_shape(served(config, settings)) for config in (nested, llama())]
+    plans = [resolve(served(config, settings)).plan.shape for config in (nested, llama())]
     assert [(p.num_layers, p.num_heads, p.num_kv_heads, p.head_dim) for p in plans] == [(6, 4, 2, 64)] * 2
     startup.check(served(nested, settings))
     with pytest.raises(ConfigurationError, match=r"sparse_prefill\.dense_layers.* given 6.* at most 5"):

@@ -21,7 +21,6 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.config.model_shape import ModelShape
 from vllm_sparse_backend.identity import RELEASES
 from vllm_sparse_kernels import PagedCache
 from vllm_sparse_kernels.attention import FlashAttention
@@ -64,11 +63,6 @@ def hf_config(vllm_config: VllmConfig) -> dict[str, Any]:
     model = vllm_config.model_config
     text = model.hf_text_config.to_dict()
     return {**text, "architectures": model.hf_config.architectures or text.get("architectures")}
-
-
-def model_shape(vllm_config: VllmConfig) -> ModelShape:
-    """Return the numbers of layers and heads of the served model."""
-    return ModelShape.from_config(hf_config(vllm_config), vllm_config.model_config.model)
 
 
 def tensor_parallel_rank() -> int:

@@ -37,8 +37,9 @@ def settings_of(vllm_config: VllmConfig) -> SparsePrefillConfig:
 
 def resolve(vllm_config: VllmConfig, tp_rank: int | None = None) -> Resolved:
     """Resolve the settings for the served model, or for the heads of one tensor-parallel rank."""
-    shape = compat.model_shape(vllm_config)
-    weights = layer_weights_if_known(compat.hf_config(vllm_config), shape)
+    config = compat.hf_config(vllm_config)
+    shape = ModelShape.from_config(config, vllm_config.model_config.model)
+    weights = layer_weights_if_known(config, shape)
     rank_of = (0, 1) if tp_rank is None else (tp_rank, vllm_config.parallel_config.tensor_parallel_size)
     # A text, because results are cached by it. Other plugins' values may be objects.
     additional_config = json.dumps(vllm_config.additional_config, default=repr)
