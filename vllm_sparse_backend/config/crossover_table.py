@@ -77,11 +77,6 @@ class Lengths:
             tuple(dict.fromkeys(chain.from_iterable(item.notes for item in lengths))),
         )
 
-    @staticmethod
-    def earliest(lengths: Collection["Lengths"]) -> "Lengths":
-        """Return the smallest ``min_tokens`` and ``min_query_tokens``, without limits on pairs."""
-        return Lengths(min(item.min_tokens for item in lengths), min(item.min_query_tokens for item in lengths))
-
     def dense_reason(self, query_len: int, seq_len: int) -> Fallback | None:
         """Return why a row of these lengths runs dense."""
         if self.min_tokens == NEVER.min_tokens:

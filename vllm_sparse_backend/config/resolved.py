@@ -3,7 +3,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from vllm_sparse_backend.config.carried import Carried
@@ -62,14 +61,13 @@ class Resolved:
 
     def lengths(self, level: str, engines: Collection[str]) -> Lengths:
         """Return the lengths from which rows of a level run sparse: the strictest of several engines."""
-        plan = self.plans[level]
-        places = [Place(self.carried.device, engine, self.layer_size) for engine in sorted(engines)]
-        return Lengths.strictest(
-            [
+        plan, lengths = self.plans[level], []
+        for engine in sorted(engines):
+            place = Place(self.carried.device, engine, self.layer_size)
+            lengths.append(
                 resolve_lengths(plan.min_tokens, plan.min_query_tokens, plan.measured_methods, self.table, place)
-                for place in places
-            ]
-        )
+            )
+        return Lengths.strictest(lengths)
 
     def lengths_by_engine(self, level: str) -> dict[str, Lengths]:
         """Return the lengths of a level with each engine, which must be the same in all processes."""
@@ -78,9 +76,9 @@ class Resolved:
         }
 
     def earliest_lengths(self) -> Lengths:
-        """Return lengths with which all rows run sparse that do at any level with any engine.
+        """Return lengths with which all rows run sparse that do at any level with any engine, without limits on pairs.
 
         A server prepares for them before its engine is chosen.
         """
-        by_level = (self.lengths_by_engine(level).values() for level in self.plans)
-        return Lengths.earliest(list(chain.from_iterable(by_level)))
+        lengths = [item for level in self.plans for item in self.lengths_by_engine(level).values()]
+        return Lengths(min(item.min_tokens for item in lengths), min(item.min_query_tokens for item in lengths))
