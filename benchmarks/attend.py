@@ -26,7 +26,8 @@ from benchmarks.options import ChunkOptions, difference, numbers, run_alone, sho
 from vllm_sparse_backend.calibration.cuda_device import Card, Span
 from vllm_sparse_backend.cli.common import failures
 from vllm_sparse_kernels import IndexLayout, SparseIndex, StripeLayout, Workspace
-from vllm_sparse_kernels.attention import AttendSpec, choose_engine
+from vllm_sparse_kernels.attention import AttendSpec
+from vllm_sparse_kernels.engine_choice import choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 

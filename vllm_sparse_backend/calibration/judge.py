@@ -28,8 +28,9 @@ from vllm_sparse_backend.streaming_heads import (
     streaming_method,
 )
 from vllm_sparse_kernels import PagedCache, Rows, SparseIndex
-from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, choose_engine
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec
 from vllm_sparse_kernels.call import Call
+from vllm_sparse_kernels.engine_choice import choose_engine
 from vllm_sparse_kernels.engine_trial import Batch
 from vllm_sparse_kernels.index import causal_pairs
 from vllm_sparse_kernels.layer import Layer, layer_plan, run

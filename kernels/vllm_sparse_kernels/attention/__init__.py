@@ -5,16 +5,13 @@ from vllm_sparse_kernels.attention.engine import AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.flash.engine import FlashAttention, flash_engine
 from vllm_sparse_kernels.attention.hopper.engine import HOPPER
 from vllm_sparse_kernels.attention.portable.engine import PORTABLE, widest_block
-from vllm_sparse_kernels.engine_choice import EngineChoice, choose_engine
 
 __all__ = [
     "HOPPER",
     "PORTABLE",
     "AttendEngine",
     "AttendSpec",
-    "EngineChoice",
     "FlashAttention",
-    "choose_engine",
     "engines",
     "flash_engine",
     "widest_block",

@@ -22,11 +22,11 @@ from vllm_sparse_backend.config.settings import AUTO
 from vllm_sparse_backend.identity import logger
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_kernels import SparseIndex
-from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, EngineChoice, choose_engine, engines, widest_block
+from vllm_sparse_kernels.attention import AttendEngine, AttendSpec, engines, widest_block
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import HeadGroup
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.engine_choice import EngineT
+from vllm_sparse_kernels.engine_choice import EngineChoice, EngineT, choose_engine
 from vllm_sparse_kernels.engine_trial import Batch, failure, selection_failure
 from vllm_sparse_kernels.layer import Layer
 from vllm_sparse_kernels.methods import name_of
@@ -36,9 +36,6 @@ from vllm_sparse_kernels.selection.engine import SelectEngine, SelectSpec, choos
 
 FIELD = f"{SETTINGS}.engine"
 
-Spec = AttendSpec | SelectSpec
-"""A kind of work."""
-
 
 class EnginePicker:
     """Chooses engines for attention and for selection, once for each distinct layer of a server, at start-up."""
@@ -46,7 +43,7 @@ class EnginePicker:
     def __init__(self, wanted: str, table: Mapping[str, AttendEngine]) -> None:
         self.wanted = wanted
         self.candidates = list(table.values()) if wanted == AUTO else [table[wanted]]
-        self._choices: dict[Spec, EngineChoice[Any]] = {}
+        self._choices: dict[AttendSpec | SelectSpec, EngineChoice[Any]] = {}
 
     def pick_all(self, layer: Layer, batch: Batch) -> Layer:
         """Return the layer with its engines. The first layer of a kind runs the trials."""
@@ -78,7 +75,11 @@ class EnginePicker:
         )  # fmt: skip
 
     def _pick(
-        self, spec: Spec, candidates: Iterable[EngineT], trial: Callable[[EngineT], str | None], work: str
+        self,
+        spec: AttendSpec | SelectSpec,
+        candidates: Iterable[EngineT],
+        trial: Callable[[EngineT], str | None],
+        work: str,
     ) -> EngineT:
         if spec not in self._choices:
             try:
