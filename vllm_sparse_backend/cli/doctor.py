@@ -28,10 +28,9 @@ from vllm_sparse_backend.config.ranges import format_ranges
 from vllm_sparse_backend.evaluation.report import table_of
 from vllm_sparse_backend.identity import FLAG, MLA_FLAG, installed, logger
 
-Status = Literal["ok", "note", "bad"]
 CHUNK_TOKENS = 8192
 """Tokens of vLLM's usual chunk on a GPU."""
-STYLES: dict[Status, str] = {"ok": "green", "note": "yellow", "bad": "red"}
+STYLES = {"ok": "green", "note": "yellow", "bad": "red"}
 
 USUAL_SHAPE = ModelShape(architecture="LlamaForCausalLM", num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
 """Llama-3.1-8B's."""
@@ -42,7 +41,7 @@ INSTALL_VLLM = "install it: pip install 'vllm-sparse-backend[gpu]', or [cpu] (de
 class Finding(NamedTuple):
     """A line of the report. A "bad" line means that sparse prefill cannot work here."""
 
-    status: Status
+    status: Literal["ok", "note", "bad"]
     subject: str
     text: str
 

@@ -35,10 +35,6 @@ class Questions:
     """Text in place of the operator's."""
 
 
-Task = Callable[[Random, int, int], Questions]
-"""Make the questions of a prompt: ``task(rng, number of facts, tokens of the prompt)``."""
-
-
 def fact_thread(name: str, value: str) -> Thread:
     """Return a fact, and its question."""
     return [
@@ -92,9 +88,10 @@ def frequent_words(rng: Random, count: int, num_tokens: int) -> Questions:
     return _word_list(rng, ZIPF, 3, num_tokens)
 
 
-TASKS: dict[str, Task] = {
+TASKS: dict[str, Callable[[Random, int, int], Questions]] = {
     task.__name__: task for task in (facts, multi_key, multi_value, variables, common_words, frequent_words)
 }
+"""By name, functions that make the questions of a prompt: ``task(rng, number of facts, tokens of the prompt)``."""
 
 
 def _word_list(rng: Random, weights: Sequence[float], num_asked: int, num_tokens: int) -> Questions:

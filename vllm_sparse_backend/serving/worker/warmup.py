@@ -47,7 +47,7 @@ def warm_up(
     start = time.monotonic()
     batches = _Batches(spec, device, order)
     picker = EnginePicker(engine, engines(compat.flash_attention()))
-    chosen: dict[LayerKey, Layer] = {}
+    chosen: dict[tuple[Layer, bool], Layer] = {}  # by the plan, and whether a layer has learnt sinks
     with warming_up():
         for impl in impls:
             levels = {}
@@ -64,10 +64,6 @@ def warm_up(
             torch.cuda.empty_cache()  # vLLM is about to allocate the free memory for the KV cache
     picker.report({impl.number: _first_sparse_layer(impl) for impl in impls})
     logger.info("sparse-prefill: kernels of %d plans ready after %.1f s", len(chosen), time.monotonic() - start)
-
-
-LayerKey = tuple[Layer, bool]
-"""The plan of a layer at a level, and whether the layer has learnt sinks. Equal keys get the same engines."""
 
 
 def _first_sparse_layer(impl: SparsePrefillImpl) -> Layer:
