@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, combinations, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vllm_sparse_backend.calibration.costs import Costs
 from vllm_sparse_backend.calibration.judge import Bound, CapturedLayer, HeadResult
@@ -181,7 +181,6 @@ def halved(ladder: Sequence[Method]) -> list[Method]:
         old = asdict(before)
         match [(name, old[name], end) for name, end in asdict(after).items() if end != old[name]]:
             case [(name, float(start), float(end))]:
-                middle: Any = {name: round((start + end) / 2, 6)}
-                finer.append(replace(after, **middle))
+                finer.append(replace(after, **{name: round((start + end) / 2, 6)}))
         finer.append(after)
     return finer

@@ -68,8 +68,8 @@ def parse(text: str, source: str) -> dict[Any, Any]:
 
 def dump(data: dict[str, Any]) -> str:
     """Format a mapping as YAML."""
-    innermost_inline: Any = None  # PyYAML accepts None here, but its type stubs do not
-    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=innermost_inline)
+    # A flow style of None writes the innermost mappings inline.
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, default_flow_style=None)
 
 
 def _refuse_unsupported(text: str) -> None:

@@ -24,7 +24,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from statistics import fmean
-from typing import Any
 
 from vllm_sparse_backend.calibration.costs import Costs
 from vllm_sparse_backend.calibration.judge import CapturedLayer
@@ -72,8 +71,7 @@ def resized(candidate: Method, steps: int) -> Method:
     # Table 7 varies each candidate's largest number.
     number, field = max((number, field) for field, number in asdict(candidate).items())
     step = 1 if isinstance(candidate, BlockSparse) else STEP
-    changes: dict[str, Any] = {field: steps * step + number % step}
-    return replace(candidate, **changes)
+    return replace(candidate, **{field: steps * step + number % step})
 
 
 def _fitted(judge: CapturedLayer, costs: Costs, candidate: Method, aim: float) -> Method | None:

@@ -62,7 +62,7 @@ def engine_amounts(workers: Sequence[Mapping[str, Any]]) -> Counter[tuple[str, t
     """Sum the workers' samples by metric and labels."""
     amounts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     first_ranks: dict[str, int] = {}
-    for worker in sorted(workers, key=lambda worker: int(worker["rank"])):
+    for worker in sorted(workers, key=lambda worker: worker["rank"]):
         for name, labels, value in worker["samples"]:
             # Every pipeline stage with a sparse layer sees all rows; the first such stage sees them before the others.
             if not METRICS[name].seen_by_all or first_ranks.setdefault(name, worker["rank"]) == worker["rank"]:
