@@ -106,7 +106,9 @@ def _measure_kind(card: Card, batches: Sequence[Batch], method: Method, base_ms:
     layers = _layers(card, batches, method)
     select = [("select", layer.select) for layer in layers]
     attend = [("attend", layer.attend) for layer in layers]
-    alone = [("alone", _alone(layer, method).select) for layer in layers]
+    # Selection for the first head only. The index still has room for all heads.
+    one_head = layer_plan([method])
+    alone = [("alone", replace(layer, served=replace(layer.served, plan=one_head)).select) for layer in layers]
     taken = _median_ms(card, batches, [[*select, *attend], alone])
     kept_pairs = sum(int(layer.call.index.kept_pairs()) for layer in layers)
     density = kept_pairs / (num_heads * sum(causal_pairs(batch.rows) for batch in batches))
@@ -127,11 +129,3 @@ def _median_ms(card: Card, batches: Sequence[Batch], contestants: Sequence[Seque
 
 def _layers(card: Card, batches: Sequence[Batch], method: Method) -> list[TimedLayer]:
     return [TimedLayer.of(batch, layer_plan([method] * batch.num_heads), card.engines) for batch in batches]
-
-
-def _alone(layer: TimedLayer, method: Method) -> TimedLayer:
-    """Return the layer, whose heads have one method, with selection for the first head only.
-
-    Its index still has room for all heads.
-    """
-    return replace(layer, served=replace(layer.served, plan=layer_plan([method])))

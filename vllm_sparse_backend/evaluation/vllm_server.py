@@ -116,7 +116,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def __str__(self) -> str:
-        return shlex.join(["vllm", *self.command[self.command.index("serve") :]])
+        return shlex.join(["vllm", *self.command[len(VLLM) :]])
 
     def __enter__(self) -> Self:
         try:
