@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, Tile, ceil_div, host_to_device, split_blocks
+from vllm_sparse_kernels.rows import TILE_FIELDS, Rows, Tile, ceil_div, host_to_device, round_up, split_blocks
 from vllm_sparse_kernels.workspace import Workspace
 
 
@@ -88,7 +88,7 @@ class IndexLayout:
             rows=rows,
             num_heads=len(stripes),
             block_tokens=block_tokens,
-            block_capacity=ceil_div(num_blocks, 16) * 16,  # for which kernels are specialised
+            block_capacity=round_up(num_blocks, 16),  # for which kernels are specialised
             stripe_capacity=stripe_capacity,
             longest_stripes=max(layout.longest for layout in stripes),
             block_offsets=rows.to_device(block_offsets, torch.int64),
@@ -301,7 +301,7 @@ def _masked_pairs(rows: Rows, block_tokens: int) -> int:
     """Count the (query, key) pairs of one head in diagonal blocks of tiles that a causal mask excludes."""
     return sum(
         # Query i of a tile attends to i + 1 keys in addition to the keys before the tile.
-        tile.length_tokens * (ceil_div(tile.last_position + 1, block_tokens) * block_tokens - tile.position)
+        tile.length_tokens * (round_up(tile.last_position + 1, block_tokens) - tile.position)
         - tile.length_tokens * (tile.length_tokens + 1) // 2
         for tile in rows.tile_list
     )

@@ -36,6 +36,10 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def round_up(a: int, multiple: int) -> int:
+    return ceil_div(a, multiple) * multiple
+
+
 def split_blocks(x: torch.Tensor, size: int) -> torch.Tensor:
     """Split the first axis into blocks, of which the last is filled up with zeros: [blocks, size, ...]."""
     padding = x.new_zeros(-len(x) % size, *x.shape[1:])
@@ -216,7 +220,7 @@ class Rows:
 
         A row's length is rounded up to a multiple of 64. The last entry is the array's length.
         """
-        return (0, *accumulate(ceil_div(seq_len, KEY_ALIGN.value) * KEY_ALIGN.value for seq_len in self.seq_lens))
+        return (0, *accumulate(round_up(seq_len, KEY_ALIGN.value) for seq_len in self.seq_lens))
 
     @cached_property
     def row_table(self) -> torch.Tensor:

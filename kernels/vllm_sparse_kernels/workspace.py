@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import round_up
 
 ALIGN_BYTES = 256
 """Alignment of every tensor: bulk copies and wide loads need 16 bytes, cache lines have 128."""
@@ -50,7 +50,7 @@ class Workspace:
 
     def _create(self, begin: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, torch.Tensor]:
         count = torch.Size(shape).numel()
-        num_bytes = ceil_div(count * dtype.itemsize, ALIGN_BYTES) * ALIGN_BYTES
+        num_bytes = round_up(count * dtype.itemsize, ALIGN_BYTES)
         if self.buffer is None:
             return begin + num_bytes, torch.empty(shape, dtype=dtype, device=self.device)
         if begin + num_bytes > len(self.buffer):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import round_up
 from vllm_sparse_kernels.selection.last_queries import Estimate, Sums, last_query_sums
 from vllm_sparse_kernels.selection.last_query_kernels import UNSPECIALIZED
 from vllm_sparse_kernels.selection.lists import (
@@ -48,7 +48,7 @@ def select_lines(
     call: Call, estimate: Estimate, keep: Callable[[Call, Sums], Lines], patterns: torch.Tensor | None = None
 ) -> None:
     """Sum Â (``last_query_sums``), choose lines by ``keep``, and write the lists of the call's heads."""
-    sizes = [ceil_div(n, 4096) * 4096 * call.num_selected * KEY_BYTES for n in call.rows.seq_lens]
+    sizes = [round_up(n, 4096) * call.num_selected * KEY_BYTES for n in call.rows.seq_lens]
     call.workspace.expect(most_at_once(sizes, SLAB_BYTES))
     for row_range in rows_within(sizes, SLAB_BYTES):
         with call.workspace.frame():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_sparse_kernels.compile_time import Constant
-from vllm_sparse_kernels.rows import Rows, ceil_div
+from vllm_sparse_kernels.rows import Rows, ceil_div, round_up
 
 STEP_TOKENS = Constant(128)
 """Keys of a row are rounded in whole steps."""
@@ -87,7 +87,7 @@ def most_at_once(sizes: Sequence[int], most: int) -> int:
 
 def padded(seq_len: int) -> int:
     """Return the number of keys of a row, in whole steps of 128."""
-    return ceil_div(seq_len, STEP_TOKENS.value) * STEP_TOKENS.value
+    return round_up(seq_len, STEP_TOKENS.value)
 
 
 def _runs(rows: Rows, first_row: int, end_row: int, num_selected: int, tile_bytes: TileBytes) -> list[Run]:
@@ -113,7 +113,7 @@ def _pieces(rows: Rows, row: int, num_selected: int, tile_bytes: TileBytes) -> l
     tiles, reach = rows.tiles_of(row), rows.seq_lens[row]
     # A piece has an even number of tiles, except for a row's last piece, or if only a single tile fits.
     fit = max(RUN_BYTES // tile_bytes(num_selected, reach), 1)
-    size = ceil_div(ceil_div(len(tiles), ceil_div(len(tiles), fit)), 2) * 2
+    size = round_up(ceil_div(len(tiles), ceil_div(len(tiles), fit)), 2)
     if size > fit:
         size = max(fit // 2 * 2, 1)
     return [Run(first, min(first + size, tiles.stop), reach) for first in tiles[::size]]

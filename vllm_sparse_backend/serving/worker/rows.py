@@ -20,7 +20,7 @@ from vllm_sparse_backend.config.request_levels import SERVER_LEVEL, RequestLevel
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.worker.counters import DECODE_ROW, DENSE, PADDING_ROW, SPARSE, RowKind
 from vllm_sparse_kernels import Rows
-from vllm_sparse_kernels.rows import ceil_div, to_device
+from vllm_sparse_kernels.rows import round_up, to_device
 
 TABLE_STEP = 16
 """Each row of a copied block table has a multiple of this number of entries."""
@@ -226,7 +226,7 @@ def copy_block_table_rows(block_table: torch.Tensor, ids: list[int]) -> torch.Te
     addresses that are multiples of 16 bytes.
     """
     max_pages, device = block_table.shape[1], block_table.device
-    padded = torch.empty(len(ids), ceil_div(max_pages, TABLE_STEP) * TABLE_STEP, dtype=torch.int32, device=device)
+    padded = torch.empty(len(ids), round_up(max_pages, TABLE_STEP), dtype=torch.int32, device=device)
     copy = padded[:, :max_pages]
     if ids[-1] - ids[0] + 1 == len(ids):
         return copy.copy_(block_table[ids[0] : ids[-1] + 1])

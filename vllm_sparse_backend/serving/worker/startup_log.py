@@ -17,7 +17,7 @@ from vllm_sparse_backend.config.resolved import Resolved
 from vllm_sparse_backend.identity import logger
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.level_policy import level_policy
-from vllm_sparse_kernels.rows import ceil_div
+from vllm_sparse_kernels.rows import round_up
 
 
 def log_dense_layers(reasons: Mapping[int, Fallback | None]) -> None:
@@ -81,7 +81,7 @@ def warn_if_no_chunk_begins_after(vllm_config: VllmConfig, min_tokens: int) -> N
     max_len, scheduler = vllm_config.model_config.max_model_len, vllm_config.scheduler_config
     step_tokens = scheduler.max_num_batched_tokens
     chunk_tokens = min(step_tokens, scheduler.long_prefill_token_threshold or step_tokens)
-    if min_tokens < max_len <= ceil_div(min_tokens, chunk_tokens) * chunk_tokens:
+    if min_tokens < max_len <= round_up(min_tokens, chunk_tokens):
         logger.warning(
             "sparse-prefill: requests have at most %d tokens, so none of their chunks of %d tokens begins after %d "
             "tokens (min_tokens), and uncached prompts run dense: lower --max-num-batched-tokens or min_tokens",

@@ -98,7 +98,7 @@ from vllm_sparse_kernels.methods.anchor_attention.kernels import (
 )
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.paged import padded_dim, query_args, wide_dtype
-from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div
+from vllm_sparse_kernels.rows import TILE_TOKENS, Rows, ceil_div, round_up
 from vllm_sparse_kernels.selection.parameters import require
 
 VOTE_COLUMNS = 128
@@ -210,7 +210,7 @@ class AnchorAttention(Method):
     @property
     def least_prompt_tokens(self) -> int:
         """Start of the first group that votes."""
-        return ceil_div(INITIAL.value + TILE_TOKENS, self.span_tokens) * self.span_tokens
+        return round_up(INITIAL.value + TILE_TOKENS, self.span_tokens)
 
     def stripe_layout(self, rows: Rows) -> StripeLayout:
         if self.whole_blocks:
@@ -229,7 +229,7 @@ class AnchorAttention(Method):
         shape = index.num_heads, rows.num_tiles, self.tile_voters
         vectors = empty(*shape, call.cache.padded_head_dim, dtype=wide_dtype(call.q.dtype))
         voters = VoterArgs(vectors, empty(*shape))
-        num_words = ceil_div(groups.num_candidates // WORD.value, 16) * 16
+        num_words = round_up(groups.num_candidates // WORD.value, 16)
         words = empty(index.num_heads, num_words, dtype=torch.int32)
         args = GroupArgs(groups.table, groups.row_starts, groups.tile_windows, words, num_words)
         self._vote(call, voters, groups, args)
