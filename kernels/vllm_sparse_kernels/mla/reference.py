@@ -15,7 +15,7 @@ from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.methods.minference import AShape
 from vllm_sparse_kernels.methods.top_p import TopP
 from vllm_sparse_kernels.methods.top_p.reference import scored_queries
-from vllm_sparse_kernels.mla.calls import BLOCK, SINK, MlaCall, MlaRow, Tensors
+from vllm_sparse_kernels.mla.calls import BLOCK, SINK, MlaCall, Tensors, TileFields
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
 
@@ -37,27 +37,27 @@ def attend(call: MlaCall, tensors: Tensors, scale: float, sums: RunningSums) -> 
     for row in call.rows:
         keys = slice(row.key_start, row.key_start + row.num_keys)
         for offset in range(0, row.num_queries, TILE_TOKENS):
-            length = min(TILE_TOKENS, row.num_queries - offset)
-            tile = slice(row.query_start + offset, row.query_start + offset + length)
-            scores = torch.einsum("qhd,khd->hqk", q[tile].float(), k[keys].float()) * scale
-            kept = kept_by_window(call.window, row, offset, length, q.device).expand(scores.shape)
+            tile = TileFields.of(row, offset)
+            queries = slice(tile.query, tile.query + tile.length)
+            scores = torch.einsum("qhd,khd->hqk", q[queries].float(), k[keys].float()) * scale
+            kept = kept_by_window(call.window, tile, q.device).expand(scores.shape)
             if call.is_selected:
-                maxima = block_maxima(scores.masked_fill(~kept, -torch.inf)[:, scored_queries(length, q.device)])
-                blocks = keep_blocks(call, maxima, sums, row, offset)
+                scored = scored_queries(tile.length, q.device)
+                maxima = block_maxima(scores.masked_fill(~kept, -torch.inf)[:, scored])
+                blocks = keep_blocks(call, maxima, sums, tile)
                 kept = kept & blocks.repeat_interleave(BLOCK.value, 1)[:, None, : row.num_keys]
             kept_pairs += int(kept.sum())
             scores = scores.masked_fill(~kept, -torch.inf)
-            out[tile] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0.0), v[keys].float()).to(out.dtype)
-            lse[:, tile] = scores.logsumexp(-1)
+            weights = scores.softmax(-1).nan_to_num(0.0)
+            out[queries] = torch.einsum("hqk,khd->qhd", weights, v[keys].float()).to(out.dtype)
+            lse[:, queries] = scores.logsumexp(-1)
     return kept_pairs
 
 
-def kept_by_window(
-    window: AShape, row: MlaRow, offset: int, length: int, device: torch.device | None = None
-) -> torch.Tensor:
+def kept_by_window(window: AShape, tile: TileFields, device: torch.device) -> torch.Tensor:
     """Return the keys that queries of a tile keep: [length, num_keys]."""
-    queries = row.query_position + offset + torch.arange(length, device=device)[:, None]
-    keys = row.key_position + torch.arange(row.num_keys, device=device)
+    queries = tile.position + torch.arange(tile.length, device=device)[:, None]
+    keys = tile.key_position + torch.arange(tile.num_keys, device=device)
     return (keys <= queries) & ((keys < window.sink_tokens) | (keys > queries - window.local_tokens))
 
 
@@ -67,17 +67,15 @@ def block_maxima(scores: torch.Tensor) -> torch.Tensor:
     return padded.unflatten(-1, (-1, BLOCK.value)).amax(-1) * LOG2_E.value
 
 
-def keep_blocks(call: MlaCall, maxima: torch.Tensor, sums: RunningSums, row: MlaRow, offset: int) -> torch.Tensor:
+def keep_blocks(call: MlaCall, maxima: torch.Tensor, sums: RunningSums, tile: TileFields) -> torch.Tensor:
     """Choose a tile's blocks [heads, blocks] by the maxima [heads, scored queries, blocks], and update their sums."""
     assert isinstance(call.method, TopP)
     device, num_blocks = maxima.device, maxima.shape[2]
-    length = min(TILE_TOKENS, row.num_queries - offset)
-    scored = row.state_start + offset + scored_queries(length, device)
-    num_reached = ceil_div(min(row.num_keys, offset + length) if call.is_causal else row.num_keys, BLOCK.value)
+    scored = tile.state + scored_queries(tile.length, device)
     starts = torch.arange(num_blocks, device=device) * BLOCK.value
-    forced = row.key_position + starts < SINK.value
+    forced = tile.key_position + starts < SINK.value
     if call.is_causal:
-        forced |= starts >= offset
+        forced |= starts >= tile.offset
 
     top, total, dropped = (x[:, scored] for x in sums)
     if call.is_causal:
@@ -94,7 +92,7 @@ def keep_blocks(call: MlaCall, maxima: torch.Tensor, sums: RunningSums, row: Mla
     # At most ``most_blocks`` blocks are kept for their mass: lighter blocks are dropped even beyond the budget.
     drops |= torch.arange(num_blocks, device=device) < int((~forced).sum()) - call.most_blocks
     kept = ~torch.zeros_like(drops).scatter(-1, num_blocks - 1 - order, drops)
-    kept[:, num_reached:] = False
+    kept[:, ceil_div(tile.reach, BLOCK.value) :] = False
 
     dropped = dropped + (estimates * ~kept[:, None]).sum(-1)
     for x, value in zip(sums, (new_top, total, dropped), strict=True):

@@ -18,7 +18,7 @@ from vllm_sparse_kernels.mla import (
     reference,
     selection,
 )
-from vllm_sparse_kernels.mla.calls import BLOCK, SINK, Part
+from vllm_sparse_kernels.mla.calls import BLOCK, SINK, Part, TileFields
 from vllm_sparse_kernels.rows import TILE_TOKENS, ceil_div
 
 METHOD = TopP(kept_mass=0.8, most_tokens=None)
@@ -52,7 +52,7 @@ def test_no_tile_drops_more_than_its_share_of_the_whole_row(chunk_tokens: int, h
             tile = slice(offset, min(offset + TILE_TOKENS, new))
             part = maxima[:, tile, blocks]
             scored = reference.scored_queries(part.shape[1])
-            kept = reference.keep_blocks(call, part[:, scored], sums, row, offset)
+            kept = reference.keep_blocks(call, part[:, scored], sums, TileFields.of(row, offset))
             dropped[:, tile] += (part.exp2() * ~kept[:, None]).sum(-1)
     for shares in (dropped / maxima.exp2().sum(-1)).split(TILE_TOKENS, 1):
         mean = shares[:, reference.scored_queries(shares.shape[1])].mean(1)
