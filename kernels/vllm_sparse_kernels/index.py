@@ -211,13 +211,19 @@ class SparseIndex(IndexLayout):
 
     def blocks_of(self, head: int, i_tile: int) -> torch.Tensor:
         """Return the block ids of one list, [n] int64."""
-        start = int(self.block_offsets[i_tile])
-        return self.block_ids[head, start : start + int(self.block_counts[head, i_tile])].long()
+        return self._block_list(head, i_tile)[: self.block_counts[head, i_tile]].long()
 
     def stripes_of(self, head: int, i_tile: int) -> torch.Tensor:
         """Return the key positions of one list of stripes, [n] int64."""
-        start = int(self.stripe_offsets[head, i_tile])
-        return self.stripe_positions[start : start + int(self.stripe_counts[head, i_tile])].long()
+        return self._stripe_list(head, i_tile)[: self.stripe_counts[head, i_tile]].long()
+
+    def _block_list(self, head: int, i_tile: int) -> torch.Tensor:
+        """Return ``block_ids`` from the beginning of a list on."""
+        return self.block_ids[head, self.block_offsets[i_tile] :]
+
+    def _stripe_list(self, head: int, i_tile: int) -> torch.Tensor:
+        """Return ``stripe_positions`` from the beginning of a list on."""
+        return self.stripe_positions[self.stripe_offsets[head, i_tile] :]
 
     def set_blocks(self, head: int, i_tile: int, kept: torch.Tensor, tokens: int | None = None) -> None:
         """Write one list: the blocks of which any part is flagged in ``kept``, and those on the diagonal.
@@ -229,8 +235,7 @@ class SparseIndex(IndexLayout):
         kept = split_blocks(kept, parts).any(1)
         kept[self.first_diagonal_block(tile) :] = True
         ids = kept.nonzero().flatten().int()
-        start = int(self.block_offsets[i_tile])
-        self.block_ids[head, start : start + len(ids)] = ids
+        self._block_list(head, i_tile)[: len(ids)] = ids
         self.block_counts[head, i_tile] = len(ids)
 
     def set_stripes(self, head: int, i_tile: int, positions: torch.Tensor) -> None:
@@ -241,8 +246,7 @@ class SparseIndex(IndexLayout):
         positions = positions.long().unique()
         inside = torch.isin(positions // self.block_tokens, self.blocks_of(head, i_tile))
         positions = positions[~inside].int()
-        start = int(self.stripe_offsets[head, i_tile])
-        self.stripe_positions[start : start + len(positions)] = positions
+        self._stripe_list(head, i_tile)[: len(positions)] = positions
         self.stripe_counts[head, i_tile] = len(positions)
 
     def check(self, heads: Sequence[int] | None = None) -> None:
