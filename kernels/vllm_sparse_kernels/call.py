@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import KeyArgs, PagedCache, key_args
 from vllm_sparse_kernels.rows import Rows, to_device
@@ -105,6 +106,11 @@ class Call:
     def key_args(self) -> KeyArgs:
         """Keys as arguments of kernels."""
         return key_args(self.cache, self.rows.block_table)
+
+    @property
+    def scale_in_base_2(self) -> float:
+        """Factor from q·k to scores as logarithms to base 2."""
+        return self.scale * LOG2_E.value
 
     @property
     def num_selected(self) -> int:

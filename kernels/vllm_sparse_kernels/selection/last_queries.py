@@ -16,7 +16,7 @@ import triton
 
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.paged import padded_dim, query_args
 from vllm_sparse_kernels.rows import Rows, ceil_div
 from vllm_sparse_kernels.selection.last_query_kernels import (
@@ -101,7 +101,7 @@ def last_query_sums(
     partial = empty(num_rows, num_selected, stacks.most_splits, stacks.num_queries)
     args = LastArgs(
         query_args(call.q), call.key_args, call.head_ids, estimate.last_queries, partial,
-        by_block, stacks.most_splits, stacks.least_tiles, call.scale * LOG2_E.value,
+        by_block, stacks.most_splits, stacks.least_tiles, call.scale_in_base_2,
     )  # fmt: skip
     shape = compile_time(
         StackShape(

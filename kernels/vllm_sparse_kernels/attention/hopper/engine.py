@@ -15,7 +15,6 @@ import torch
 from vllm_sparse_kernels.attention.engine import AttendArgs, AttendEngine, AttendSpec
 from vllm_sparse_kernels.attention.options import AttendOptions
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.compile_time import LOG2_E
 from vllm_sparse_kernels.engine_choice import MISSING_GLUON, gluon_refusal
 from vllm_sparse_kernels.index import IndexArgs, SparseIndex
 from vllm_sparse_kernels.paged import KeyArgs, key_args
@@ -101,7 +100,7 @@ def attend(
         work = _prepare(index, cache_args, index_args, shape | {"BOX": box})
         hopper_kernel[(min(num_tiles * num_heads, _num_multiprocessors(q.device)),)](
             queries, keys, values, AttendArgs.of(q, out, sinks), cache_args, head_strides, index_args, work,
-            num_tiles, call.scale * LOG2_E.value, **shape, D=head_dim, STRIPES=index.has_stripes, num_warps=4,
+            num_tiles, call.scale_in_base_2, **shape, D=head_dim, STRIPES=index.has_stripes, num_warps=4,
         )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from vllm_sparse_kernels.attention.portable.kernel import AttendShape, attend_ke
 from vllm_sparse_kernels.attention.smooth_keys import SmoothKeys, smooth_keys
 from vllm_sparse_kernels.call import Call
 from vllm_sparse_kernels.cards import shared_bytes
-from vllm_sparse_kernels.compile_time import LOG2_E, compile_time
+from vllm_sparse_kernels.compile_time import compile_time
 from vllm_sparse_kernels.index import SparseIndex
 from vllm_sparse_kernels.paged import PagedCache, key_args, padded_dim
 from vllm_sparse_kernels.rows import TILE_TOKENS
@@ -65,7 +65,7 @@ def attend(
     num_stages = _num_stages(index.block_tokens, head_dim, limit_bytes)
     attend_kernel[(rows.num_tiles * num_heads * num_parts,)](
         AttendArgs.of(q, out, sinks), key_args(cache, rows.block_table, values=True), index.args,
-        call.scale * LOG2_E.value, cache.value_scale, *_option_args(options, cache, index),
+        call.scale_in_base_2, cache.value_scale, *_option_args(options, cache, index),
         shape, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 

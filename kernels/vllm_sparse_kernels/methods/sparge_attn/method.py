@@ -65,7 +65,7 @@ import triton
 import triton.language as tl
 
 from vllm_sparse_kernels.call import Call
-from vllm_sparse_kernels.compile_time import LOG2_E, Constant
+from vllm_sparse_kernels.compile_time import Constant
 from vllm_sparse_kernels.methods.base import Method
 from vllm_sparse_kernels.methods.top_p.choice import search_threshold
 from vllm_sparse_kernels.selection.lists import (
@@ -134,7 +134,7 @@ class SpargeAttn(Method):
         if all(method.kept_mass == 1 for method in call.heads.methods):
             compact_blocks(None, call)
             return
-        in_base_2 = replace(call, scale=call.scale * LOG2_E.value)
+        in_base_2 = replace(call, scale=call.scale_in_base_2)
         for first_tile, scores, similarity in pooled_products(in_base_2, 1, call.parameters("min_similarity")):
             keep_top_blocks(call, scores, similarity, first_tile)
 
