@@ -110,8 +110,8 @@ class TestRegistration:
             def call(self) -> list[str]:
                 return []
 
-        def with_our_line(original: Any) -> Any:
-            return lambda self: [*original(self), "ours"]
+        def with_our_line(original: Any, self: Owner) -> list[str]:
+            return [*original(self), "ours"]
 
         hooks.put_around(Owner, "call", with_our_line)
         ours = Owner.call

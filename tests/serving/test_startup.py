@@ -226,7 +226,7 @@ class TestHeadsInKeysOfBlocks:
         executor = SimpleNamespace(collective_rpc=lambda method: [fingerprint] * 2)
         core = SimpleNamespace(model_executor=executor, preprocess_add_request=lambda request: request)
         monkeypatch.setattr(hooks, "serves", lambda vllm_config: True)
-        hooks.begin_core(lambda self, vllm_config: None)(core, config)
+        hooks.begin_core(lambda self, vllm_config: None, core, config)
         request = SimpleNamespace(cache_salt=salt, sampling_params=None)
         assert core.preprocess_add_request(request).cache_salt == expected
 

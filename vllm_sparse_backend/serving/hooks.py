@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 
+signature_of = functools.cache(inspect.signature)
+"""Looks a function's signature up, because each request needs it."""
+
 # Registration installs the hooks of these two with any backend. Others are installed once a configuration selects ours.
 EVERY = "every process"
 ON_CPU = "every process, on a CPU"
@@ -41,34 +44,30 @@ POLICY = "_sparse_prefill_policy"
 # --- every process: the configuration ---
 
 
-def check_configuration(original: Function) -> Function:
+def check_configuration(original: Function, cls: type, vllm_config: Any) -> None:
     """Validate our settings where the front process builds vLLM's configuration, before any model loads.
 
     While a model loads, workers derive configurations for its parts (a multimodal model's text stack, a draft model),
     whose shapes differ from the served model's. A current configuration is set at that time, so they are skipped.
     """
+    from vllm.config import get_current_vllm_config_or_none
 
-    def check_and_update_config(cls: type, vllm_config: Any) -> None:
-        from vllm.config import get_current_vllm_config_or_none
+    original(vllm_config)
+    if vllm_config.model_config is None or get_current_vllm_config_or_none() is not None:
+        return
+    from vllm_sparse_backend.serving import mla_startup, startup
 
-        original(vllm_config)
-        if vllm_config.model_config is None or get_current_vllm_config_or_none() is not None:
+    try:
+        if not serves(vllm_config):
+            log_unread_settings(vllm_config)
             return
-        from vllm_sparse_backend.serving import mla_startup, startup
-
-        try:
-            if not serves(vllm_config):
-                log_unread_settings(vllm_config)
-                return
-            is_for_mla = is_ours(vllm_config.attention_config.mla_prefill_backend)
-            check = mla_startup.check if is_for_mla else startup.check
-            check(vllm_config)
-        except ConfigurationError as error:
-            _end_in_one_line(error)
-            raise
-        _install(SERVER)
-
-    return check_and_update_config
+        is_for_mla = is_ours(vllm_config.attention_config.mla_prefill_backend)
+        check = mla_startup.check if is_for_mla else startup.check
+        check(vllm_config)
+    except ConfigurationError as error:
+        _end_in_one_line(error)
+        raise
+    _install(SERVER)
 
 
 def serves(vllm_config: Any) -> bool:
@@ -100,103 +99,78 @@ def _end_in_one_line(refusal: ConfigurationError) -> None:
     sys.excepthook = print_in_one_line
 
 
-def select_on_cpu(original: Function) -> Function:
+def select_on_cpu(
+    original: Function, cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+) -> str:
     """Select this backend on the CPU platform, which otherwise ignores the configured backend."""
-
-    def get_attn_backend_cls(
-        cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
-    ) -> str:
-        if is_ours(selected_backend) and not attn_selector_config.use_mla:
-            return BACKEND
-        return original(selected_backend, attn_selector_config, *args, **kwargs)
-
-    return get_attn_backend_cls
+    if is_ours(selected_backend) and not attn_selector_config.use_mla:
+        return BACKEND
+    return original(selected_backend, attn_selector_config, *args, **kwargs)
 
 
-def select_mla_on_cpu(original: Function) -> Function:
+def select_mla_on_cpu(original: Function, vllm_config: Any) -> Any:
     """Select our prefill backend for MLA on the CPU platform, which otherwise ignores the configured backend."""
+    if vllm_config is not None and is_ours(vllm_config.attention_config.mla_prefill_backend):
+        from vllm_sparse_backend.serving.worker.mla_prefill import SparseMlaPrefillBackend
 
-    def get_mla_prefill_backend(vllm_config: Any) -> Any:
-        if vllm_config is not None and is_ours(vllm_config.attention_config.mla_prefill_backend):
-            from vllm_sparse_backend.serving.worker.mla_prefill import SparseMlaPrefillBackend
-
-            return SparseMlaPrefillBackend
-        return original(vllm_config)
-
-    return get_mla_prefill_backend
+        return SparseMlaPrefillBackend
+    return original(vllm_config)
 
 
 # --- servers: request levels, /metrics and answers ---
 
 
-def add_endpoints(original: Function) -> Function:
+def add_endpoints(original: Function, *args: Any, **kwargs: Any) -> list[Any]:
     """Add our endpoint plugin, which gets a server's app and its engine client.
 
     vLLM loads endpoint plugins of an entry point only if VLLM_PLUGINS names them, because they may open routes. Our
     plugin belongs to the backend, and needs no variable.
     """
+    from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
 
-    def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[Any]:
-        from vllm_sparse_backend.serving.frontend.endpoint import SparsePrefillEndpoint
-
-        return [*original(*args, **kwargs), SparsePrefillEndpoint()]
-
-    return load_endpoint_plugins
+    return [*original(*args, **kwargs), SparsePrefillEndpoint()]
 
 
-def set_levels(original: Function) -> Function:
+def set_levels(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Check the level of each request to our engine, and set its cache salt. All entry points pass through here."""
-    signature = inspect.signature(original)
+    if not is_selected(self.vllm_config.attention_config):
+        return original(self, *args, **kwargs)
+    from vllm_sparse_backend.serving.level_policy import level_of, level_policy, set_level
 
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_selected(self.vllm_config.attention_config):
-            return original(self, *args, **kwargs)
-        from vllm_sparse_backend.serving.level_policy import level_of, level_policy, set_level
-
-        if POLICY not in vars(self):
-            setattr(self, POLICY, level_policy(self.vllm_config))
-        policy = vars(self)[POLICY]
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        level = level_of(policy, arguments["params"], arguments.get("resumable", False))
-        request = original(self, *args, **kwargs)
-        set_level(policy, request, level)
-        return request
-
-    return process_inputs
+    if POLICY not in vars(self):
+        setattr(self, POLICY, level_policy(self.vllm_config))
+    policy = vars(self)[POLICY]
+    arguments = signature_of(original).bind(self, *args, **kwargs).arguments
+    level = level_of(policy, arguments["params"], arguments.get("resumable", False))
+    request = original(self, *args, **kwargs)
+    set_level(policy, request, level)
+    return request
 
 
-def shorten_prompts(original: Function) -> Function:
+def shorten_prompts(original: Function, self: Any, tokenizer: Any, request: Any) -> None:
     """Give the detokenizer of an answer only the end of its prompt."""
+    from vllm_sparse_backend.serving.frontend.detokenizer import with_end_of_prompt
 
-    def init(self: Any, tokenizer: Any, request: Any) -> None:
-        from vllm_sparse_backend.serving.frontend.detokenizer import with_end_of_prompt
-
-        original(self, tokenizer, with_end_of_prompt(request, tokenizer))
-
-    return init
+    original(self, tokenizer, with_end_of_prompt(request, tokenizer))
 
 
 # --- the engine's core ---
 
 
-def begin_core(original: Function) -> Function:
+def begin_core(original: Function, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Learn from the workers which streaming heads they found, before the core takes requests."""
+    result = original(self, vllm_config, *args, **kwargs)
+    if serves(vllm_config):
+        from vllm_sparse_backend.serving.resolution import resolve
+        from vllm_sparse_backend.serving.streaming_startup import shares_blocks
+        from vllm_sparse_backend.serving.worker.streaming import heads_of_worker
 
-    def initialize_kv_caches(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, vllm_config, *args, **kwargs)
-        if serves(vllm_config):
-            from vllm_sparse_backend.serving.resolution import resolve
-            from vllm_sparse_backend.serving.streaming_startup import shares_blocks
-            from vllm_sparse_backend.serving.worker.streaming import heads_of_worker
-
-            heads = self.model_executor.collective_rpc(heads_of_worker)[0] if shares_blocks(vllm_config) else ""
-            wrap_method(self, "preprocess_add_request", refuse_unchecked_requests, heads, resolve(vllm_config).plans)
-        return result
-
-    return initialize_kv_caches
+        heads = self.model_executor.collective_rpc(heads_of_worker)[0] if shares_blocks(vllm_config) else ""
+        wrap_method(self, "preprocess_add_request", refuse_unchecked_requests, heads, resolve(vllm_config).plans)
+    return result
 
 
-def refuse_unchecked_requests(original: Function, heads: str, levels: Collection[str]) -> Function:
+def refuse_unchecked_requests(original: Function, heads: str, levels: Collection[str], request: Any) -> Any:
     """Refuse requests whose level is not checked, or not this engine's; complete the salts of the others.
 
     ``heads`` is the fingerprint of this engine's streaming heads. The front process, which writes the salts, does not
@@ -204,32 +178,25 @@ def refuse_unchecked_requests(original: Function, heads: str, levels: Collection
     """
     from vllm_sparse_backend.serving.level_policy import add_heads_to_salt, refuse_unchecked
 
-    def preprocess_add_request(request: Any) -> Any:
-        add_heads_to_salt(request, heads)
-        # First, because it puts the request's images into the core's cache, where the front process expects them for
-        # the next request.
-        prepared = original(request)
-        refuse_unchecked(request, levels)
-        return prepared
-
-    return preprocess_add_request
+    add_heads_to_salt(request, heads)
+    # First, because it puts the request's images into the core's cache, where the front process expects them for
+    # the next request.
+    prepared = original(request)
+    refuse_unchecked(request, levels)
+    return prepared
 
 
 # --- workers ---
 
 
-def begin_worker(original: Function) -> Function:
+def begin_worker(original: Function, self: Any) -> None:
     """Make our ``Worker`` once vLLM's worker is connected with the others and has a runner, before any model loads."""
+    original(self)
+    if serves(self.vllm_config):
+        from vllm_sparse_backend.serving.worker.agreement import agree
 
-    def init_device(self: Any) -> None:
-        original(self)
-        if serves(self.vllm_config):
-            from vllm_sparse_backend.serving.worker.agreement import agree
-
-            agree(self.vllm_config)
-            own(self.worker)
-
-    return init_device
+        agree(self.vllm_config)
+        own(self.worker)
 
 
 def own(vllm_worker: Any) -> None:
@@ -257,83 +224,71 @@ def own(vllm_worker: Any) -> None:
         _install(MLA_WORKER)
 
 
-def track_requests(original: Function, runner: Any, worker: "Worker") -> Function:
+def track_requests(
+    original: Function, runner: Any, worker: "Worker", scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Record the levels of a step's requests.
 
     The older runner has a persistent batch, which is in order when metadata is built. Model Runner V2 passes the batch
     to ``prepare_attn``. Dummy runs, which V2 passes through here too, have no requests.
     """
-
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("dummy_run"):
-            return original(scheduler_output, *args, **kwargs)
-        with worker.requests.run_step(scheduler_output) as step:
-            if hasattr(runner, "input_batch"):
-                step.req_ids = lambda: runner.input_batch.req_ids
-            return original(scheduler_output, *args, **kwargs)
-
-    return execute_model
+    if kwargs.get("dummy_run"):
+        return original(scheduler_output, *args, **kwargs)
+    with worker.requests.run_step(scheduler_output) as step:
+        if hasattr(runner, "input_batch"):
+            step.req_ids = lambda: runner.input_batch.req_ids
+        return original(scheduler_output, *args, **kwargs)
 
 
-def name_rows(original: Function, worker: "Worker") -> Function:
+def name_rows(original: Function, worker: "Worker", input_batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Record how the rows of a step map to its requests."""
-
-    def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if worker.requests.step is not None:
-            worker.requests.step.req_ids = lambda: input_batch.req_ids
-        return original(input_batch, *args, **kwargs)
-
-    return prepare_attn
+    if worker.requests.step is not None:
+        worker.requests.step.req_ids = lambda: input_batch.req_ids
+    return original(input_batch, *args, **kwargs)
 
 
-def measure_model(original: Function, runner: Any, worker: "Worker") -> Function:
+def measure_model(original: Function, runner: Any, worker: "Worker", *args: Any, **kwargs: Any) -> Any:
     """Allocate our memory before vLLM measures the model's, and find the streaming heads once the model is compiled."""
     from vllm_sparse_backend.serving.worker.layers import reserve_memory
     from vllm_sparse_backend.serving.worker.streaming import find_streaming_heads
 
-    def measure(*args: Any, **kwargs: Any) -> Any:
-        reserve_memory(worker)
-        result = original(*args, **kwargs)
-        find_streaming_heads(worker, runner.get_model)
-        return result
-
-    return measure
+    reserve_memory(worker)
+    result = original(*args, **kwargs)
+    find_streaming_heads(worker, runner.get_model)
+    return result
 
 
 # --- workers: multi-head latent attention ---
 
 
-def classify_mla_rows(original: Function) -> Function:
+def classify_mla_rows(
+    original: Function,
+    self: Any,
+    common_prefix_len: int,
+    common_attn_metadata: Any,
+    fast_build: bool = False,
+    **kwargs: Any,
+) -> Any:
     """Give our prefill backend the metadata of the whole batch before vLLM gives it that of the rows that prefill.
 
     The older runner builds a draft model's metadata with ``fast_build``, which is not passed on. Model Runner V2 does
     not, but its draft models have builders of their own, whose prefill backends ignore the metadata.
     """
-
-    def build(
-        self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **kwargs: Any
-    ) -> Any:
-        begin_step = getattr(self._prefill_backend, "begin_step", None)
-        if begin_step is not None and not fast_build:
-            begin_step(common_attn_metadata, common_prefix_len, self.reorder_batch_threshold or 1)
-        return original(self, common_prefix_len, common_attn_metadata, fast_build, **kwargs)
-
-    return build
+    begin_step = getattr(self._prefill_backend, "begin_step", None)
+    if begin_step is not None and not fast_build:
+        begin_step(common_attn_metadata, common_prefix_len, self.reorder_batch_threshold or 1)
+    return original(self, common_prefix_len, common_attn_metadata, fast_build, **kwargs)
 
 
-def name_mla_layer(original: Function) -> Function:
+def name_mla_layer(
+    original: Function, self: Any, q: Any, kv_c_normed: Any, k_pe: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Tell our prefill backend which layer calls it: the layers of a cache group share a backend in a step."""
-
-    def forward_mha(
-        self: Any, q: Any, kv_c_normed: Any, k_pe: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, *args: Any,
-        **kwargs: Any,
-    ) -> Any:  # fmt: skip
-        begin_layer = getattr(attn_metadata.prefill.prefill_backend, "begin_layer", None)
-        if begin_layer is not None:
-            begin_layer(self)
-        return original(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *args, **kwargs)
-
-    return forward_mha
+    begin_layer = getattr(attn_metadata.prefill.prefill_backend, "begin_layer", None)
+    if begin_layer is not None:
+        begin_layer(self)
+    return original(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, *args, **kwargs)
 
 
 # --- the table ---
@@ -346,7 +301,8 @@ class Hook(NamedTuple):
     owner: str
     """``module:class``, or ``module:``."""
     function: str
-    wrapper: Callable[[Function], Function]
+    wrapper: Function
+    """Called instead of the function, which it gets as its first argument."""
 
 
 _MLA_SELECTOR = "vllm.v1.attention.backends.mla.prefill.selector:"
@@ -397,23 +353,27 @@ def _install(where: str) -> None:
             put_around(type(owner) if is_object else owner, hook.function, hook.wrapper)
 
 
-def wrap_method(target: Any, name: str, wrapper: Callable[..., Function], *values: Any) -> None:
-    """Wrap a method of one object of our engine. The wrapper takes the method and the values."""
+def wrap_method(target: Any, name: str, wrapper: Function, *values: Any) -> None:
+    """Wrap a method of one object of our engine. The wrapper takes the method, the values, and the arguments."""
     original = getattr(target, name)
-    setattr(target, name, functools.wraps(original)(wrapper(original, *values)))
+    setattr(target, name, functools.wraps(original)(functools.partial(wrapper, original, *values)))
 
 
 _wrapped: set[tuple[Any, str]] = set()
 """Owner and name of each function that this process has wrapped."""
 
 
-def put_around(owner: Any, name: str, wrapper: Callable[[Function], Function]) -> None:
+def put_around(owner: Any, name: str, wrapper: Function) -> None:
     """Wrap a function of vLLM. A function that is wrapped already stays as it is."""
     if (owner, name) in _wrapped:
         return
     original = inspect.getattr_static(owner, name)
     is_classmethod = isinstance(original, classmethod)
     function = getattr(owner, name) if is_classmethod else original
-    wrapped = functools.wraps(getattr(function, "__func__", function))(wrapper(function))
+
+    @functools.wraps(getattr(function, "__func__", function))
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(function, *args, **kwargs)
+
     setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
     _wrapped.add((owner, name))
