@@ -17,13 +17,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_sparse_backend import streaming_heads
 from vllm_sparse_backend.config.carried import finds_streaming_heads
 from vllm_sparse_backend.config.errors import ConfigurationError
-from vllm_sparse_backend.identity import LOGGER, digest
+from vllm_sparse_backend.identity import digest, logger
 from vllm_sparse_backend.prompts.lookups import begin_ids
 from vllm_sparse_backend.serving import compat
 from vllm_sparse_backend.serving.streaming_startup import describe, do_without
@@ -32,7 +31,6 @@ from vllm_sparse_backend.serving.worker.layers import plain_impls, served_layers
 from vllm_sparse_backend.serving.worker.owner import StreamingHeads, Worker, worker_of
 from vllm_sparse_backend.serving.worker.prompt_run import run_model
 
-logger = init_logger(LOGGER)
 T = TypeVar("T")
 
 
