@@ -15,7 +15,8 @@ from vllm_sparse_kernels.methods import name_of
 from vllm_sparse_kernels.mla import MlaMethod
 
 ENGINE = "mla"
-"""Name of the attention engine in tables of crossovers. It has not been measured, so ``auto`` is conservative."""
+"""Name of the attention engine in the metric ``layers``, and in tables of crossovers. It has not been measured, so
+``auto`` is conservative."""
 
 PARAMETERS = {"a_shape": ("sink_tokens", "local_tokens"), "top_p": ("kept_mass", "most_tokens")}
 """The methods that exist for MLA, with the parameters that they have there."""

@@ -35,9 +35,6 @@ from vllm_sparse_backend.serving.worker.rows import BatchRow, RowClassifier
 from vllm_sparse_kernels.methods.top_p import TopP
 from vllm_sparse_kernels.mla import MlaCall, MlaMethod, MlaPrefill, MlaRow
 
-ATTENTION_NAME = "mla"
-"""Name of sparse MLA prefill in the metric ``layers``."""
-
 WARM_UP_TOKENS = 512
 """New tokens of the calls that compile kernels. One variant of each kernel serves calls of any size."""
 
@@ -122,9 +119,7 @@ class MlaWorker:
                 "one of vLLM's MLAAttention with dense prefill; serve the model without this flag"
             )
         self.numbers = {id(self.layers[number].impl): number for number in numbers}
-        self.worker.attention_names = {
-            number: ATTENTION_NAME if number in numbers else "dense" for number in self.layers
-        }
+        self.worker.attention_names = {number: ENGINE if number in numbers else "dense" for number in self.layers}
         lengths = {level: resolved.lengths(level, {ENGINE}) for level in resolved.plans}
         self.row_classifier = RowClassifier(lengths, self.worker.requests, cuts_rows=False)
         if numbers and self.worker.rank == 0:
