@@ -45,7 +45,7 @@ LEVEL = "level"
 """Label: the level of the rows' requests. ``on`` is the server's own."""
 LAYER_LEVEL = ("layer", LEVEL)
 # fmt: off
-_TABLE = (
+METRICS = {metric.name: metric for metric in (
     Metric("rows", "counter", "Rows (one request in one step) by path, and by the reason where the path is dense.",
            ("path", "reason", LEVEL), seen_by_all=True),
     Metric("kept_pairs", "counter", "(query, key) pairs computed in sparse rows, all heads.", LAYER_LEVEL),
@@ -59,7 +59,5 @@ _TABLE = (
            "Heads of the model that keep only the first and the nearest keys. Label: a hash of them.",
            ("fingerprint",)),
     Metric("up", "gauge", "Whether the engine answers the polls for these metrics: 1 or 0."),
-)
+)}
 # fmt: on
-
-METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that ``--attention-backend sparse-prefill`` selects: vLLM's dense backend with our builder and impl."""
 
-from typing import TYPE_CHECKING
-
 from vllm_sparse_backend.serving.compat import DenseBackend
-
-if TYPE_CHECKING:
-    from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
-    from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadataBuilder
 
 
 class SparsePrefillBackend(DenseBackend):
@@ -18,14 +12,14 @@ class SparsePrefillBackend(DenseBackend):
         return "SPARSE_PREFILL"
 
     @staticmethod
-    def get_impl_cls() -> type["SparsePrefillImpl"]:
+    def get_impl_cls() -> type:
         """Return the class that computes the attention of a layer."""
         from vllm_sparse_backend.serving.worker.impl import SparsePrefillImpl
 
         return SparsePrefillImpl
 
     @staticmethod
-    def get_builder_cls() -> type["SparsePrefillMetadataBuilder"]:
+    def get_builder_cls() -> type:
         """Return the class that builds the metadata of steps."""
         from vllm_sparse_backend.serving.worker.metadata import SparsePrefillMetadataBuilder
 
