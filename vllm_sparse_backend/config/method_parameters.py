@@ -78,9 +78,8 @@ def summarize(methods: Sequence[Method]) -> str:
 
 def changed_fields(method: Method) -> dict[str, Any]:
     """Return the parameters that differ from the method's defaults."""
-    values = {field.name: getattr(method, field.name) for field in dataclasses.fields(method) if field.init}
     default = METHODS[name_of(method)].parameters()
-    return {name: value for name, value in values.items() if value != getattr(default, name)}
+    return {name: value for name, value in method.shown_fields.items() if value != getattr(default, name)}
 
 
 def format_call(name: str, values: Mapping[str, object]) -> str:

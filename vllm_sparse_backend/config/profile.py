@@ -204,9 +204,10 @@ class Profile(Level):
         """Format the profile as a file."""
         data = self.model_dump(exclude_defaults=True)
         data["model"] = data["model"] or ANY_MODEL
-        profile_fields = [name for name in Profile.model_fields if name not in (*Level.model_fields, "levels")]
-        order = (*profile_fields, *Level.model_fields, "levels")
-        return strict_yaml.dump({name: data[name] for name in order if name in data})
+        for name in (*Level.model_fields, "levels"):  # after the fields that only a profile has
+            if name in data:
+                data[name] = data.pop(name)
+        return strict_yaml.dump(data)
 
 
 def profile_file(name_or_path: str, option: str = "profile") -> Path:
