@@ -79,7 +79,7 @@ class ServerResults:
 
 def repeats_of(length: Length, most: int) -> int:
     """Return the number of repeats of a length: more for short prompts, whose TTFT varies more."""
-    return min(most, max(3, 200_000 // max(1, length.new_tokens)))
+    return min(most, max(3, 200_000 // length.new_tokens))
 
 
 def case_of(

@@ -271,9 +271,8 @@ class Memory:
         if limits is None or not layers.layers:
             return None
         num_bytes, room = layers.arena(limits, int(compat.device_memory_bytes() * DEVICE_SHARE))
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if device.type == "cpu":
-            buffer.zero_()  # otherwise the host would map its pages one by one while serving
+        # Zeros, because a host would map the pages of an empty tensor one by one while serving.
+        buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         if rank == 0:
             logger.info(
                 "sparse-prefill: reserved an arena of %d MiB for temporary tensors of selection and attention, of %d "
