@@ -76,18 +76,6 @@ class Batch:
         return torch.full_like(self.q, float("nan"), dtype=self.out_dtype or wide_dtype(self.q.dtype))
 
 
-def error_budget(eager: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the largest absolute error that a kernel's result may have.
-
-    The budget is 3 times the largest error of ``eager``, but at least 3 roundings of the largest exact value, because
-    eager may be exact by luck if there are few numbers.
-    """
-    counted = ~exact.isnan()
-    error = (eager.double() - exact)[counted].abs().max()
-    rounding = torch.finfo(eager.dtype).eps * exact[counted].abs().max()
-    return 3 * float(torch.maximum(error, rounding))
-
-
 @dataclass(frozen=True)
 class Expected:
     """The expected result of attention over an index. Tokens outside the index's rows are NaN."""
@@ -120,8 +108,12 @@ def expected_attention(batch: Batch, index: SparseIndex, options: AttendOptions 
         out = torch.full_like(batch.q, float("nan"), dtype=out_dtype)
         attend(batch.call(index), out, options, batch.sinks, dtype, round_weights)
         results.append(out)
-    out, eager_out = results
-    return Expected(out, error_budget(eager_out, out))
+    exact, eager_out = results
+    counted = ~exact.isnan()
+    error = (eager_out.double() - exact)[counted].abs().max()
+    # At least roundings of the largest value: eager may be exact by luck if there are few numbers.
+    rounding = torch.finfo(eager_out.dtype).eps * exact[counted].abs().max()
+    return Expected(exact, 3 * float(torch.maximum(error, rounding)))
 
 
 def failure(engine: AttendEngine, batch: Batch, index: SparseIndex, options: AttendOptions | None) -> str | None:

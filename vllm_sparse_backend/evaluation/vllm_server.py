@@ -101,9 +101,8 @@ class Server:
         self._port = reserve_port()
         self.port: int = self._port.getsockname()[1]
         on_cpu = not has_cuda()
-        device_args = CPU_ARGS if on_cpu else ()
         address = ("--host", "127.0.0.1", "--port", str(self.port))
-        self.command = [*VLLM, "serve", self.model, *address, *args, *device_args]
+        self.command = [*VLLM, "serve", self.model, *address, *args, *(CPU_ARGS if on_cpu else ())]
         self._folder = tempfile.TemporaryDirectory(prefix="sparse-prefill-")
         self.log_path = Path(self._folder.name) / "server.log"
         self._env = {**(CPU_ENV if on_cpu else {}), **environment(), **(env or {})}
