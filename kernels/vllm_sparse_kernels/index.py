@@ -10,6 +10,7 @@ Invariants, which ``SparseIndex.check`` verifies: lists are sorted, unique and c
 is present; no stripe lies inside a kept block; counts are within capacity.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -278,7 +279,8 @@ class SparseIndex(IndexLayout):
         """Check one list of stripes, which ends at the next position in the ascending ``list_starts``."""
         count = int(self.stripe_counts[head, i_tile])
         start = int(self.stripe_offsets[head, i_tile])
-        capacity = next((next_start for next_start in list_starts if next_start > start), start) - start
+        i_next = bisect_right(list_starts, start)
+        capacity = list_starts[i_next] - start if i_next < len(list_starts) else 0
         assert 0 <= count <= capacity, f"{where}: given {count} stripes at offset {start}, expected at most {capacity}"
         stripes = self.stripes_of(head, i_tile)
         if count == 0:
