@@ -19,7 +19,7 @@ class Softmax(NamedTuple):
 
 @triton.jit
 def finite_maximum(b_max):
-    """Replace the maxima of no scores, −∞, with 0, because −∞ minus −∞ is not a number."""
+    """Replace maxima of −∞ (there were no scores) with 0, because −∞ minus −∞ is not a number."""
     return tl.where(b_max == float("-inf"), 0.0, b_max)
 
 

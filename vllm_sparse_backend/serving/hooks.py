@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Function = Callable[..., Any]
 
 signature_of = functools.cache(inspect.signature)
-"""Looks a function's signature up, because each request needs it."""
+"""Return a function's signature. It is cached, because every request needs one."""
 
 # Registration installs the hooks of these two with any backend. Others are installed once a configuration selects ours.
 EVERY = "every process"
@@ -354,7 +354,7 @@ def _install(where: str) -> None:
 
 
 def wrap_method(target: Any, name: str, wrapper: Function, *values: Any) -> None:
-    """Wrap a method of one object of our engine. The wrapper takes the method, the values, and the arguments."""
+    """Wrap a method of one object. The wrapper gets the method, these values, and the arguments of each call."""
     original = getattr(target, name)
     setattr(target, name, functools.wraps(original)(functools.partial(wrapper, original, *values)))
 

@@ -87,7 +87,7 @@ class Method(ABC):
 
     @property
     def in_short_contexts(self) -> "Method":
-        """The method as it is in long contexts, but also in short ones: a trial of an engine has few keys."""
+        """The method with the rule of long contexts also in short ones, for trials of engines, which have few keys."""
         return self
 
     def with_kept_mass(self, share: float) -> "Method":

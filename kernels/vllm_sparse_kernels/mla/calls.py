@@ -136,7 +136,8 @@ class Part(NamedTuple):
     @staticmethod
     def of(rows: Sequence[MlaRow], set_tiles: int, device: torch.device) -> "Part":
         """Copy rows to the device, without waiting for it. The set with the longest reach comes first."""
-        tile_sets = sorted((tiles for row in rows for tiles in _tile_sets(row, set_tiles)), key=lambda s: -s[0].reach)
+        tile_sets = [tiles for row in rows for tiles in _tile_sets(row, set_tiles)]
+        tile_sets.sort(key=_longest_reach, reverse=True)
         ends = accumulate(map(len, tile_sets))
         tables: tuple[list[tuple[int, ...]], ...] = (
             [tile for tiles in tile_sets for tile in tiles],
@@ -145,15 +146,19 @@ class Part(NamedTuple):
         )
         tiles, device_rows, sets = (host_to_device(torch.tensor(x, dtype=torch.int32), device) for x in tables)
         return Part(
-            tiles, device_rows, sets, ceil_div(tile_sets[0][0].reach, BLOCK.value),
+            tiles, device_rows, sets, ceil_div(max(map(_longest_reach, tile_sets)), BLOCK.value),
             max(row.num_queries for row in rows), max(row.num_keys for row in rows),
         )  # fmt: skip
 
 
 def _tile_sets(row: MlaRow, set_tiles: int) -> list[list[TileFields]]:
-    """Return the sets of a row's tiles. The first tile of a set has its longest reach."""
+    """Return the sets of a row's tiles, from the last tile to the first."""
     tiles = [TileFields.of(row, offset) for offset in range(0, row.num_queries, TILE_TOKENS)][::-1]
     return [tiles[first : first + set_tiles] for first in range(0, len(tiles), set_tiles)]
+
+
+def _longest_reach(tiles: Sequence[TileFields]) -> int:
+    return max(tile.reach for tile in tiles)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def check_choice(method: TopP, sizes: list[int], reach: int) -> int:
 
     Args:
         method: The method of the tile's head.
-        sizes: Masses of the blocks in order, in units, repeated up to ``reach``. A negative size marks a peak.
+        sizes: The blocks' masses in units, repeated until ``reach``. A negative number marks a peak.
         reach: Number of keys in the tile's causal reach; its only query is at the last key.
     """
     rows = Rows((0,), (1,), (reach - 1,), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE))

@@ -28,7 +28,7 @@ def with_end_of_prompt(request: Any, tokenizer: Any) -> Any:
     if token_ids is None or len(token_ids) <= END_TOKENS:
         return request
     end = token_ids[-END_TOKENS:]
-    # The tokenizer that will decode the answer. Its wrappers lock, and may clean up the text.
+    # This tokenizer will decode the answer. vLLM's wrappers around it take a lock, and may clean up the text.
     text = tokenizer._tokenizer.decode(end, skip_special_tokens=request.sampling_params.skip_special_tokens)
     if not text or text.endswith(INCOMPLETE):
         return request
